@@ -1,0 +1,63 @@
+# Everything a developer runs. The first target that needs it builds .venv from the pinned requirements.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Where to find torch's CPU build, if pip does not find one by itself: make TORCH_OPTIONS="--index-url ..." test
+TORCH_OPTIONS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test check format format-check lint types layers property bench fixtures requirements clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(READY): requirements/torch.txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(TORCH_OPTIONS) -r requirements/torch.txt
+	$(PIP) install --quiet -r requirements/dev.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the result back
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## run the whole test suite
+	$(BIN)/python -m pytest -n 2
+
+property: $(READY)  ## run the property tests with many more examples
+	$(BIN)/python -m pytest tests/property --hypothesis-profile=thorough
+
+check: format-check lint types layers test  ## everything that must hold before a commit
+
+format: $(READY)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix --select I .
+
+format-check: $(READY)  ## is the code formatted?
+	$(BIN)/ruff format --check .
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(READY)  ## do imports point downwards only?
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## measure against cp and zero_to_fp32.py, side by side
+	$(BIN)/python benchmarks/consolidate.py
+
+fixtures: $(READY)  ## train the bundled checkpoints again with real DeepSpeed
+	$(BIN)/python fixtures/make.py
+
+requirements: $(READY)  ## pin the development requirements again (needs uv)
+	(echo '# Pinned by `make requirements`; torch itself is pinned in torch.txt and installed first.'; \
+	 uv pip compile --universal --python-version 3.10 --no-header --no-annotate pyproject.toml requirements/dev.in \
+	 | grep -vE '^(cuda-|nvidia-|triton|torch=)') > requirements/dev.txt.new
+	mv requirements/dev.txt.new requirements/dev.txt
+
+clean:  ## remove what these targets made
+	rm -rf $(VENV) demo-out benchmarks/.data .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

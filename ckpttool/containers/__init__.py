@@ -1,0 +1,1 @@
+"""Byte containers, parsed and built without torch; they know nothing of checkpoints."""

@@ -1,0 +1,289 @@
+"""The ZIP form of ``torch.save``: where each record's bytes lie, and the way back.
+
+Records are stored, never compressed, so a tensor is a byte range of the file. Reading takes the end of the file, the
+central directory and the short local headers; no payload.
+
+Source: torch 2.13, caffe2/serialize/inline_container.cc (PyTorchStreamWriter, alignment padding "FB") and PKWARE's
+APPNOTE 6.3 (ZIP and ZIP64 records).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import ContainerError, PlanError
+from ckpttool.ranges import ByteRange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.storage import RangeReader
+
+MAGIC = b"PK\x03\x04"
+ALIGNMENT = 64
+"""torch puts the first byte of every record on a multiple of this."""
+MAX_DIRECTORY_BYTES = 1 << 28
+"""A central directory larger than this is refused (over two million records)."""
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+_UTF8 = 0x800
+_DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
+_FOREIGN_HINT = "it was not written by torch.save; do not load it"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored record of the archive."""
+
+    name: str
+    """Full name, prefix included: "archive/data/0"."""
+    where: ByteRange
+    """Its payload, counted from the start of the file."""
+    crc32: int
+    """CRC-32 of the payload; 0 over a payload that is not empty means "not recorded"."""
+
+    @property
+    def crc_recorded(self) -> bool:
+        """Whether a checksum was recorded (torch leaves 0 when told not to compute it)."""
+        return self.crc32 != 0 or self.where.nbytes == 0
+
+
+# ------------------------------------------------------------------------------------------------- parse
+
+
+def parse(reader: RangeReader) -> dict[str, Record]:
+    """Find every record of an archive, by name, in the order of the central directory.
+
+    Raises:
+        ContainerError: The archive is cut off, damaged, compressed or encrypted, a record lies outside the file, or two
+            overlap or share a name.
+        StorageError: The file cannot be read.
+    """
+    directory, count = _read_directory(reader)
+    entries = _parse_directory(reader, directory, count)
+    # A local header's length is not in the central directory: its extra field differs there.
+    headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size) for e in entries])
+    records: dict[str, Record] = {}
+    spans: list[tuple[int, int, str]] = []
+    for entry, header in zip(entries, headers, strict=True):
+        magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack(header)
+        if magic != MAGIC or method != 0:
+            raise ContainerError(reader.path, f"zip record {entry.name!r} has a broken local header", _DAMAGED_HINT)
+        start = entry.header + _LOCAL.size + name_length + extra_length
+        if start + entry.nbytes > directory.start:
+            raise ContainerError(reader.path, f"zip record {entry.name!r} reaches beyond the data", _DAMAGED_HINT)
+        if entry.name in records:
+            raise ContainerError(reader.path, f"zip record {entry.name!r} is there twice", _FOREIGN_HINT)
+        records[entry.name] = Record(entry.name, ByteRange(start, start + entry.nbytes), entry.crc32)
+        spans.append((entry.header, start + entry.nbytes, entry.name))
+    spans.sort()
+    for (_, end, name), (begin, _, following) in zip(spans, spans[1:], strict=False):
+        if begin < end:
+            raise ContainerError(reader.path, f"zip records {name!r} and {following!r} overlap", _FOREIGN_HINT)
+    return records
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    header: int
+    nbytes: int
+    crc32: int
+
+
+def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
+    """Where the central directory lies, and how many records it lists."""
+    size = reader.nbytes
+    if size < _END.size:
+        raise ContainerError(reader.path, f"is only {size} bytes long", _DAMAGED_HINT)
+    tail_start = max(0, size - _END.size - _LOCATOR64.size - _END64.size - _MAX16)
+    tail = reader.read(max(tail_start, size - 4096), size)
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 and len(tail) < size - tail_start:
+        tail = reader.read(tail_start, size)
+        at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or at + _END.size > len(tail):
+        raise ContainerError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
+    end_start = size - len(tail) + at
+    _, disk, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    limit = end_start
+    if _MAX16 in {disk, count} or _MAX32 in {nbytes, start} or tail[: max(0, at)].endswith(b"PK\x06\x07"):
+        start, nbytes, count, limit = _read_end64(reader, end_start)
+    elif end_start >= _LOCATOR64.size:
+        locator = reader.read(end_start - _LOCATOR64.size, end_start)
+        if locator.startswith(b"PK\x06\x07"):
+            start, nbytes, count, limit = _read_end64(reader, end_start)
+    if nbytes > MAX_DIRECTORY_BYTES or start + nbytes > limit or count * _CENTRAL.size > nbytes:
+        raise ContainerError(reader.path, "the zip directory is said to lie outside the file", _DAMAGED_HINT)
+    return ByteRange(start, start + nbytes), count
+
+
+def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int]:
+    at = end_start - _LOCATOR64.size
+    if at < 0:
+        raise ContainerError(reader.path, "the zip64 directory is missing", _DAMAGED_HINT)
+    magic, _, position, _ = _LOCATOR64.unpack(reader.read(at, end_start))
+    if magic != b"PK\x06\x07" or position + _END64.size > at:
+        raise ContainerError(reader.path, "the zip64 directory is missing", _DAMAGED_HINT)
+    fields = _END64.unpack(reader.read(position, position + _END64.size))
+    if fields[0] != b"PK\x06\x06":
+        raise ContainerError(reader.path, "the zip64 directory is broken", _DAMAGED_HINT)
+    count, nbytes, start = fields[7], fields[8], fields[9]
+    return start, nbytes, count, position
+
+
+def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[_Entry]:
+    data = reader.read(where.start, where.end)
+    entries: list[_Entry] = []
+    at = 0
+    for _ in range(count):
+        if at + _CENTRAL.size > len(data):
+            raise ContainerError(reader.path, "the zip directory ends too early", _DAMAGED_HINT)
+        (magic, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length, _, _, _, header) = (
+            _CENTRAL.unpack_from(data, at)
+        )
+        name_end = at + _CENTRAL.size + name_length
+        following = name_end + extra_length + comment_length
+        if magic != b"PK\x01\x02" or following > len(data):
+            raise ContainerError(reader.path, "the zip directory is broken", _DAMAGED_HINT)
+        name = data[at + _CENTRAL.size : name_end].decode("utf-8", "replace")
+        if _MAX32 in {nbytes, packed, header}:
+            nbytes, packed, header = _zip64_sizes(reader, data[name_end : name_end + extra_length], nbytes, packed, header)
+        if method != 0 or packed != nbytes or flags & 1:
+            raise ContainerError(reader.path, f"zip record {name!r} is compressed or encrypted", _FOREIGN_HINT)
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ContainerError(reader.path, f"zip record {name!r} points outside the archive", _FOREIGN_HINT)
+        if header + _LOCAL.size > where.start:
+            raise ContainerError(reader.path, f"zip record {name!r} lies outside the file", _DAMAGED_HINT)
+        entries.append(_Entry(name, header, nbytes, crc32))
+        at = following
+    return entries
+
+
+def _zip64_sizes(reader: RangeReader, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            values = [extra[i : i + 8] for i in range(at + 4, min(at + 4 + length, len(extra)) - 7, 8)]
+            numbers = [int.from_bytes(v, "little") for v in values]
+            wanted = [nbytes == _MAX32, packed == _MAX32, header == _MAX32]
+            if len(numbers) >= sum(wanted):
+                take = iter(numbers)
+                nbytes, packed, header = (
+                    next(take) if want else old for want, old in zip(wanted, (nbytes, packed, header), strict=True)
+                )
+                return nbytes, packed, header
+        at += 4 + length
+    raise ContainerError(reader.path, "a zip64 record is broken", _DAMAGED_HINT)
+
+
+# ------------------------------------------------------------------------------------------------- build
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltArchive:
+    """An archive whose payloads are still to be placed."""
+
+    nbytes: int
+    """Size of the whole file."""
+    literals: tuple[tuple[int, bytes], ...]
+    """(offset, bytes) of all that is not payload, in ascending offset."""
+    payloads: dict[str, ByteRange]
+    """Where the payload of each storage key goes."""
+
+
+def build(
+    pickled: bytes, sizes: Mapping[str, int], *, prefix: str, path: str, crc32: Mapping[str, int] | None = None
+) -> BuiltArchive:
+    """Lay out an archive that ``torch.load`` reads, also with ``mmap=True``.
+
+    Args:
+        pickled: ``data.pkl``.
+        sizes: Bytes of each storage, by key, in the order they are to be stored.
+        prefix: First component of every record name; torch uses the file name without its extension.
+        path: What to call the file in errors.
+        crc32: CRC-32 of payloads where known; the others are recorded as 0, "not computed", as torch itself does after
+            ``torch.serialization.set_crc32_options(False)``.
+
+    Raises:
+        PlanError: A storage key cannot be a record name.
+    """
+    known = crc32 or {}
+    writer = _ArchiveWriter()
+    writer.literal(f"{prefix}/data.pkl", pickled)
+    writer.literal(f"{prefix}/.format_version", b"1")
+    writer.literal(f"{prefix}/.storage_alignment", str(ALIGNMENT).encode())
+    writer.literal(f"{prefix}/byteorder", b"little")
+    payloads: dict[str, ByteRange] = {}
+    for key, nbytes in sizes.items():
+        if not key or "/" in key or key in {".", ".."}:
+            raise PlanError(path, f"storage key {key!r} cannot name a record", "this is a bug in ckpttool")
+        payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
+    writer.literal(f"{prefix}/version", b"3\n")
+    # torch puts a hash of the content here; the structure and sizes are what is known before the payload is placed.
+    digest = hashlib.sha256(pickled + repr(sorted(sizes.items())).encode()).digest()
+    identity = f"{int.from_bytes(digest[:16], 'little') % 10**40:040d}"
+    writer.literal(f"{prefix}/.data/serialization_id", identity.encode())
+    return BuiltArchive(writer.finish(), tuple(writer.literals), payloads)
+
+
+class _ArchiveWriter:
+    def __init__(self) -> None:
+        self.position = 0
+        self.literals: list[tuple[int, bytes]] = []
+        self.central = bytearray()
+        self.count = 0
+
+    def literal(self, name: str, data: bytes) -> None:
+        where = self.payload(name, len(data), zlib.crc32(data))
+        self.literals.append((where.start, data))
+
+    def payload(self, name: str, nbytes: int, crc32: int) -> ByteRange:
+        """Write the headers of a record and leave room for its bytes."""
+        raw = name.encode()
+        large = nbytes >= _MAX32
+        zip64 = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if large else b""
+        plain = self.position + _LOCAL.size + len(raw) + len(zip64) + 4
+        fill = -plain % ALIGNMENT
+        extra = zip64 + b"FB" + struct.pack("<H", fill) + b"Z" * fill
+        shown = _MAX32 if large else nbytes
+        version = 45 if large else 0
+        header = _LOCAL.pack(MAGIC, version, _UTF8, 0, 0, 0, crc32, shown, shown, len(raw), len(extra)) + raw + extra
+        self.literals.append((self.position, header))
+        numbers = [nbytes, nbytes] if large else []
+        at = self.position
+        if at >= _MAX32:
+            numbers.append(at)
+            at = _MAX32
+        central_extra = struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+        self.central += _CENTRAL.pack(
+            b"PK\x01\x02", version, version, _UTF8, 0, 0, 0, crc32, shown, shown, len(raw), len(central_extra), 0, 0, 0, 0, at
+        )
+        self.central += raw + central_extra
+        self.count += 1
+        start = self.position + len(header)
+        self.position = start + nbytes
+        return ByteRange(start, start + nbytes)
+
+    def finish(self) -> int:
+        """Write the directory; returns the size of the file. ZIP64 records are always written, as torch does."""
+        start, nbytes = self.position, len(self.central)
+        end64 = start + nbytes
+        tail = bytes(self.central)
+        tail += _END64.pack(b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, self.count, self.count, nbytes, start)
+        tail += _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
+        count = min(self.count, _MAX16)
+        tail += _END.pack(b"PK\x05\x06", 0, 0, count, count, min(nbytes, _MAX32), min(start, _MAX32), 0)
+        self.literals.append((start, tail))
+        self.literals.sort()
+        return start + len(tail)

@@ -1,0 +1,172 @@
+"""What a pickle is read into: plain Python data, plus these inert stand-ins for everything else."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
+
+
+class OrderedDict(collections.OrderedDict[Any, Any]):
+    """A ``collections.OrderedDict`` that keeps apart the Python attributes it was saved with (torch's ``_metadata``)."""
+
+    attributes: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDType:
+    """A ``torch.dtype`` met as a value."""
+
+    name: str
+    """The attribute of the torch module: "bfloat16"."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """The bytes of one or many tensors: a record of the file, not yet looked up."""
+
+    key: str
+    """Name of the record."""
+    storage_class: str
+    """torch's class: "FloatStorage", "UntypedStorage"."""
+    dtype: str
+    """Element type in safetensors' spelling; "U8" for an untyped storage."""
+    location: str
+    """Where the tensor lived when it was saved: "cpu", "cuda:3"."""
+    numel: int
+    """Elements of ``dtype``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the record in bytes."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor by where its bytes are, not by its values."""
+
+    storage: StorageRef
+    """The record that holds its elements."""
+    dtype: str
+    """safetensors' spelling."""
+    offset: int
+    """First element, in elements of ``dtype`` from the start of the storage."""
+    shape: tuple[int, ...]
+    """Sizes; () is a scalar."""
+    stride: tuple[int, ...]
+    """Strides in elements."""
+    requires_grad: bool = False
+    """As saved."""
+    parameter: bool = False
+    """True for a ``torch.nn.Parameter``."""
+    attributes: dict[str, Any] | None = field(default=None, compare=False)
+    """Python attributes saved with the tensor (DeepSpeed's ``ds_id``)."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in C order without holes."""
+        expected = 1
+        for n, s in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if n == 0:
+                return True
+            if n != 1 and s != expected:
+                return False
+            expected *= n
+        return True
+
+    @property
+    def span(self) -> int:
+        """One past the last element touched, counted from the start of the storage."""
+        if self.numel == 0:
+            return self.offset
+        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+
+class Opaque:
+    """An object of a class that ckpttool does not know, kept as the pickle described it and never built.
+
+    It can be written back unchanged. Attribute ``how`` says what the pickle did:
+    "global" (the class or function itself), "call" (``name(*args)``), "new" (``name.__new__(name, *args, **kwargs)``).
+    """
+
+    __slots__ = ("appended", "args", "how", "items", "kwargs", "module", "name", "state", "stated")
+
+    def __init__(self, module: str, name: str, how: str = "global", args: tuple[Any, ...] = ()) -> None:
+        self.module = module
+        self.name = name
+        self.how = how
+        self.args = args
+        self.kwargs: dict[str, Any] = {}
+        self.stated = False
+        """Whether a state was given."""
+        self.state: Any = None
+        """What ``__setstate__`` would get."""
+        self.items: list[tuple[Any, Any]] = []
+        """Keys and values stored into it, for subclasses of dict."""
+        self.appended: list[Any] = []
+        """Values appended to it, for subclasses of list."""
+
+    @property
+    def qualified_name(self) -> str:
+        """``module.name``."""
+        return f"{self.module}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"<{'global' if self.how == 'global' else 'opaque'} {self.qualified_name}>"
+
+
+def children(value: object) -> Iterator[Any]:
+    """The values directly inside a container or an Opaque."""
+    if isinstance(value, dict):
+        yield from value.keys()
+        yield from value.values()
+        if isinstance(value, OrderedDict) and value.attributes:
+            yield from value.attributes.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif isinstance(value, Opaque):
+        yield from value.args
+        yield from value.kwargs.values()
+        yield value.state
+        for k, v in value.items:
+            yield k
+            yield v
+        yield from value.appended
+    elif isinstance(value, TensorRef):
+        yield value.storage
+        if value.attributes:
+            yield from value.attributes.values()
+
+
+def walk(root: object) -> Iterator[Any]:
+    """Every value inside ``root``, itself included, each container once; not recursive, so no depth can break it."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict | list | tuple | set | frozenset | Opaque):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        yield value
+        stack.extend(children(value))

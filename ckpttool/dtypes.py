@@ -1,0 +1,80 @@
+"""One table of element types: safetensors' spelling, torch's, torch's storage class, numpy's, and the size of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type under all of its names."""
+
+    name: str
+    """safetensors' spelling, used everywhere in ckpttool: "F32", "BF16"."""
+    torch: str
+    """The attribute of the torch module: "float32"."""
+    storage: str | None
+    """torch's typed storage class, or None for the types that came after typed storages."""
+    numpy: str
+    """numpy's name, or the name in ml_dtypes."""
+    itemsize: int
+    """Bytes per element."""
+    floating: bool
+    """True for real floating-point types."""
+
+
+_TABLE = (
+    DType("F64", "float64", "DoubleStorage", "float64", 8, True),
+    DType("F32", "float32", "FloatStorage", "float32", 4, True),
+    DType("F16", "float16", "HalfStorage", "float16", 2, True),
+    DType("BF16", "bfloat16", "BFloat16Storage", "bfloat16", 2, True),
+    DType("F8_E4M3", "float8_e4m3fn", None, "float8_e4m3fn", 1, True),
+    DType("F8_E5M2", "float8_e5m2", None, "float8_e5m2", 1, True),
+    DType("I64", "int64", "LongStorage", "int64", 8, False),
+    DType("I32", "int32", "IntStorage", "int32", 4, False),
+    DType("I16", "int16", "ShortStorage", "int16", 2, False),
+    DType("I8", "int8", "CharStorage", "int8", 1, False),
+    DType("U64", "uint64", None, "uint64", 8, False),
+    DType("U32", "uint32", None, "uint32", 4, False),
+    DType("U16", "uint16", None, "uint16", 2, False),
+    DType("U8", "uint8", "ByteStorage", "uint8", 1, False),
+    DType("BOOL", "bool", "BoolStorage", "bool", 1, False),
+    DType("C64", "complex64", "ComplexFloatStorage", "complex64", 8, False),
+)
+
+DTYPES: dict[str, DType] = {d.name: d for d in _TABLE}
+"""By safetensors' spelling."""
+
+BY_TORCH_NAME: dict[str, DType] = {d.torch: d for d in _TABLE}
+"""By the attribute of the torch module."""
+
+BY_STORAGE_CLASS: dict[str, DType] = {d.storage: d for d in _TABLE if d.storage}
+"""By torch's typed storage class."""
+
+TRAINING_DTYPES: dict[str, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+"""The names that people type and DeepSpeed's configuration uses, to safetensors' spelling."""
+
+SHORT_NAMES: dict[str, str] = {name: short for short, name in TRAINING_DTYPES.items()}
+"""The other way round."""
+
+_FROM_ML_DTYPES = {"BF16", "F8_E4M3", "F8_E5M2"}
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of a type in safetensors' spelling."""
+    return DTYPES[name].itemsize
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a type in safetensors' spelling; ml_dtypes is imported only where numpy lacks the type."""
+    import numpy as np
+
+    if name in _FROM_ML_DTYPES:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, DTYPES[name].numpy))
+    return np.dtype(DTYPES[name].numpy)

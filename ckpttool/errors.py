@@ -1,0 +1,46 @@
+"""Every error ckpttool raises on purpose.
+
+* CkptError
+    * StorageError    a file or directory cannot be listed, read or written
+    * ContainerError  a file is not what its name says, is damaged, or is hostile
+    * LayoutError     the files are sound but do not add up to a checkpoint, or disagree with each other
+    * PlanError       what is asked for cannot be produced from this checkpoint
+
+Each carries the file, what is wrong and what to do next, and prints as one line.
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """Base of all errors: one line that names the file, the problem and the next step.
+
+    The arguments are positional so that the error survives pickling between ranks.
+    """
+
+    def __init__(self, path: str, problem: str, hint: str) -> None:
+        super().__init__(path, problem, hint)
+        self.path = path
+        self.problem = problem
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.problem}; {self.hint}" if self.hint else f"{self.path}: {self.problem}"
+        # Names come from untrusted files: nothing in them may break the line or drive the terminal.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class StorageError(CkptError):
+    """A file or directory cannot be listed, read or written."""
+
+
+class ContainerError(CkptError):
+    """A file is not what its name says, is damaged, or is hostile."""
+
+
+class LayoutError(CkptError):
+    """The files do not add up to a checkpoint, or disagree with each other."""
+
+
+class PlanError(CkptError):
+    """What is asked for cannot be produced from this checkpoint."""

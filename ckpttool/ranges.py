@@ -1,0 +1,81 @@
+"""Byte ranges and their arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ByteRange:
+    """A half-open span of bytes in one file: [start, end)."""
+
+    start: int
+    """First byte, counted from the start of the file."""
+    end: int
+    """One past the last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the span."""
+        return self.end - self.start
+
+
+def coalesce(ranges: Iterable[ByteRange], *, max_gap: int) -> list[ByteRange]:
+    """Merge ranges that touch, overlap or lie within ``max_gap`` bytes of each other; every input stays covered."""
+    merged: list[ByteRange] = []
+    for r in sorted(ranges):
+        if merged and r.start <= merged[-1].end + max_gap:
+            merged[-1] = ByteRange(merged[-1].start, max(merged[-1].end, r.end))
+        else:
+            merged.append(r)
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class CoverProblem:
+    """Where a set of spans fails to fill [0, total) exactly once."""
+
+    kind: str
+    """"gap", "overlap" or "outside"."""
+    start: int
+    """First position concerned."""
+    end: int
+    """One past the last position concerned."""
+
+
+def exact_cover_problem(
+    starts: NDArray[np.unsignedinteger] | Sequence[int],
+    lengths: NDArray[np.unsignedinteger] | Sequence[int],
+    total: int,
+) -> CoverProblem | None:
+    """Say where spans fail to fill [0, total) exactly once, or None if they do.
+
+    Spans of length zero are ignored; order does not matter.
+    """
+    begin = np.asarray(starts, dtype=np.uint64)
+    size = np.asarray(lengths, dtype=np.uint64)
+    keep = size > 0
+    begin, size = begin[keep], size[keep]
+    if begin.size and not bool(np.all(begin[1:] >= begin[:-1])):
+        order = np.argsort(begin, kind="stable")
+        begin, size = begin[order], size[order]
+    end = begin + size
+    if bool(np.any(end < begin)) or (end.size and int(end.max()) > total):
+        bad = int(np.argmax((end < begin) | (end > total)))
+        return CoverProblem("outside", int(begin[bad]), int(end[bad]))
+    expected = np.concatenate([np.zeros(1, np.uint64), end])
+    actual = np.concatenate([begin, np.array([total], np.uint64)])
+    wrong = np.flatnonzero(expected != actual)
+    if wrong.size == 0:
+        return None
+    first = int(wrong[0])
+    low, high = int(expected[first]), int(actual[first])
+    return CoverProblem("gap", low, high) if low < high else CoverProblem("overlap", high, low)

@@ -1,0 +1,128 @@
+"""An output directory that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import StorageError
+from ckpttool.storage import translate_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+SUFFIX = ".partial"
+"""What is being written lies in ``OUT.partial`` until it is whole."""
+
+
+def check_target(out: str, *, overwrite: bool) -> None:
+    """Refuse an output that cannot or must not be written, before any work is done.
+
+    Raises:
+        StorageError: OUT is a file, holds something and ``overwrite`` is False, or its parent cannot be written.
+    """
+    if os.path.lexists(out) and not os.path.isdir(out):
+        raise StorageError(out, "already exists and is not a directory", "choose another OUT")
+    with translate_os_errors(out):
+        if os.path.isdir(out) and os.listdir(out) and not overwrite:
+            raise StorageError(out, "already exists and is not empty", "choose another OUT or pass --overwrite")
+    parent = _existing_parent(out)
+    if not os.path.isdir(parent):
+        raise StorageError(parent, "is not a directory", "choose another OUT")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(parent, "permission denied", f"cannot create {out} in it; choose another OUT")
+
+
+def check_space(out: str, nbytes: int) -> None:
+    """Refuse to begin what cannot fit.
+
+    Raises:
+        StorageError: The file system has less than ``nbytes`` bytes free.
+    """
+    parent = _existing_parent(out)
+    with translate_os_errors(parent):
+        info = os.statvfs(parent)
+    free = info.f_bavail * info.f_frsize
+    if free < nbytes:
+        raise StorageError(
+            out, f"needs {nbytes:,} bytes, but only {free:,} are free", "free some space or choose another OUT"
+        )
+
+
+@contextlib.contextmanager
+def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a directory to write into; move it to ``out`` if the body succeeds, remove it if not.
+
+    A new or empty OUT appears by one rename. Into an OUT that holds something, files are moved one by one: first the
+    old files that ``replaces`` names go, then the new ones come, and ``last`` (an index, say) comes at the very end, so
+    that no reader takes a mixture for a whole.
+
+    Args:
+        out: The directory that is to appear.
+        replaces: Whether a file name in an existing OUT belongs to what is being replaced.
+        last: Names of files to move last, in this order.
+
+    Raises:
+        StorageError: Another run is writing to the same OUT, or writing fails.
+    """
+    out = os.path.abspath(out)
+    staging = out + SUFFIX
+    with translate_os_errors(staging):
+        os.makedirs(os.path.dirname(out), exist_ok=True)
+        os.makedirs(staging, exist_ok=True)
+    lock = _lock(staging)
+    try:
+        # A killed run may have left something: the lock says that nobody is writing it any more.
+        _empty(staging)
+        yield staging
+        with translate_os_errors(out):
+            _commit(staging, out, replaces, last)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(staging: str) -> int:
+    with translate_os_errors(staging):
+        fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise StorageError(staging, "another run is writing it", "wait for that run, or choose another OUT") from error
+    except OSError:
+        pass  # a file system without locks: two runs at once are then the user's affair
+    return fd
+
+
+def _empty(directory: str) -> None:
+    with translate_os_errors(directory):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+
+def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Sequence[str]) -> None:
+    if not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out)):
+        os.replace(staging, out)
+        return
+    new = sorted(os.listdir(staging), key=lambda name: (last.index(name) + 1 if name in last else 0, name))
+    old = [name for name in os.listdir(out) if replaces(name) and not os.path.isdir(os.path.join(out, name))]
+    # The index goes first and comes last: without it nothing looks whole.
+    for name in sorted(old, key=lambda name: (name not in last, name)):
+        os.unlink(os.path.join(out, name))
+    for name in new:
+        os.replace(os.path.join(staging, name), os.path.join(out, name))
+
+
+def _existing_parent(out: str) -> str:
+    parent = os.path.dirname(os.path.abspath(out))
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    return parent
