@@ -1,0 +1,92 @@
+"""Typed access to what was unpickled: a wrong type or a missing key is an error that says where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckpttool.containers.values import Opaque, TensorRef
+from ckpttool.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T")
+HINT = "it was written by an unknown version of DeepSpeed, or is damaged"
+
+
+class Fields:
+    """A mapping out of a pickle, and the place it came from."""
+
+    def __init__(self, path: str, place: str, values: Mapping[Any, Any]) -> None:
+        self.path = path
+        self.place = place
+        self.values = values
+
+    def error(self, key: object, problem: str) -> LayoutError:
+        """An error at a key of this mapping."""
+        where = f"{self.place} > {key}" if self.place else str(key)
+        return LayoutError(self.path, f"{where} {problem}", HINT)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.values
+
+    def get(self, key: object, kind: type[T]) -> T:
+        """The value at a key.
+
+        Raises:
+            LayoutError: There is none, or it is not of the given type.
+        """
+        if key not in self.values:
+            raise self.error(key, "is missing")
+        value = self.values[key]
+        # bool is an int to Python, not to a checkpoint.
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(key, f"is a {describe(value)}, not a {kind.__name__}")
+        return value
+
+    def optional(self, key: object, kind: type[T]) -> T | None:
+        """The value at a key, or None if there is none or it is None."""
+        if self.values.get(key) is None:
+            return None
+        return self.get(key, kind)
+
+    def child(self, key: object) -> Fields:
+        """The mapping at a key."""
+        return Fields(self.path, f"{self.place} > {key}" if self.place else str(key), self.get(key, dict))
+
+    def integers(self, key: object) -> list[int]:
+        """The list of integers at a key."""
+        values = self.get(key, list)
+        if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+            raise self.error(key, "is not a list of integers")
+        return values
+
+    def tensors(self, key: object) -> list[TensorRef]:
+        """The list of tensors at a key."""
+        values = self.get(key, list)
+        if not all(isinstance(v, TensorRef) for v in values):
+            raise self.error(key, "is not a list of tensors")
+        return values
+
+    def tensor_mapping(self, key: object) -> dict[str, TensorRef]:
+        """The mapping of names to tensors at a key; other values in it are left out."""
+        return {k: v for k, v in self.get(key, dict).items() if isinstance(k, str) and isinstance(v, TensorRef)}
+
+
+def shape_of(value: object) -> tuple[int, ...] | None:
+    """A torch.Size, or what older versions and MoE saves write in its place; None if it is no shape."""
+    if isinstance(value, tuple | list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
+        return tuple(value)
+    return None
+
+
+def enum_value(value: object) -> int | None:
+    """The number of an enum (DeepSpeed's ``ZeroStageEnum``) or of a plain integer."""
+    if isinstance(value, Opaque) and value.how == "call" and len(value.args) == 1:
+        value = value.args[0]
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def describe(value: object) -> str:
+    """What to call a value in an error."""
+    return value.qualified_name if isinstance(value, Opaque) else type(value).__name__

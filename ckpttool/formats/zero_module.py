@@ -1,0 +1,107 @@
+"""The module side of a ZeRO checkpoint: names, shapes, buffers, ties and client state, the same at every stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.containers.values import TensorRef
+from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import shape_of
+from ckpttool.model import Buffer, State, one_extent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.formats.zero_files import RankFile
+
+# Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
+ENGINE_KEYS = frozenset(
+    {
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+        "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+        "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
+        "autoep_layers", "universal_checkpoint_info",
+    }
+)  # fmt: skip
+"""Keys of a model-states file that are DeepSpeed's; all others are the user's client state."""
+
+
+def read_param_shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
+    """Names and shapes of the trainable parameters, a mapping for each flat buffer, in the order of the buffer.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``_get_zero_param_shapes``).
+    """
+    value = file.fields.get("param_shapes", object)
+    groups = [value] if isinstance(value, dict) else value
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        raise file.fields.error("param_shapes", "is not a list of mappings")
+    seen: set[str] = set()
+    result: list[dict[str, tuple[int, ...]]] = []
+    for group in groups:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, raw in group.items():
+            shape = shape_of(raw)
+            if not isinstance(name, str) or shape is None:
+                raise file.fields.error("param_shapes", f"gives {name!r} no shape")
+            if name in seen:
+                raise file.fields.error("param_shapes", f"names {name!r} twice")
+            seen.add(name)
+            shapes[name] = shape
+        result.append(shapes)
+    return result
+
+
+def read_module(file: RankFile) -> dict[str, TensorRef]:
+    """The module's state dict: name to tensor, in the order of the module."""
+    module = file.fields.get("module", object)
+    if module is None:
+        raise LayoutError(file.path, "holds no module: it is pipeline-parallel, which is not supported yet", "")
+    return file.fields.tensor_mapping("module")
+
+
+def read_buffers(file: RankFile, module: Mapping[str, TensorRef]) -> tuple[Buffer, ...]:
+    """The persistent buffers, which every rank keeps whole."""
+    names = set(file.fields.optional("buffer_names", list) or [])
+    return tuple(Buffer(name, whole_tensor(file, ref)) for name, ref in module.items() if name in names)
+
+
+def whole_tensor(file: RankFile, ref: TensorRef) -> State:
+    """A tensor that lies whole in one file."""
+    where = file.torch.locate(ref)
+    return State(ref.shape, ref.dtype, one_extent(ref.numel, file.index, where.start))
+
+
+def read_aliases(file: RankFile, module: Mapping[str, TensorRef], known: set[str]) -> dict[str, str]:
+    """Tied names: alias to the name the parameter is stored under.
+
+    ``shared_params`` says so since 0.9.2; in older files two names of one tensor show by sharing its bytes.
+
+    Raises:
+        LayoutError: ``shared_params`` ties names that the module keeps apart, or names nothing.
+    """
+    aliases: dict[str, str] = {}
+    for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
+        if not isinstance(alias, str) or name not in known:
+            raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
+        aliases[alias] = name
+    stored: dict[tuple[object, ...], str] = {}
+    for name, ref in module.items():
+        if ref.numel == 0:
+            continue  # placeholders and empty tensors share nothing that matters
+        place = (ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride)
+        first = stored.setdefault(place, name)
+        if name in aliases and aliases[name] in module and module[aliases[name]] != ref:
+            raise LayoutError(
+                file.path,
+                f"shared_params ties {name} to {aliases[name]}, but the module stores two different tensors",
+                "which of the two is meant cannot be known",
+            )
+        if first != name and name not in known:
+            aliases.setdefault(name, first)
+    return aliases
+
+
+def client_state(file: RankFile) -> dict[str, Any]:
+    """What the user's code saved along with the model."""
+    return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}

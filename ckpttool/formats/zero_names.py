@@ -1,0 +1,49 @@
+"""The file names that DeepSpeed gives to the files of a checkpoint.
+
+Source: DeepSpeed 0.19, runtime/engine.py (``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name``) and
+runtime/pipe/module.py (``ckpt_layer_path``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NAMES = (
+    # In the number behind "pp_rank" DeepSpeed counts data-parallel ranks; up to 0.3.13 there was no "_" before "optim".
+    ("optimizer", re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),
+    ("model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("layer", re.compile(r"layer_(?P<layer>\d+)(-model_(?P<mp>\d+))?-model_states\.pt")),
+    ("expert", re.compile(r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("expert optimizer", re.compile(r"expp_rank_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroName:
+    """What a file name says."""
+
+    name: str
+    """The name itself."""
+    kind: str
+    """"optimizer", "model", "layer", "expert" or "expert optimizer"."""
+    data_rank: int | None
+    """Data-parallel rank; None where one file serves all."""
+    model_rank: int
+    """Tensor- and pipeline-parallel rank."""
+    prefix: str
+    """"bf16_", "fp16_" or nothing."""
+
+
+def parse_name(name: str) -> ZeroName | None:
+    """Read a file name, or None if DeepSpeed does not write such files."""
+    for kind, pattern in _NAMES:
+        match = pattern.fullmatch(name)
+        if match:
+            found = match.groupdict()
+            data = found.get("dp")
+            return ZeroName(
+                name, kind, None if data is None else int(data), int(found.get("mp") or 0), found.get("prefix") or ""
+            )
+    return None

@@ -1,0 +1,182 @@
+"""The optimizer side of a ZeRO checkpoint: flat buffers split over the ranks, and the parameters' fragments in them.
+
+Stages 1 and 2 split one flat buffer for each parameter group; stage 3 splits every parameter and lays the pieces into
+flat buffers, its sub-groups. Where the fragments lie is for ``zero12`` and ``zero3`` to say; the rest is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.containers.values import TensorRef
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import LayoutError
+from ckpttool.formats.zero_files import RESTORE
+from ckpttool.model import MASTER, ParamGroup, ScalarState, State, extents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.formats.fields import Fields
+    from ckpttool.formats.zero_files import RankFile, Report, ZeroFiles
+
+FRAGMENT = np.dtype(
+    [
+        ("start", "<u8"),  # first element, in elements of the flattened parameter
+        ("numel", "<u8"),  # elements of the parameter that lie here
+        ("rank", "<u4"),  # data-parallel rank that holds them
+        ("position", "<u8"),  # first element, counted from the start of the rank's partition
+        ("padding", "<u8"),  # elements of padding behind them
+    ]
+)
+"""One row: a run of a parameter's elements in one rank's partition of a flat buffer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatBuffer:
+    """One flat buffer and what the optimizer keeps for it."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """The parameters in it, in order."""
+    tensors: Mapping[str, Sequence[TensorRef]]
+    """State name to the partition of each rank."""
+    scalars: Mapping[str, ScalarState]
+    """States that are one number for the whole buffer."""
+    unsliceable: tuple[str, ...]
+    """States whose shape does not follow the partition."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partitions:
+    """What the optimizer files hold."""
+
+    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    """Trainable parameter to its partitioned states."""
+    frozen: dict[str, State] = field(default_factory=dict)
+    """Frozen parameter to its 16-bit copy, where it is partitioned or listed; the others are in the module."""
+    groups: list[ParamGroup] = field(default_factory=list)
+    """Parameter groups."""
+    unsliceable: list[str] = field(default_factory=list)
+    """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
+
+
+def read_flat_buffer(
+    files: ZeroFiles,
+    shapes: Mapping[str, tuple[int, ...]],
+    masters: Sequence[TensorRef],
+    states: Sequence[Mapping[Any, Any]],
+    partition: int,
+    what: str,
+    report: Report,
+) -> FlatBuffer:
+    """Sort the optimizer's states of one flat buffer by how they follow the partition.
+
+    A 1-D tensor as long as the partition can be sliced; a number or 0-dim tensor belongs to the whole buffer; all else
+    is particular to the optimizer (Muon's whole matrices, 8-bit blocks).
+
+    Args:
+        files: The checkpoint.
+        shapes: The parameters in the buffer, in order.
+        masters: The master partition of each rank.
+        states: The optimizer's states of each rank, as ``torch.optim`` keeps them.
+        partition: Elements of each rank's partition, padding included.
+        what: What to call the buffer in errors.
+        report: Takes findings.
+    """
+    tensors: dict[str, Sequence[TensorRef]] = {MASTER: masters}
+    scalars: dict[str, ScalarState] = {}
+    unsliceable: list[str] = []
+    for key in dict.fromkeys(key for state in states for key in state):
+        values = [state.get(key) for state in states]
+        numbers = [file.scalar(value) for file, value in zip(files.optimizer, values, strict=True)]
+        if numbers[0] is not None:
+            check_agreement(files.optimizer, f"{key} of {what}", [n and n.value for n in numbers], report)
+            scalars[str(key)] = numbers[0]
+        elif all(isinstance(v, TensorRef) and v.shape == (partition,) for v in values):
+            tensors[str(key)] = [v for v in values if isinstance(v, TensorRef)]
+        elif any(v is not None for v in values):
+            unsliceable.append(f"{what}: {key}")
+    for key, pieces in tensors.items():
+        check_agreement(files.optimizer, f"dtype of {key} of {what}", [p.dtype for p in pieces], report)
+    return FlatBuffer(shapes, tensors, scalars, tuple(unsliceable))
+
+
+def locate_states(files: ZeroFiles, buffer: FlatBuffer, fragments: Mapping[str, NDArray[np.void]]) -> dict[str, dict[str, State]]:
+    """Where the bytes of every state of every parameter of a flat buffer lie.
+
+    Raises:
+        LayoutError: A partition ends before a fragment in it does.
+    """
+    result: dict[str, dict[str, State]] = {name: {} for name in buffer.shapes}
+    index = np.array([f.index for f in files.optimizer], dtype=np.uint32)
+    for key, pieces in buffer.tensors.items():
+        dtype = pieces[0].dtype
+        base = np.array(
+            [file.torch.locate(p).start for file, p in zip(files.optimizer, pieces, strict=True)], dtype=np.uint64
+        )
+        stored = np.array([p.numel for p in pieces], dtype=np.uint64)
+        size = np.uint64(itemsize(dtype))
+        for name, shape in buffer.shapes.items():
+            rows = fragments[name]
+            rank = rows["rank"]
+            end = rows["position"] + rows["numel"]
+            short = np.flatnonzero(end > stored[rank])
+            if short.size:
+                r = int(rank[short[0]])
+                raise LayoutError(
+                    files.optimizer[r].path,
+                    f"its partition of {key} has {int(stored[r])} elements, too few for {name}",
+                    RESTORE,
+                )
+            table = extents(len(rows))
+            table["start"], table["numel"] = rows["start"], rows["numel"]
+            table["file"] = index[rank]
+            table["offset"] = base[rank] + rows["position"] * size
+            # Masters of stages 1 and 2 are saved without the padding at the end, their moments with it.
+            table["padding"] = np.minimum(rows["padding"], stored[rank] - end)
+            result[name][key] = State(shape, dtype, table)
+    return result
+
+
+def read_group(
+    files: ZeroFiles, groups: Sequence[Fields], parameters: tuple[str, ...], scalars: Mapping[str, ScalarState],
+    what: str, report: Report,
+) -> ParamGroup:  # fmt: skip
+    """A parameter group, its hyper-parameters the same on every rank."""
+    values = [_hyperparameters(g, f) for g, f in zip(groups, files.optimizer, strict=True)]
+    check_agreement(files.optimizer, f"hyper-parameters of {what}", list(values), report)
+    return ParamGroup(parameters, values[0], scalars)
+
+
+def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in group.values.items():
+        if key != "params":
+            number = file.scalar(value)
+            values[str(key)] = number.value if number is not None else value
+    return values
+
+
+def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[object], report: Report) -> None:
+    """Report the first rank whose value differs from rank 0's."""
+    for file, value in zip(files, values, strict=True):
+        # Compared as text where it must be: an Opaque is equal only to itself, and NaN not even to that.
+        if value != values[0] and repr(value) != repr(values[0]):
+            report(
+                LayoutError(
+                    file.path,
+                    f"{what} differs from rank 0's ({_short(value)}, there {_short(values[0])}): two saves are mixed",
+                    RESTORE,
+                )
+            )
+            return
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
