@@ -1,0 +1,5 @@
+"""``python -m ckpttool``."""
+
+from ckpttool.cli import main
+
+main()

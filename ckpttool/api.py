@@ -1,0 +1,189 @@
+"""One function for each command."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ckpttool.dtypes import TRAINING_DTYPES
+from ckpttool.errors import PlanError
+from ckpttool.execute import run
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.companions import find_companions
+from ckpttool.progress import Meter
+from ckpttool.sizes import parse_size
+from ckpttool.staging import check_space, check_target, staged
+from ckpttool.storage import open_storage
+from ckpttool.targets import safetensors, torch
+from ckpttool.targets.companions import with_companions
+from ckpttool.targets.weights import select_weights
+from ckpttool.verification import VerifyReport, verify_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
+    from ckpttool.progress import Progress
+
+DEFAULT_JOBS = min(4, os.cpu_count() or 1)
+"""Threads, where the caller does not say."""
+
+_WEIGHT_FILES = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """One file of the output."""
+
+    name: str
+    """File name."""
+    nbytes: int
+    """Size in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What was written, or would be."""
+
+    out: str
+    """The output directory."""
+    dry_run: bool
+    """True if nothing was written."""
+    files: tuple[WrittenFile, ...]
+    """Files of the output."""
+    tensors: int
+    """Tensors in them, each tied one counted once."""
+    elements: int
+    """Elements in them."""
+    dtype: str
+    """What the parameters are in: "fp32", "bf16" or "fp16"."""
+    nbytes_read: int
+    """Bytes of tensors read."""
+    nbytes_written: int
+    """Bytes of all files."""
+    seconds: float
+    """Wall time."""
+    tied: Mapping[str, str]
+    """Tied names: alias to the name the tensor is stored under."""
+    companions: tuple[str, ...]
+    """Files carried along: configuration, tokenizer."""
+    overflowed: int
+    """Finite values that became infinite in ``dtype``."""
+
+
+def inspect(src: str, *, tag: str | None = None) -> Checkpoint:
+    """Read the layout of a checkpoint; no weights are read and nothing in it is run.
+
+    Args:
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``.
+        tag: Which checkpoint of a root; default: the one that ``latest`` names.
+
+    Raises:
+        CkptError: There is no sound checkpoint; says which file, what is wrong and what to do.
+    """
+    return open_checkpoint(src, tag=tag)
+
+
+def consolidate(
+    src: str,
+    out: str,
+    *,
+    to: Literal["safetensors", "torch"],
+    tag: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    max_shard_size: int | str = "5GB",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    exclude_frozen: bool = False,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Merge the shards of a checkpoint into whole weights that load anywhere.
+
+    Trainable parameters come from the fp32 masters, frozen ones from the model's own copy; buffers keep their type.
+    The output appears whole or not at all.
+
+    Args:
+        src: As for ``inspect``.
+        out: Directory to write: ``model.safetensors`` or ``pytorch_model.bin``, or shards of them with an index.
+        to: Kind of file.
+        tag: As for ``inspect``.
+        dtype: Type of the parameters, cast bit for bit as torch does.
+        max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
+        include: Globs: only parameters whose full name matches one.
+        exclude: Globs: no parameter whose full name matches one.
+        exclude_frozen: Leave out frozen parameters.
+        dry_run: Plan, but write nothing.
+        overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
+        jobs: Threads.
+        progress: Called with (bytes done, bytes in all).
+
+    Raises:
+        CkptError: The checkpoint is not sound, ``out`` cannot be written, or nothing matches.
+    """
+    began = time.perf_counter()
+    if not dry_run:
+        check_target(out, overwrite=overwrite)
+    checkpoint = open_checkpoint(src, tag=tag)
+    if to not in {"safetensors", "torch"} or dtype not in TRAINING_DTYPES:
+        raise PlanError(out, f"cannot be written as {to} in {dtype}", "choose safetensors or torch, fp32, bf16 or fp16")
+    target = TRAINING_DTYPES[dtype]
+    selection = select_weights(
+        checkpoint, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
+    )
+    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    module = safetensors if to == "safetensors" else torch
+    make_plan = safetensors.plan_safetensors if to == "safetensors" else torch.plan_torch
+    companions = find_companions(open_storage(src), checkpoint.root)
+    plan = with_companions(make_plan(checkpoint, selection, max_shard_bytes=limit), companions, target)
+    overflowed = 0 if dry_run else _write(plan, out, module.INDEX, jobs, progress)
+    return CopyReport(
+        out=out,
+        dry_run=dry_run,
+        files=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files),
+        tensors=len(selection.weights),
+        elements=sum(w.state.numel for w in selection.weights),
+        dtype=dtype,
+        nbytes_read=plan.nbytes_read,
+        nbytes_written=plan.nbytes_written,
+        seconds=time.perf_counter() - began,
+        tied=dict(selection.aliases),
+        companions=tuple(c.name for c in companions),
+        overflowed=overflowed,
+    )
+
+
+def verify(
+    src: str,
+    *,
+    tag: str | None = None,
+    deep: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check that a checkpoint is whole and sound; lists every finding, raises none.
+
+    Args:
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with their masters.
+        jobs: Threads.
+        progress: Called with (bytes done, bytes in all).
+    """
+    return verify_checkpoint(src, tag=tag, deep=deep, jobs=jobs, progress=progress)
+
+
+def _write(plan: CopyPlan, out: str, index: str, jobs: int, progress: Progress | None) -> int:
+    check_space(out, plan.nbytes_written)
+
+    def is_weights(name: str) -> bool:
+        return _WEIGHT_FILES.fullmatch(name) is not None
+
+    with staged(out, replaces=is_weights, last=(index,)) as directory:
+        return run(plan, directory, jobs=jobs, advance=Meter(plan.nbytes_written, progress)).overflowed

@@ -1,0 +1,31 @@
+"""The command line: parse, call the function of the same name in ``ckpttool.api``, print what it returns."""
+
+from __future__ import annotations
+
+import click
+
+from ckpttool._version import __version__
+from ckpttool.cli._errors import run
+from ckpttool.cli.consolidate import consolidate
+from ckpttool.cli.inspect import inspect
+from ckpttool.cli.verify import verify
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, package_name="ckpttool")
+def cli() -> None:
+    """See, check and convert DeepSpeed ZeRO checkpoints, without torch and without running what is in them.
+
+    SRC is a checkpoint root (with a file named latest), a tag's directory, or a Hugging Face Trainer's checkpoint-N.
+
+    Exit codes: 0 done; 1 the checkpoint is bad or the operation failed; 2 wrong usage.
+    """
+
+
+for _command in (inspect, consolidate, verify):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Entry point of the ``ckpttool`` command."""
+    run(cli)

@@ -1,0 +1,154 @@
+"""A checkpoint's layout as JSON: field names are keys, and stay what they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.containers.values import Opaque, TensorRef, TorchDType
+from ckpttool.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckpttool.model import Checkpoint, State
+
+MAX_VALUES = 100_000
+"""Values of client state and configuration that are written; what a pickle says in a line can unfold without end."""
+
+
+def print_checkpoint(checkpoint: Checkpoint, name: str | None) -> None:
+    """Print all but the extents, or one parameter with them.
+
+    Raises:
+        PlanError: There is no parameter of that name.
+    """
+    data = _parameter(checkpoint, name) if name else _everything(checkpoint)
+    json.dump(data, sys.stdout, indent=2, allow_nan=True)
+    sys.stdout.write("\n")
+
+
+def _everything(c: Checkpoint) -> dict[str, Any]:
+    plain = _Plain()
+    return {
+        "location": c.location,
+        "root": c.root,
+        "tag": c.tag,
+        "stage": c.stage,
+        "topology": {name: getattr(c.topology, name) for name in c.topology.__slots__},
+        "dtype": c.dtype,
+        "deepspeed_version": c.deepspeed_version,
+        "step": c.step,
+        "skipped_steps": c.skipped_steps,
+        "nbytes": c.nbytes,
+        "parameters": [
+            {
+                "name": p.name,
+                "shape": list(p.shape),
+                "numel": p.numel,
+                "group": p.group,
+                "frozen": p.frozen,
+                "states": {key: _state(s) for key, s in p.states.items()},
+            }
+            for p in c.parameters
+        ],
+        "buffers": [{"name": b.name, **_state(b.state)} for b in c.buffers],
+        "aliases": dict(c.aliases),
+        "groups": [
+            {
+                "parameters": list(g.parameters),
+                "hyperparameters": plain(g.hyperparameters),
+                "scalars": {k: {"value": s.value, "dtype": s.dtype} for k, s in g.scalars.items()},
+            }
+            for g in c.groups
+        ],
+        "unsliceable": list(c.unsliceable),
+        "scheduler": plain(c.scheduler),
+        "loss_scaler": plain(c.loss_scaler),
+        "client_state": plain(c.client_state),
+        "ds_config": plain(c.ds_config),
+        "files": [{"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank} for f in c.files],
+        "notes": [str(n) for n in c.notes],
+    }
+
+
+def _parameter(c: Checkpoint, name: str) -> dict[str, Any]:
+    states = dict(states_of(c, name))
+    return {
+        "name": c.aliases.get(name, name),
+        "states": {key: {**_state(s), "extents": [_extent(c, s, row) for row in s.extents]} for key, s in states.items()},
+    }
+
+
+def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
+    """The states of a parameter or buffer, by its name or a tied one.
+
+    Raises:
+        PlanError: There is none of that name.
+    """
+    stored = c.aliases.get(name, name)
+    found = False
+    for owner, key, state in c.states():
+        if owner == stored:
+            found = True
+            yield key, state
+    if not found:
+        raise PlanError(c.location, f"holds no parameter {name}", "see ckpttool inspect --params for the names")
+
+
+def _state(s: State) -> dict[str, Any]:
+    return {"dtype": s.dtype, "shape": list(s.shape), "nbytes": s.nbytes}
+
+
+def _extent(c: Checkpoint, state: State, row: Any) -> dict[str, Any]:
+    file = c.files[int(row["file"])]
+    width = state.nbytes // state.numel if state.numel else 0
+    return {
+        "file": file.name,
+        "rank": file.rank,
+        "offset": int(row["offset"]),
+        "nbytes": int(row["numel"]) * width,
+        "start": int(row["start"]),
+        "numel": int(row["numel"]),
+        "padding": int(row["padding"]),
+    }
+
+
+class _Plain:
+    """Turns unpickled values into what JSON knows, within a budget."""
+
+    def __init__(self) -> None:
+        self.left = MAX_VALUES
+
+    def __call__(self, value: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            return "..."
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, dict):
+            return {key if isinstance(key, str) else str(key): self(v) for key, v in value.items() if self.left > 0}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self(v) for v in value if self.left > 0]
+        if isinstance(value, Opaque):
+            return self._opaque(value)
+        if isinstance(value, TensorRef):
+            return {"tensor": value.dtype, "shape": list(value.shape)}
+        if isinstance(value, TorchDType):
+            return f"torch.{value.name}"
+        if isinstance(value, bytes | bytearray):
+            return f"<{len(value)} bytes>"
+        return f"<{type(value).__name__}>"
+
+    def _opaque(self, value: Opaque) -> Any:
+        described: dict[str, Any] = {"class": value.qualified_name}
+        if value.args:
+            described["args"] = self(value.args)
+        if value.stated:
+            described["state"] = self(value.state)
+        if value.items:
+            described["items"] = [[self(k), self(v)] for k, v in value.items if self.left > 0]
+        if value.appended:
+            described["appended"] = self(value.appended)
+        return described

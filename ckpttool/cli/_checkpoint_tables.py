@@ -1,0 +1,201 @@
+"""A checkpoint's layout as a person reads it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.cli._checkpoint_json import states_of
+from ckpttool.cli._output import print_facts, print_line, print_table
+from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.sizes import format_size
+
+if TYPE_CHECKING:
+    from ckpttool.model import Checkpoint, ParamGroup
+
+
+def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None) -> None:
+    """Print one view: a summary, parameters, ranks, files, or where one parameter lies."""
+    if name is not None:
+        _print_parameter(checkpoint, name)
+    elif view == "params":
+        _print_parameters(checkpoint)
+    elif view == "ranks":
+        _print_ranks(checkpoint)
+    elif view == "files":
+        _print_files(checkpoint)
+    else:
+        _print_summary(checkpoint)
+    for note in checkpoint.notes:
+        print_line(f"note: {note}", style="yellow")
+
+
+def _print_summary(c: Checkpoint) -> None:
+    trainable = [p for p in c.parameters if not p.frozen]
+    frozen = [p for p in c.parameters if p.frozen]
+    parameters = [f"{len(trainable)} trainable ({sum(p.numel for p in trainable):,} elements)"]
+    if frozen:
+        parameters.append(f"{len(frozen)} frozen ({sum(p.numel for p in frozen):,})")
+    ranks = c.topology.data_parallel
+    skipped = f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""
+    print_line(f"{c.tag}: ZeRO-{c.stage} over {ranks} {_plural(ranks, 'rank')}, {dtype(c.dtype)}, step {c.step}{skipped}")
+    print_facts(
+        [
+            ("location", c.location),
+            ("DeepSpeed", c.deepspeed_version or "version not recorded"),
+            ("parameters", ", ".join(parameters)),
+            ("tied", ", ".join(f"{a} = {n}" for a, n in c.aliases.items())),
+            ("buffers", ", ".join(f"{b.name} ({dtype(b.state.dtype)})" for b in c.buffers[:8]) + _more(len(c.buffers), 8)),
+            ("states", _states(c)),
+            ("files", f"{len(c.files)}, {format_size(c.nbytes)}"),
+            ("loss scale", _loss_scale(c)),
+            ("scheduler", _short(c.scheduler)),
+            ("client state", ", ".join(f"{k} {_short(v)}" for k, v in list(c.client_state.items())[:12])),
+            ("not sliceable", ", ".join(c.unsliceable)),
+        ]
+    )
+    if c.groups:
+        print_line("")
+        _print_groups(c)
+
+
+def _print_groups(c: Checkpoint) -> None:
+    numel = {p.name: p.numel for p in c.parameters}
+    shown = ["lr", "weight_decay", "betas", "momentum", "eps"]
+    columns = [k for k in shown if any(k in g.hyperparameters for g in c.groups)]
+    rows = [
+        [
+            str(i),
+            str(len(g.parameters)),
+            f"{sum(numel[n] for n in g.parameters):,}",
+            *(_short(g.hyperparameters.get(k, "")) for k in columns),
+            _scalars(g),
+        ]
+        for i, g in enumerate(c.groups)
+    ]
+    print_table(["group", "parameters", "elements", *columns, "optimizer"], rows, right=["parameters", "elements"])
+
+
+def _print_parameters(c: Checkpoint) -> None:
+    rows = []
+    for p in c.parameters:
+        states = ", ".join(f"{key} {dtype(s.dtype)}" for key, s in p.states.items())
+        rows.append([p.name, _shape(p.shape), f"{p.numel:,}", "frozen" if p.frozen else f"group {p.group}", states])
+    rows += [[b.name, _shape(b.state.shape), f"{b.state.numel:,}", "buffer", dtype(b.state.dtype)] for b in c.buffers]
+    rows += [[alias, "", "", "tied", f"= {name}"] for alias, name in c.aliases.items()]
+    print_table(["parameter", "shape", "elements", "kind", "states"], rows, right=["elements"])
+
+
+def _print_ranks(c: Checkpoint) -> None:
+    elements: Counter[int] = Counter()
+    padding: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for _, _, state in c.states():
+        width = itemsize(state.dtype)
+        for row in state.extents:
+            file = int(row["file"])
+            elements[file] += int(row["numel"])
+            padding[file] += int(row["padding"])
+            nbytes[file] += int(row["numel"]) * width
+    ranks: dict[int | None, list[int]] = {}
+    for i, file in enumerate(c.files):
+        ranks.setdefault(file.rank, []).append(i)
+    rows = [
+        [
+            "all" if rank is None else str(rank),
+            f"{sum(elements[i] for i in files):,}",
+            f"{sum(padding[i] for i in files):,}",
+            format_size(sum(nbytes[i] for i in files)),
+            format_size(sum(c.files[i].nbytes for i in files)),
+            ", ".join(c.files[i].name for i in files),
+        ]
+        for rank, files in sorted(ranks.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+    ]
+    right = ["elements", "padding", "tensors", "on disk"]
+    print_table(["rank", "elements", "padding", "tensors", "on disk", "files"], rows, right=right)
+
+
+def _print_files(c: Checkpoint) -> None:
+    rows = [[f.name, f.kind, "all" if f.rank is None else str(f.rank), format_size(f.nbytes)] for f in c.files]
+    print_table(["file", "states of", "rank", "size"], rows, right=["size"])
+
+
+def _print_parameter(c: Checkpoint, name: str) -> None:
+    rows = []
+    for key, state in states_of(c, name):
+        width = itemsize(state.dtype)
+        for row in state.extents:
+            file = c.files[int(row["file"])]
+            first, count = int(row["start"]), int(row["numel"])
+            rows.append(
+                [
+                    key,
+                    dtype(state.dtype),
+                    "all" if file.rank is None else str(file.rank),
+                    f"{first:,} to {first + count:,}" if count else "none",
+                    str(int(row["offset"])),
+                    str(count * width),
+                    str(int(row["padding"]) * width),
+                    file.name,
+                ]
+            )
+    shape = next(state.shape for _, state in states_of(c, name))
+    stored = c.aliases.get(name)
+    print_line(f"{name}: shape {_shape(shape)}" + (f", tied to {stored}" if stored else ""))
+    right = ["elements", "offset", "bytes", "padding"]
+    print_table(["state", "type", "rank", "elements", "offset", "bytes", "padding", "file"], rows, right=right)
+
+
+# ------------------------------------------------------------------------------------------------- words
+
+
+def dtype(name: str) -> str:
+    """bf16 rather than BF16 for the types that people train in."""
+    return SHORT_NAMES.get(name, name.lower())
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else word + "s"
+
+
+def _more(count: int, shown: int) -> str:
+    return f" and {count - shown} more" if count > shown else ""
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) if shape else "scalar"
+
+
+def _states(c: Checkpoint) -> str:
+    sizes: Counter[tuple[str, str]] = Counter()
+    for _, key, state in c.states():
+        if key != "buffer":
+            sizes[key, state.dtype] += state.nbytes
+    return ", ".join(f"{key} {dtype(kind)} {format_size(nbytes)}" for (key, kind), nbytes in sizes.items())
+
+
+def _scalars(group: ParamGroup) -> str:
+    return ", ".join(f"{name} {_short(scalar.value)}" for name, scalar in group.scalars.items())
+
+
+def _loss_scale(c: Checkpoint) -> str:
+    state = getattr(c.loss_scaler, "state", None)
+    if not isinstance(state, dict) or not state.get("dynamic"):
+        return ""
+    return f"{_short(state.get('cur_scale'))} (dynamic)"
+
+
+def _short(value: Any) -> str:
+    """A value in a few words: scalars as they are, containers by their size."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple) and len(value) <= 4 and all(isinstance(v, int | float) for v in value):
+        return "(" + ", ".join(_short(v) for v in value) + ")"
+    if isinstance(value, dict) and len(value) <= 2 and all(isinstance(v, int | float | str) for v in value.values()):
+        return ", ".join(f"{k} {_short(v)}" for k, v in value.items())
+    if isinstance(value, dict | list | tuple | set):
+        return f"({len(value)} {'entry' if len(value) == 1 else 'entries'})"
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

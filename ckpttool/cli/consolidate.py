@@ -1,0 +1,81 @@
+"""``ckpttool consolidate``."""
+
+from __future__ import annotations
+
+import click
+
+from ckpttool.cli import _options as options
+from ckpttool.sizes import parse_size
+
+
+class _Size(click.ParamType[int]):
+    """A size such as 5GB."""
+
+    name = "SIZE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read a size, or fail as wrong usage."""
+        try:
+            return parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command()
+@options.src_argument
+@options.out_argument
+@click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Kind of file to write.")
+@options.tag_option
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the parameters.  [default: fp32]")
+@click.option("--max-shard-size", type=_Size(), help="Split into files of at most this size.  [default: 5GB]")
+@click.option("--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable).")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No parameters whose name matches (repeatable).")
+@click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
+@options.jobs_option
+@options.json_option
+@options.debug_option
+def consolidate(
+    src: str,
+    out: str,
+    to: str,
+    tag: str | None,
+    dtype: str | None,
+    max_shard_size: int | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    exclude_frozen: bool,  # noqa: FBT001
+    dry_run: bool,  # noqa: FBT001
+    overwrite: bool,  # noqa: FBT001
+    jobs: int | None,
+    as_json: bool,  # noqa: FBT001
+) -> None:
+    """Merge the shards of SRC into whole weights in the directory OUT.
+
+    Parameters come from the fp32 masters; OUT gets the names that Hugging Face's libraries look for, and the
+    configuration and tokenizer that lie beside the checkpoint. OUT appears whole or not at all.
+    """
+    from ckpttool import api
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_copy_report
+
+    given = options.chosen(dtype=dtype, max_shard_size=max_shard_size, jobs=jobs)
+    with progress_bar("consolidate") as progress:
+        report = api.consolidate(
+            src,
+            out,
+            to="torch" if to == "torch" else "safetensors",
+            tag=tag,
+            include=include,
+            exclude=exclude,
+            exclude_frozen=exclude_frozen,
+            dry_run=dry_run,
+            overwrite=overwrite,
+            progress=progress,
+            **given,
+        )
+    if as_json:
+        print_json(report)
+    else:
+        print_copy_report(report)

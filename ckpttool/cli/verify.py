@@ -1,0 +1,33 @@
+"""``ckpttool verify``."""
+
+from __future__ import annotations
+
+import click
+
+from ckpttool.cli import _options as options
+
+
+@click.command()
+@options.src_argument
+@options.tag_option
+@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and infinity, 16-bit copies against masters.")
+@options.jobs_option
+@options.json_option
+@options.debug_option
+def verify(src: str, tag: str | None, deep: bool, jobs: int | None, as_json: bool) -> None:  # noqa: FBT001
+    """Check that a checkpoint is whole and sound: every rank's file there, intact and in agreement with the others.
+
+    Prints one line for each finding and exits with 1 if there is any.
+    """
+    from ckpttool import api
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_verify_report
+
+    with progress_bar("verify") as progress:
+        report = api.verify(src, tag=tag, deep=deep, progress=progress, **options.chosen(jobs=jobs))
+    if as_json:
+        print_json(report)
+    else:
+        print_verify_report(report)
+    if report.findings:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,110 @@
+"""The header of a safetensors file, parsed and built.
+
+Source: safetensors 0.8, README.md ("Format") and safetensors/src/tensor.rs (``Metadata::validate``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.errors import ContainerError
+from ckpttool.ranges import ByteRange, exact_cover_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.storage import RangeReader
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_HINT = "the file is damaged or was not written by safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of the header."""
+
+    name: str
+    """Its name."""
+    dtype: str
+    """Element type."""
+    shape: tuple[int, ...]
+    """Sizes; () is a scalar."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dict[str, str]]:
+    """Read the header.
+
+    Returns:
+        Each tensor and where it lies (counted from the start of the file) by name, and the metadata.
+
+    Raises:
+        ContainerError: The header is cut off or does not describe the file exactly.
+    """
+    size = reader.nbytes
+    length = int.from_bytes(reader.read(0, 8), "little") if size >= 8 else 0
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise ContainerError(reader.path, "its safetensors header is cut off", _HINT)
+    try:
+        header = json.loads(reader.read(8, 8 + length), object_pairs_hook=_no_duplicates)
+        metadata = header.pop("__metadata__", {})
+        entries = {str(name): _entry(str(name), value, 8 + length) for name, value in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ContainerError(reader.path, f"its safetensors header is broken ({error})", _HINT) from error
+    starts = [where.start - 8 - length for _, where in entries.values()]
+    gap = exact_cover_problem(starts, [where.nbytes for _, where in entries.values()], size - 8 - length)
+    if gap is not None:
+        raise ContainerError(reader.path, f"its header leaves a {gap.kind} at bytes {gap.start} to {gap.end}", _HINT)
+    return entries, metadata if isinstance(metadata, dict) else {}
+
+
+def build(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Lay out a file.
+
+    Wider types come first, as the library itself writes them, so that every tensor is aligned to its type.
+
+    Returns:
+        The header's bytes, and where each tensor goes, counted from the start of the file.
+    """
+    ordered = sorted(tensors, key=lambda t: -itemsize(t.dtype))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    begin: dict[str, int] = {}
+    for t in ordered:
+        begin[t.name] = position
+        header[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [position, position + t.nbytes]}
+        position += t.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data = len(text).to_bytes(8, "little") + text
+    return data, {name: len(data) + at for name, at in begin.items()}
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name is there twice")
+    return result
+
+
+def _entry(name: str, value: Any, base: int) -> tuple[Tensor, ByteRange]:
+    dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
+    numbers = [*shape, start, end]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError(f"sizes of {name!r} make no sense")
+    tensor = Tensor(name, dtype, tuple(shape))
+    if end - start != tensor.nbytes:
+        raise ValueError(f"{name!r} takes {end - start} bytes, not {tensor.nbytes}")
+    return tensor, ByteRange(base + start, base + end)

@@ -1,0 +1,270 @@
+"""Runs a plan: the only place where tensor bytes move.
+
+Bytes of equal type are copied by the kernel and never enter this process; casts go through buffers of a few MB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from ckpttool.casts import cast, same_values
+from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
+from ckpttool.errors import CkptError, LayoutError
+from ckpttool.storage import LocalReader, copy_range, translate_os_errors, write_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from ckpttool.plan import CopyPlan, Proofs, TargetFile
+
+T = TypeVar("T")
+Advance = Callable[[int], None]
+"""Called with the number of bytes done since the last call, from any thread."""
+
+CAST_ELEMENTS = 1 << 19
+"""Elements cast at a time: source and result together stay in a core's cache."""
+COPY_BYTES = 1 << 26
+"""Bytes copied between two calls of progress."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What running a plan found out."""
+
+    overflowed: int = 0
+    """Finite elements that became infinite in a narrower type."""
+
+
+def run(plan: CopyPlan, directory: str, *, jobs: int, advance: Advance) -> Result:
+    """Write every file of a plan into a directory.
+
+    Args:
+        plan: What to write.
+        directory: An existing directory, which nobody reads yet.
+        jobs: Threads.
+        advance: Told of bytes written.
+
+    Raises:
+        LayoutError: A comparison of the plan does not hold; nothing was written.
+        StorageError: Reading or writing failed, or a source changed meanwhile.
+    """
+    result = Result()
+    with Sources(plan.sources) as sources:
+        if plan.proofs is not None:
+            for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
+                raise problem
+        for file in plan.files:
+            path = os.path.join(directory, file.name)
+            fd = _create(path, file)
+            try:
+                tasks = (partial(_copy, plan, sources, rows, fd, path, advance) for rows in _split(plan, file))
+                # closing(): no thread may be left writing when the file is closed, whatever happens here.
+                with contextlib.closing(in_threads(tasks, jobs)) as results:
+                    result.overflowed += sum(results)
+            finally:
+                os.close(fd)
+        sources.check_unchanged()
+    return result
+
+
+def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None = None) -> Iterator[CkptError]:
+    """Make every comparison and yield an error for each parameter that fails one."""
+    opened = sources or Sources(proofs.sources)
+    failed: set[int] = set()
+    try:
+        for row in proofs.rows:
+            name = int(row["name"])
+            if name not in failed and not _holds(proofs, opened, row, advance):
+                failed.add(name)
+                master, copy = (SHORT_NAMES.get(d, d) for d in proofs.casts[int(row["cast"])])
+                yield LayoutError(
+                    proofs.sources[int(row["copy_source"])],
+                    f"the {copy} copy of {proofs.names[name]} is not what its {master} master in "
+                    f"{os.path.basename(proofs.sources[int(row['source'])])} says",
+                    "two saves are mixed or the layout is not understood: restore the checkpoint from a copy",
+                )
+    finally:
+        if sources is None:
+            opened.close()
+
+
+def _holds(proofs: Proofs, sources: Sources, row: Any, advance: Advance) -> bool:
+    master, copy = proofs.casts[int(row["cast"])]
+    start, copy_start, left = int(row["start"]), int(row["copy_start"]), int(row["numel"])
+    while left:
+        count = min(left, CAST_ELEMENTS)
+        ours = read_elements(sources[int(row["source"])], start, count, master)
+        theirs = read_elements(sources[int(row["copy_source"])], copy_start, count, copy)
+        if not same_values(cast(ours, copy), theirs).all():
+            return False
+        advance(ours.nbytes + theirs.nbytes)
+        start += ours.nbytes
+        copy_start += theirs.nbytes
+        left -= count
+    return True
+
+
+def read_elements(reader: LocalReader, start: int, count: int, dtype: str) -> NDArray[Any]:
+    """Read elements of a type from a byte of a file."""
+    buffer = bytearray(count * itemsize(dtype))
+    reader.read_into(start, memoryview(buffer))
+    return np.frombuffer(buffer, dtype=numpy_dtype(dtype))
+
+
+# ------------------------------------------------------------------------------------------------- one target file
+
+
+def _create(path: str, file: TargetFile) -> int:
+    with translate_os_errors(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with translate_os_errors(path):
+            os.ftruncate(fd, file.nbytes)
+        for offset, data in file.literals:
+            write_at(fd, data, offset, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _split(plan: CopyPlan, file: TargetFile) -> Iterator[NDArray[np.void]]:
+    """Cut a file's copies into runs of about COPY_BYTES, so that threads share the work evenly."""
+    widths = np.array([itemsize(a) for a, _ in plan.casts], dtype=np.uint64)
+    if not len(file.copies):
+        return
+    nbytes = file.copies["numel"] * widths[file.copies["cast"]]
+    bounds = np.flatnonzero(np.diff(np.cumsum(nbytes) // np.uint64(COPY_BYTES))) + 1
+    yield from np.split(file.copies, bounds)
+
+
+def _copy(
+    plan: CopyPlan, sources: Sources, rows: NDArray[np.void], fd: int, path: str, advance: Advance
+) -> int:
+    overflowed = 0
+    for row in rows:
+        source = sources[int(row["source"])]
+        pair = plan.casts[int(row["cast"])]
+        start, numel, target = int(row["start"]), int(row["numel"]), int(row["target"])
+        if pair[0] == pair[1]:
+            _copy_bytes(source, start, numel * itemsize(pair[0]), fd, target, path, advance)
+        else:
+            overflowed += _copy_cast(source, start, numel, pair, fd, target, path, advance)
+    return overflowed
+
+
+def _copy_bytes(
+    source: LocalReader, start: int, nbytes: int, fd: int, target: int, path: str, advance: Advance
+) -> None:
+    done = 0
+    while done < nbytes:
+        count = min(COPY_BYTES, nbytes - done)
+        if not copy_range(source, start + done, fd, target + done, count, path):
+            count = min(count, CAST_ELEMENTS * 4)
+            write_at(fd, source.read(start + done, start + done + count), target + done, path)
+        done += count
+        advance(count)
+
+
+def _copy_cast(
+    source: LocalReader, start: int, numel: int, pair: tuple[str, str], fd: int, target: int, path: str,
+    advance: Advance,
+) -> int:  # fmt: skip
+    overflowed = 0
+    while numel:
+        count = min(numel, CAST_ELEMENTS)
+        values = read_elements(source, start, count, pair[0])
+        result = cast(values, pair[1])
+        write_at(fd, memoryview(result.view(np.uint8)), target, path)
+        overflowed += _overflowed(values, result)
+        advance(result.nbytes)
+        start += values.nbytes
+        target += result.nbytes
+        numel -= count
+    return overflowed
+
+
+def _overflowed(values: NDArray[Any], result: NDArray[Any]) -> int:
+    """Elements that the cast made infinite. Only fp16 is narrow enough for this to happen to a weight."""
+    if result.dtype != np.float16:
+        return 0
+    infinite = np.isinf(result)
+    return int((infinite & np.isfinite(values)).sum()) if infinite.any() else 0
+
+
+# ------------------------------------------------------------------------------------------------- sources, threads
+
+
+class Sources:
+    """The files to read, opened when first asked for."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        self._open: dict[int, LocalReader] = {}
+        self._lock = threading.Lock()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = len(paths) + 64
+        if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
+            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+    def __getitem__(self, index: int) -> LocalReader:
+        reader = self._open.get(index)
+        if reader is None:
+            with self._lock:
+                reader = self._open.get(index)
+                if reader is None:
+                    reader = self._open[index] = LocalReader(self._paths[index])
+        return reader
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def check_unchanged(self) -> None:
+        """Make sure that no file was rewritten while it was read."""
+        for reader in self._open.values():
+            reader.check_unchanged()
+
+    def close(self) -> None:
+        """Close all."""
+        for reader in self._open.values():
+            reader.close()
+        self._open.clear()
+
+
+def in_threads(tasks: Iterator[Callable[[], T]], jobs: int) -> Generator[T, None, None]:
+    """Run tasks, at most ``jobs`` at once and only as many waiting; the first error stops the rest."""
+    if jobs <= 1:
+        for task in tasks:
+            yield task()
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        running: set[Future[T]] = set()
+        try:
+            for task in tasks:
+                if len(running) >= 2 * jobs:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (f.result() for f in done)
+                running.add(pool.submit(task))
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (f.result() for f in done)
+        finally:
+            for future in running:
+                future.cancel()

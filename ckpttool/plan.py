@@ -1,0 +1,147 @@
+"""What is to be written, as data: which bytes go where, and what must hold before the first is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import PlanError
+from ckpttool.ranges import exact_cover_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+COPY = np.dtype(
+    [
+        ("source", "<u4"),  # index into CopyPlan.sources
+        ("start", "<u8"),  # first byte, counted from the start of the source
+        ("numel", "<u8"),  # elements to copy
+        ("target", "<u8"),  # first byte, counted from the start of the target file
+        ("cast", "<u2"),  # index into CopyPlan.casts
+    ]
+)
+"""One row: a run of elements to copy, cast on the way if its pair of types says so."""
+
+PROOF = np.dtype(
+    [
+        ("source", "<u4"),  # where the master lies: index into sources
+        ("start", "<u8"),  # its first byte
+        ("copy_source", "<u4"),  # where the module's copy lies
+        ("copy_start", "<u8"),  # its first byte
+        ("numel", "<u8"),  # elements to compare
+        ("cast", "<u2"),  # index into casts: the master's type, the copy's type
+        ("name", "<u4"),  # index into names
+    ]
+)
+"""One row: a run of elements where the cast of the master must equal the module's copy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proofs:
+    """Comparisons that show whether the layout is understood: the module's copy is the cast of the master.
+
+    Where it is not, offsets were misread or the checkpoint is a mixture.
+    """
+
+    sources: tuple[str, ...]
+    """Paths."""
+    casts: tuple[tuple[str, str], ...]
+    """Pairs of types: the master's, the copy's."""
+    names: tuple[str, ...]
+    """Parameters."""
+    rows: NDArray[np.void]
+    """Rows of PROOF."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read, on both sides."""
+        return _nbytes(self.rows, [itemsize(a) + itemsize(b) for a, b in self.casts])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetFile:
+    """One file to write."""
+
+    name: str
+    """Relative to the output directory; a plain file name."""
+    nbytes: int
+    """Its size."""
+    literals: tuple[tuple[int, bytes], ...]
+    """(offset, bytes) of headers and the like."""
+    copies: NDArray[np.void]
+    """Rows of COPY."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Files to write, byte for byte.
+
+    Raises:
+        PlanError: A byte of a target would be written twice or never, or a target's name is no plain file name.
+    """
+
+    sources: tuple[str, ...]
+    """Paths of the files to read."""
+    casts: tuple[tuple[str, str], ...]
+    """Pairs of types in safetensors' spelling; equal types are a plain copy."""
+    files: tuple[TargetFile, ...]
+    """Files to write; the last ones are those that make the rest look whole (an index)."""
+    proofs: Proofs | None = None
+    """What must hold first."""
+
+    def __post_init__(self) -> None:
+        for problem in self.problems():
+            raise problem
+
+    def problems(self) -> Iterator[PlanError]:
+        """Every target that is not filled exactly once."""
+        for file in self.files:
+            if not file.name or "/" in file.name or file.name in {".", ".."} or "\0" in file.name:
+                yield PlanError(file.name, "is no plain file name", "this is a bug in ckpttool")
+            widths = np.array([itemsize(target) for _, target in self.casts], dtype=np.uint64)
+            starts = [offset for offset, _ in file.literals]
+            lengths = [len(data) for _, data in file.literals]
+            begin = np.concatenate([np.array(starts, np.uint64), file.copies["target"]])
+            size = np.concatenate([np.array(lengths, np.uint64), file.copies["numel"] * widths[file.copies["cast"]]])
+            gap = exact_cover_problem(begin, size, file.nbytes)
+            if gap is not None:
+                yield PlanError(file.name, f"{gap.kind} at bytes {gap.start} to {gap.end}", "this is a bug in ckpttool")
+
+    @property
+    def nbytes_written(self) -> int:
+        """Bytes of all targets."""
+        return sum(f.nbytes for f in self.files)
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read from the sources, comparisons included."""
+        widths = [itemsize(source) for source, _ in self.casts]
+        copied = sum(_nbytes(file.copies, widths) for file in self.files)
+        return copied + (self.proofs.nbytes if self.proofs else 0)
+
+
+def _nbytes(rows: NDArray[np.void], widths: Sequence[int]) -> int:
+    return int((rows["numel"] * np.array(widths, dtype=np.uint64)[rows["cast"]]).sum()) if rows.size else 0
+
+
+def merge_copies(rows: NDArray[np.void], casts: Sequence[tuple[str, str]]) -> NDArray[np.void]:
+    """Join rows that go on where the row before ends, on both sides: fewer, longer copies."""
+    if len(rows) < 2:
+        return rows
+    source_width = np.array([itemsize(a) for a, _ in casts], dtype=np.uint64)[rows["cast"]]
+    target_width = np.array([itemsize(b) for _, b in casts], dtype=np.uint64)[rows["cast"]]
+    goes_on = (
+        (rows["source"][1:] == rows["source"][:-1])
+        & (rows["cast"][1:] == rows["cast"][:-1])
+        & (rows["start"][1:] == (rows["start"] + rows["numel"] * source_width)[:-1])
+        & (rows["target"][1:] == (rows["target"] + rows["numel"] * target_width)[:-1])
+    )
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    merged = rows[first].copy()
+    merged["numel"] = np.add.reduceat(rows["numel"], first)
+    return merged

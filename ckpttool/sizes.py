@@ -1,0 +1,31 @@
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "512MiB" or "1000".
+
+    Raises:
+        ValueError: It is no size above 0.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-z]*)\s*", text.lower())
+    nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if nbytes < 1:
+        raise ValueError(f"{text!r} is no size: write 5GB, 512MiB or a number of bytes")
+    return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for a person: "1.2 GB" (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} PB"

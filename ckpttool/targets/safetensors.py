@@ -1,0 +1,51 @@
+"""Checkpoint -> plan of safetensors files, named as Hugging Face's libraries name them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.containers import safetensors
+from ckpttool.errors import PlanError
+from ckpttool.plan import CopyPlan, TargetFile
+from ckpttool.proofs import sample_proofs
+from ckpttool.targets.index import index_file
+from ckpttool.targets.weights import CopyBuilder, Weight, WeightSelection, shard_names, split_into_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpttool.model import Checkpoint
+
+INDEX = "model.safetensors.index.json"
+"""Name of the index over several files."""
+
+
+def plan_safetensors(checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int) -> CopyPlan:
+    """Plan ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+
+    A tied tensor is stored once, under the name that owns it, as ``save_pretrained`` does; the header's metadata tells
+    the other names, as ``safetensors.torch.save_model`` does.
+
+    Source: transformers 5, modeling_utils.py (``save_pretrained``); huggingface_hub, serialization/_base.py.
+
+    Raises:
+        PlanError: A tensor has a name that the format cannot hold.
+    """
+    if any(w.name == "__metadata__" for w in selection.weights):
+        raise PlanError(checkpoint.location, "a tensor is named __metadata__", "safetensors cannot hold it; --exclude it")
+    builder = CopyBuilder(checkpoint)
+    shards = split_into_shards(selection.weights, max_shard_bytes)
+    names = shard_names("model", "safetensors", len(shards))
+    files = [_file(builder, name, shard, selection) for name, shard in zip(names, shards, strict=True)]
+    if len(files) > 1:
+        files.append(index_file(INDEX, names, shards, selection))
+    return CopyPlan(builder.sources, builder.casts, tuple(files), sample_proofs(checkpoint))
+
+
+def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:
+    tensors = [safetensors.Tensor(w.name, w.dtype, w.state.shape) for w in shard]
+    here = {w.name for w in shard}
+    metadata = {"format": "pt", **{a: n for a, n in selection.aliases.items() if n in here}}
+    header, begin = safetensors.build(tensors, metadata)
+    copies = builder.copies([(w, begin[w.name]) for w in shard])
+    return TargetFile(name, len(header) + sum(w.nbytes for w in shard), ((0, header),), copies)

@@ -1,0 +1,154 @@
+"""Which tensors a file of weights gets, from which state of each parameter, and in how many files."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.casts import castable
+from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.errors import PlanError
+from ckpttool.model import MASTER, MODULE
+from ckpttool.plan import COPY, merge_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.model import Checkpoint, State
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """One tensor to write."""
+
+    name: str
+    """Its name in the module's state dict."""
+    state: State
+    """Where its values come from."""
+    dtype: str
+    """What it is written in."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as written."""
+        return self.state.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSelection:
+    """What is to be written."""
+
+    weights: tuple[Weight, ...]
+    """In the order of the module; tied names left out."""
+    aliases: Mapping[str, str]
+    """Tied names of what is written: alias to the name it is stored under."""
+
+
+def select_weights(
+    checkpoint: Checkpoint, *, dtype: str, include: Sequence[str], exclude: Sequence[str], exclude_frozen: bool
+) -> WeightSelection:
+    """Choose the tensors.
+
+    Trainable parameters come from their masters, frozen ones from the module's copy, both cast to ``dtype``. Buffers
+    keep the type that the model had: narrowing a rotary table or a running variance would lose what nobody asked to
+    lose.
+
+    Args:
+        checkpoint: The source.
+        dtype: safetensors' spelling: "F32", "BF16" or "F16".
+        include: Globs on full names; empty means all.
+        exclude: Globs on full names; they win over ``include``.
+        exclude_frozen: Leave out frozen parameters.
+
+    Raises:
+        PlanError: Nothing is left, or a parameter is of a type that cannot be cast.
+    """
+    matches = _matcher(include, exclude)
+    frozen_out = {p.name for p in checkpoint.parameters if exclude_frozen and p.frozen}
+    # A tied name asks for the tensor it is tied to, which is stored under its own name.
+    wanted = {checkpoint.aliases.get(n, n) for n in _all_names(checkpoint) if matches(n)} - frozen_out
+    weights = []
+    for parameter in checkpoint.parameters:
+        if parameter.name in wanted:
+            state = parameter.states.get(MASTER) or parameter.states[MODULE]
+            if not castable(state.dtype, dtype):
+                problem = f"{parameter.name} is {state.dtype} and cannot be cast to {SHORT_NAMES[dtype]}"
+                raise PlanError(checkpoint.location, problem, "leave it out with --exclude")
+            weights.append(Weight(parameter.name, state, dtype))
+    weights += [Weight(b.name, b.state, b.state.dtype) for b in checkpoint.buffers if b.name in wanted]
+    if not weights:
+        raise PlanError(checkpoint.location, "no parameter is left to write", "check --include, --exclude, --exclude-frozen")
+    aliases = {a: n for a, n in checkpoint.aliases.items() if n in wanted and matches(a)}
+    return WeightSelection(tuple(weights), aliases)
+
+
+def _all_names(checkpoint: Checkpoint) -> list[str]:
+    return [
+        *(p.name for p in checkpoint.parameters),
+        *(b.name for b in checkpoint.buffers),
+        *checkpoint.aliases,
+    ]
+
+
+def _matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
+    def matches(name: str) -> bool:
+        wanted = not include or any(fnmatch.fnmatchcase(name, glob) for glob in include)
+        return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in exclude)
+
+    return matches
+
+
+def split_into_shards(weights: Sequence[Weight], max_shard_bytes: int) -> list[list[Weight]]:
+    """Fill files one after another, none beyond the limit unless a single tensor is; the order stays."""
+    shards: list[list[Weight]] = []
+    room = -1
+    for weight in weights:
+        if not shards or weight.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(weight)
+        room -= weight.nbytes
+    return shards
+
+
+def shard_names(stem: str, extension: str, count: int) -> list[str]:
+    """Hugging Face's names: one plain file, or model-00001-of-00003.safetensors and so on."""
+    if count == 1:
+        return [f"{stem}.{extension}"]
+    return [f"{stem}-{i:05d}-of-{count:05d}.{extension}" for i in range(1, count + 1)]
+
+
+class CopyBuilder:
+    """Collects the copies of a plan whose sources are the files of one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.sources = tuple(checkpoint.path(i) for i in range(len(checkpoint.files)))
+        self._casts: dict[tuple[str, str], int] = {}
+
+    @property
+    def casts(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of types used so far."""
+        return tuple(self._casts)
+
+    def cast(self, source: str, target: str) -> int:
+        """Index of a pair of types."""
+        return self._casts.setdefault((source, target), len(self._casts))
+
+    def copies(self, placed: Sequence[tuple[Weight, int]]) -> NDArray[np.void]:
+        """The copies of one target file, from weights and the byte each begins at."""
+        tables = []
+        for weight, at in placed:
+            rows = weight.state.extents
+            table = np.zeros(len(rows), dtype=COPY)
+            table["source"], table["start"], table["numel"] = rows["file"], rows["offset"], rows["numel"]
+            table["target"] = at + rows["start"] * np.uint64(itemsize(weight.dtype))
+            table["cast"] = self.cast(weight.state.dtype, weight.dtype)
+            tables.append(table[rows["numel"] > 0])
+        everything = np.concatenate(tables) if tables else np.zeros(0, dtype=COPY)
+        everything = everything[np.argsort(everything["target"], kind="stable")]
+        return merge_copies(everything, self.casts)

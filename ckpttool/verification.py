@@ -1,0 +1,205 @@
+"""Is a checkpoint whole and sound? Every finding, not only the first."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.errors import CkptError
+from ckpttool.execute import Sources, failed_proofs, in_threads, read_elements
+from ckpttool.formats import open_checkpoint
+from ckpttool.progress import Meter
+from ckpttool.proofs import full_proofs, sample_proofs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ckpttool.containers.torch_zip import Record
+    from ckpttool.execute import Advance
+    from ckpttool.model import Checkpoint, State
+    from ckpttool.plan import Proofs
+    from ckpttool.progress import Progress
+    from ckpttool.storage import LocalReader
+
+CHUNK_BYTES = 1 << 22
+"""Bytes looked at in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong."""
+
+    path: str
+    """File or directory."""
+    problem: str
+    """What is wrong, with the tensor where there is one."""
+    hint: str
+    """What to do next."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What verifying found out."""
+
+    location: str
+    """Directory of the tag."""
+    tag: str | None
+    """Its name; None if not even that could be found."""
+    deep: bool
+    """Whether every byte was looked at."""
+    files: int
+    """Files read."""
+    nbytes: int
+    """Their size."""
+    tensors: int
+    """States of parameters, and buffers, whose place was checked."""
+    records_checked: int
+    """Records whose CRC-32 was computed and compared."""
+    records_unrecorded: int
+    """Records for which no CRC-32 is recorded: those of zero checksum, and all of legacy files (counted as one)."""
+    findings: tuple[Finding, ...]
+    """Everything that is wrong; empty if nothing is."""
+
+
+def verify_checkpoint(src: str, *, tag: str | None, deep: bool, jobs: int, progress: Progress | None) -> VerifyReport:
+    """Check that every rank's file is there, whole and in agreement with the others.
+
+    Args:
+        src: As for ``open_checkpoint``.
+        tag: As for ``open_checkpoint``.
+        deep: Also compare every recorded CRC-32, look for NaN and infinity, and compare each 16-bit copy with the cast
+            of its master, element by element. Without it, only samples of the latter.
+        jobs: Threads.
+        progress: Told how far it is.
+    """
+    errors: list[CkptError] = []
+    checkpoint: Checkpoint | None = None
+    try:
+        checkpoint = open_checkpoint(src, tag=tag, report=errors.append)
+    except CkptError as error:
+        if error not in errors:
+            errors.append(error)
+    checked = unrecorded = 0
+    if checkpoint is not None:
+        errors += checkpoint.notes
+        proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
+        meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
+        if deep:
+            found, checked, unrecorded = _deep(checkpoint, jobs, meter)
+            errors += found
+        try:
+            errors += failed_proofs(proofs, advance=meter)
+        except CkptError as error:
+            errors.append(error)
+    return VerifyReport(
+        location=checkpoint.location if checkpoint else src,
+        tag=checkpoint.tag if checkpoint else None,
+        deep=deep,
+        files=len(checkpoint.files) if checkpoint else 0,
+        nbytes=checkpoint.nbytes if checkpoint else 0,
+        tensors=sum(1 for _ in checkpoint.states()) if checkpoint else 0,
+        records_checked=checked,
+        records_unrecorded=unrecorded,
+        findings=tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint) for e in errors)),
+    )
+
+
+def _bytes_to_read(checkpoint: Checkpoint, proofs: Proofs, *, deep: bool) -> int:
+    """Bytes that will be looked at, those looked at twice counted twice."""
+    if not deep:
+        return proofs.nbytes
+    return checkpoint.nbytes + proofs.nbytes + sum(s.nbytes for _, _, s in checkpoint.states() if _floating(s))
+
+
+def _floating(state: State) -> bool:
+    return DTYPES[state.dtype].floating
+
+
+def _deep(checkpoint: Checkpoint, jobs: int, advance: Advance) -> tuple[list[CkptError], int, int]:
+    """Checksums of every file, then values of every tensor: (errors, records compared, records without checksum)."""
+    errors: list[CkptError] = []
+    checked = unrecorded = 0
+    paths = [checkpoint.path(i) for i in range(len(checkpoint.files))]
+    with Sources(paths) as sources:
+        sums = (partial(_check_sums, sources, i, advance) for i in range(len(paths)))
+        with contextlib.closing(in_threads(sums, jobs)) as results:
+            for found, count, none in results:
+                errors += found
+                checked += count
+                unrecorded += none
+        scans = (
+            partial(_scan, checkpoint, sources, name, key, state, advance)
+            for name, key, state in checkpoint.states()
+            if _floating(state)
+        )
+        with contextlib.closing(in_threads(scans, jobs)) as results:
+            for found in results:
+                errors += found
+    return errors, checked, unrecorded
+
+
+def _check_sums(sources: Sources, index: int, advance: Advance) -> tuple[list[CkptError], int, int]:
+    reader = sources[index]
+    try:
+        file = read_torch_file(reader)
+        recorded = [r for r in file.records if r.crc_recorded]
+        found = [error for record in recorded if (error := _check_sum(reader, record))]
+    except CkptError as error:
+        return [error], 0, 0
+    advance(reader.nbytes)
+    return found, len(recorded), len(file.records) - len(recorded) if file.records else 1
+
+
+def _check_sum(reader: LocalReader, record: Record) -> CkptError | None:
+    crc = 0
+    buffer = bytearray(min(CHUNK_BYTES, max(record.where.nbytes, 1)))
+    at = record.where.start
+    while at < record.where.end:
+        chunk = memoryview(buffer)[: min(len(buffer), record.where.end - at)]
+        reader.read_into(at, chunk)
+        crc = zlib.crc32(chunk, crc)
+        at += len(chunk)
+    if crc == record.crc32:
+        return None
+    problem = f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"
+    return CkptError(reader.path, problem, "its bytes have changed since: restore the file from a copy")
+
+
+def _scan(
+    checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: State, advance: Advance
+) -> list[CkptError]:
+    """Count what is not finite in one state of one parameter, for each file that holds some of it."""
+    counts: dict[int, list[int]] = {}
+    for row in state.extents:
+        file = int(row["file"])
+        try:
+            for values in _chunks(sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
+                advance(values.nbytes)
+                # A sum that is finite has only finite terms; most chunks are settled by it.
+                with np.errstate(all="ignore"):
+                    if np.isfinite(values.sum(dtype=np.float64)):
+                        continue
+                    count = counts.setdefault(file, [0, 0])
+                    count[0] += int(np.isnan(values).sum())
+                    count[1] += int(np.isinf(values).sum())
+        except CkptError as error:
+            return [error]
+    what = name if key == "buffer" else f"{key} of {name}"
+    return [
+        CkptError(checkpoint.path(file), f"{what} has {nan:,} NaN and {inf:,} infinite values", "training had diverged")
+        for file, (nan, inf) in counts.items()
+        if nan or inf
+    ]
+
+
+def _chunks(reader: LocalReader, start: int, numel: int, dtype: str) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+    step = CHUNK_BYTES // itemsize(dtype)
+    for first in range(0, numel, step):
+        yield read_elements(reader, start + first * itemsize(dtype), min(step, numel - first), dtype)
