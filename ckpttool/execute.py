@@ -1,6 +1,6 @@
 """Runs a plan: the only place where tensor bytes move.
 
-Bytes of equal type are copied by the kernel and never enter this process; casts go through buffers of a few MB.
+Memory is a few small buffers for each thread, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ Advance = Callable[[int], None]
 
 CAST_ELEMENTS = 1 << 19
 """Elements cast at a time: source and result together stay in a core's cache."""
-COPY_BYTES = 1 << 26
-"""Bytes copied between two calls of progress."""
+BUFFER_BYTES = 1 << 20
+"""Bytes copied at a time where they pass through this process."""
+KERNEL_COPY_BYTES = 1 << 26
+"""Bytes that the kernel copies between two reports of progress."""
+TASK_BYTES = 1 << 26
+"""Bytes that a thread takes on at a time."""
+PAGE_BYTES = 4096
+"""The unit in which kernels keep files in memory."""
 
 
 @dataclass(slots=True)
@@ -142,12 +148,12 @@ def _create(path: str, file: TargetFile) -> int:
 
 
 def _split(plan: CopyPlan, file: TargetFile) -> Iterator[NDArray[np.void]]:
-    """Cut a file's copies into runs of about COPY_BYTES, so that threads share the work evenly."""
+    """Cut a file's copies into runs of about TASK_BYTES, so that threads share the work evenly."""
     widths = np.array([itemsize(a) for a, _ in plan.casts], dtype=np.uint64)
     if not len(file.copies):
         return
     nbytes = file.copies["numel"] * widths[file.copies["cast"]]
-    bounds = np.flatnonzero(np.diff(np.cumsum(nbytes) // np.uint64(COPY_BYTES))) + 1
+    bounds = np.flatnonzero(np.diff(np.cumsum(nbytes) // np.uint64(TASK_BYTES))) + 1
     yield from np.split(file.copies, bounds)
 
 
@@ -169,12 +175,25 @@ def _copy(
 def _copy_bytes(
     source: LocalReader, start: int, nbytes: int, fd: int, target: int, path: str, advance: Advance
 ) -> None:
+    """Copy bytes as they are.
+
+    The kernel's own copy moves (or, where the file system can, shares) whole pages if source and target lie at the same
+    place in a page. If they do not it splits every page, and one large buffer is cheaper.
+    """
+    by_kernel = (start - target) % PAGE_BYTES == 0
+    buffer = memoryview(b"")
     done = 0
     while done < nbytes:
-        count = min(COPY_BYTES, nbytes - done)
-        if not copy_range(source, start + done, fd, target + done, count, path):
-            count = min(count, CAST_ELEMENTS * 4)
-            write_at(fd, source.read(start + done, start + done + count), target + done, path)
+        if by_kernel:
+            count = min(KERNEL_COPY_BYTES, nbytes - done)
+            by_kernel = copy_range(source, start + done, fd, target + done, count, path)
+            if not by_kernel:
+                continue
+        else:
+            buffer = buffer or memoryview(bytearray(min(BUFFER_BYTES, nbytes)))
+            count = min(len(buffer), nbytes - done)
+            source.read_into(start + done, buffer[:count])
+            write_at(fd, buffer[:count], target + done, path)
         done += count
         advance(count)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ckpttool._version import __version__
@@ -28,4 +30,6 @@ for _command in (inspect, consolidate, verify):
 
 def main() -> None:
     """Entry point of the ``ckpttool`` command."""
+    # numpy starts a pool of threads for linear algebra, of which there is none here: a third of the start-up time.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     run(cli)

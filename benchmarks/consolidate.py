@@ -1,0 +1,145 @@
+"""Measure inspect and consolidate against ``cp`` and ``zero_to_fp32.py``, side by side in one run.
+
+    python benchmarks/consolidate.py [--runs N] [--stages 2 3] [--peer-runs N]
+
+The checkpoints (253M parameters and a tenth of it, 4 ranks, bf16) are made by real DeepSpeed at the first run and kept
+in ``benchmarks/.data``: 7 GB. Quote the ratios: the seconds are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from measure import Command, Usage, alternate, print_table, run_once
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE / ".data"
+RANKS = 4
+PYTHON = sys.executable
+CKPTTOOL = str(Path(PYTHON).with_name("ckpttool"))
+
+# Counts the bytes that inspect asks files for; what Python reads to start is not among them.
+COUNT_BYTES = """
+import sys
+from ckpttool import storage, inspect
+count = 0
+read = storage.LocalReader.read
+def counted(self, start, end):
+    global count
+    count += end - start
+    return read(self, start, end)
+storage.LocalReader.read = counted
+checkpoint = inspect(sys.argv[1])
+print(count, checkpoint.nbytes)
+"""
+
+
+def checkpoint(stage: int, scale: str) -> Path:
+    """A checkpoint made by real DeepSpeed, made once."""
+    root = DATA / f"zero{stage}-{scale}"
+    if not (root / "latest").exists():
+        print(f"making {root.name} with DeepSpeed ...", flush=True)
+        shutil.rmtree(root, ignore_errors=True)
+        command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+        command += [str(HERE / "make_checkpoint.py"), str(root), str(stage), scale]
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(RANKS)}
+        subprocess.run(command, check=True, env=env, capture_output=True)
+    return root
+
+
+def ours(root: Path, out: Path, dtype: str) -> Command:
+    """Our consolidation."""
+    command = [CKPTTOOL, "consolidate", str(root), str(out), "--to", "safetensors", "--dtype", dtype]
+    return Command(f"ckpttool consolidate ({dtype})", [command], lambda: shutil.rmtree(out, ignore_errors=True))
+
+
+def copy(source: Path, out: Path, name: str) -> Command:
+    """``cp`` of the same bytes that we write."""
+    return Command(name, [["cp", "-r", str(source), str(out)]], lambda: shutil.rmtree(out, ignore_errors=True))
+
+
+def peer(root: Path, out: Path, *, cast: bool = False) -> Command:
+    """DeepSpeed's own script, followed by a cast if bf16 is wanted."""
+    script = str(root / "zero_to_fp32.py")
+    steps = [[PYTHON, script, str(root), str(out), "--safe_serialization"]]
+    if cast:
+        steps.append([PYTHON, str(HERE / "cast_bf16.py"), str(out)])
+    name = "zero_to_fp32.py, then cast to bf16" if cast else "zero_to_fp32.py --safe_serialization"
+    return Command(name, steps, lambda: shutil.rmtree(out, ignore_errors=True))
+
+
+def drop_caches() -> bool:
+    """Empty the page cache, where that is allowed."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def bench_inspect(root: Path, runs: int) -> None:
+    """Time and bytes of ``inspect``."""
+    cold = drop_caches()
+    command = Command("ckpttool inspect", [[CKPTTOOL, "inspect", str(root)]], lambda: None)
+    first = run_once(command)
+    warm = alternate([command], runs)[command.name]
+    counted = subprocess.run([PYTHON, "-c", COUNT_BYTES, str(root)], capture_output=True, text=True, check=True)
+    read, total = map(int, counted.stdout.split())
+    start = "empty page cache" if cold else "first run"
+    print(
+        f"inspect: {first.wall:.2f} s ({start}), {warm.wall:.2f} s warm, {warm.peak_mb:.0f} MB peak, "
+        f"read {read:,} of {total:,} bytes (1/{total // read:,})"
+    )
+
+
+def bench_stage(stage: int, runs: int, peer_runs: int) -> None:
+    """All comparisons on one stage's checkpoint."""
+    root, out = checkpoint(stage, "large"), DATA / "out"
+    print(f"\n=== ZeRO-{stage}, {RANKS} ranks, 253M parameters ===")
+    bench_inspect(root, runs)
+    for dtype in ("fp32", "bf16"):
+        sample = DATA / f"sample-{dtype}"
+        shutil.rmtree(sample, ignore_errors=True)
+        made = ours(root, sample, dtype)
+        run_once(made)
+        name = "cp of the same output"
+        print_table(f"to {dtype}, against cp", alternate([copy(sample, out, name), ours(root, out, dtype)], runs), name)
+        theirs = peer(root, out, cast=dtype == "bf16")
+        title = f"to {dtype}, against DeepSpeed's script"
+        print_table(title, alternate([ours(root, out, dtype), theirs], peer_runs), made.name)
+        shutil.rmtree(sample)
+    small = checkpoint(stage, "small")
+    bench_memory(small, root, out)
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def bench_memory(small: Path, large: Path, out: Path) -> None:
+    """Peak memory as the model grows tenfold, against that of starting up."""
+    start = run_once(Command("start", [[CKPTTOOL, "--version"]], lambda: None))
+    peaks: dict[str, Usage] = {}
+    for dtype in ("fp32", "bf16"):
+        for name, root in (("24M", small), ("253M", large)):
+            peaks[f"{name} to {dtype}"] = run_once(ours(root, out, dtype))
+    print(f"\npeak memory: start-up {start.peak_mb:.0f} MB; " + ", ".join(f"{k} {u.peak_mb:.0f} MB" for k, u in peaks.items()))
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="counted runs against cp (default: 5)")
+    parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against zero_to_fp32.py (default: 3)")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(2, 3), default=(2, 3))
+    arguments = parser.parse_args()
+    DATA.mkdir(exist_ok=True)
+    for stage in arguments.stages:
+        bench_stage(stage, arguments.runs, arguments.peer_runs)
+
+
+if __name__ == "__main__":
+    main()

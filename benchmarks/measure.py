@@ -1,0 +1,90 @@
+"""Run commands side by side and compare: wall time, CPU time and peak memory of whole processes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one run of a command took."""
+
+    wall: float
+    """Seconds from start to end."""
+    cpu: float
+    """Seconds of processor time, the kernel's on its behalf included."""
+    peak_mb: float
+    """Largest resident memory of one process, in MB."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Something to run, and how to make the place ready for it."""
+
+    name: str
+    """What to call it."""
+    steps: Sequence[Sequence[str]]
+    """Commands, one after another; their times add up."""
+    prepare: Callable[[], None]
+    """Called before each run, not timed."""
+
+
+def run_once(command: Command) -> Usage:
+    """Run a command and ask the kernel what it took.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    command.prepare()
+    os.sync()  # what the command before left to be written is not this one's work
+    wall = cpu = peak = 0.0
+    for step in command.steps:
+        began = time.perf_counter()
+        process = subprocess.Popen(step, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())
+        errors = process.stderr.read() if process.stderr else b""
+        _, status, usage = os.wait4(process.pid, 0)
+        wall += time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(step)} failed:\n{errors.decode()[-2000:]}")
+        cpu += usage.ru_utime + usage.ru_stime
+        peak = max(peak, usage.ru_maxrss / 1000)
+    return Usage(wall, cpu, peak)
+
+
+def alternate(commands: Sequence[Command], runs: int) -> dict[str, Usage]:
+    """Run each command once to warm up, then all in turn, and take the medians."""
+    for command in commands:
+        run_once(command)
+    taken: dict[str, list[Usage]] = {c.name: [] for c in commands}
+    for _ in range(runs):
+        for command in commands:
+            taken[command.name].append(run_once(command))
+    return {name: _median(usages) for name, usages in taken.items()}
+
+
+def print_table(title: str, usages: dict[str, Usage], base: str) -> None:
+    """Print each command's figures and its ratio to one of them."""
+    print(f"\n{title}")
+    print(f"{'':36}{'wall s':>9}{'CPU s':>9}{'peak MB':>9}   {'wall':>8}{'CPU':>8}{'memory':>8}  of {base}")
+    reference = usages[base]
+    for name, u in usages.items():
+        ratios = (u.wall / reference.wall, u.cpu / reference.cpu, u.peak_mb / reference.peak_mb)
+        print(f"{name:36}{u.wall:9.2f}{u.cpu:9.2f}{u.peak_mb:9.0f}   " + "".join(f"{r:7.2f}x" for r in ratios), flush=True)
+
+
+def _median(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        statistics.median(u.wall for u in usages),
+        statistics.median(u.cpu for u in usages),
+        max(u.peak_mb for u in usages),
+    )
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
