@@ -126,7 +126,10 @@ def bench_memory(small: Path, large: Path, out: Path) -> None:
     for dtype in ("fp32", "bf16"):
         for name, root in (("24M", small), ("253M", large)):
             peaks[f"{name} to {dtype}"] = run_once(ours(root, out, dtype))
-    print(f"\npeak memory: start-up {start.peak_mb:.0f} MB; " + ", ".join(f"{k} {u.peak_mb:.0f} MB" for k, u in peaks.items()))
+    print(
+        f"\npeak memory: start-up {start.peak_mb:.0f} MB; "
+        + ", ".join(f"{k} {u.peak_mb:.0f} MB" for k, u in peaks.items())
+    )
 
 
 def main() -> None:

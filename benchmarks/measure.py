@@ -75,7 +75,9 @@ def print_table(title: str, usages: dict[str, Usage], base: str) -> None:
     reference = usages[base]
     for name, u in usages.items():
         ratios = (u.wall / reference.wall, u.cpu / reference.cpu, u.peak_mb / reference.peak_mb)
-        print(f"{name:36}{u.wall:9.2f}{u.cpu:9.2f}{u.peak_mb:9.0f}   " + "".join(f"{r:7.2f}x" for r in ratios), flush=True)
+        print(
+            f"{name:36}{u.wall:9.2f}{u.cpu:9.2f}{u.peak_mb:9.0f}   " + "".join(f"{r:7.2f}x" for r in ratios), flush=True
+        )
 
 
 def _median(usages: Sequence[Usage]) -> Usage:

@@ -21,8 +21,8 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = [
-    "Checkpoint", "CkptError", "ContainerError", "CopyReport", "LayoutError", "PlanError", "StorageError", "VerifyReport",
-    "__version__", "consolidate", "inspect", "verify",
+    "Checkpoint", "CkptError", "ContainerError", "CopyReport", "LayoutError", "PlanError", "StorageError",
+    "VerifyReport", "__version__", "consolidate", "inspect", "verify",
 ]  # fmt: skip
 
 

@@ -76,5 +76,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in _FROM_ML_DTYPES:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, DTYPES[name].numpy))
+        kind: np.dtype[Any] = np.dtype(getattr(ml_dtypes, DTYPES[name].numpy))
+        return kind
     return np.dtype(DTYPES[name].numpy)

@@ -157,9 +157,7 @@ def _split(plan: CopyPlan, file: TargetFile) -> Iterator[NDArray[np.void]]:
     yield from np.split(file.copies, bounds)
 
 
-def _copy(
-    plan: CopyPlan, sources: Sources, rows: NDArray[np.void], fd: int, path: str, advance: Advance
-) -> int:
+def _copy(plan: CopyPlan, sources: Sources, rows: NDArray[np.void], fd: int, path: str, advance: Advance) -> int:
     overflowed = 0
     for row in rows:
         source = sources[int(row["source"])]
@@ -207,7 +205,7 @@ def _copy_cast(
         count = min(numel, CAST_ELEMENTS)
         values = read_elements(source, start, count, pair[0])
         result = cast(values, pair[1])
-        write_at(fd, memoryview(result.view(np.uint8)), target, path)
+        write_at(fd, result.view(np.uint8).data, target, path)
         overflowed += _overflowed(values, result)
         advance(result.nbytes)
         start += values.nbytes
@@ -252,7 +250,9 @@ class Sources:
     def __enter__(self) -> Sources:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def check_unchanged(self) -> None:

@@ -195,8 +195,8 @@ class Checkpoint:
     """DeepSpeed's configuration of the run."""
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
-    notes: tuple[str, ...] = ()
-    """What the reader noticed that is no error."""
+    notes: tuple[LayoutError, ...] = ()
+    """What the reader noticed that did not keep it from reading."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():

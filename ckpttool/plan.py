@@ -142,6 +142,6 @@ def merge_copies(rows: NDArray[np.void], casts: Sequence[tuple[str, str]]) -> ND
         & (rows["target"][1:] == (rows["target"] + rows["numel"] * target_width)[:-1])
     )
     first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-    merged = rows[first].copy()
+    merged: NDArray[np.void] = rows[first].copy()
     merged["numel"] = np.add.reduceat(rows["numel"], first)
     return merged

@@ -67,21 +67,21 @@ class LocalReader:
     def __init__(self, path: str) -> None:
         self.path = path
         with translate_os_errors(path):
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                info = os.fstat(self.fd)
-                if not stat_module.S_ISREG(info.st_mode):
-                    raise StorageError(path, "is not a regular file", "remove it or choose another checkpoint")
-            except BaseException:
-                os.close(self.fd)
-                raise
+            # Not blocking: opening a named pipe would wait for a writer for ever.
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            info = os.fstat(self.fd)
+        if not stat_module.S_ISREG(info.st_mode):
+            self.close()
+            raise StorageError(path, "is not a regular file", "remove it or choose another checkpoint")
         self.nbytes = info.st_size
         self._mtime_ns = info.st_mtime_ns
 
     def __enter__(self) -> LocalReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def read(self, start: int, end: int) -> bytes:
@@ -131,7 +131,9 @@ class LocalReader:
         with translate_os_errors(self.path):
             info = os.fstat(self.fd)
         if (info.st_size, info.st_mtime_ns) != (self.nbytes, self._mtime_ns):
-            raise StorageError(self.path, "changed while it was being read", "wait until the save is over, then try again")
+            raise StorageError(
+                self.path, "changed while it was being read", "wait until the save is over, then try again"
+            )
 
     def close(self) -> None:
         """Release the file."""
@@ -141,7 +143,9 @@ class LocalReader:
 
     def _shrunk(self, position: int) -> StorageError:
         return StorageError(
-            self.path, f"ended at byte {position} while it was being read", "wait until the save is over, then try again"
+            self.path,
+            f"ended at byte {position} while it was being read",
+            "wait until the save is over, then try again",
         )
 
 

@@ -75,7 +75,9 @@ class Fields:
 
 def shape_of(value: object) -> tuple[int, ...] | None:
     """A torch.Size, or what older versions and MoE saves write in its place; None if it is no shape."""
-    if isinstance(value, tuple | list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
+    if isinstance(value, tuple | list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    ):
         return tuple(value)
     return None
 

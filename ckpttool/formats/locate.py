@@ -31,10 +31,11 @@ class Location:
 def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
     """Find the tag that is meant.
 
-    ``src`` is a checkpoint root with ``latest`` (a Hugging Face Trainer's ``checkpoint-N`` is one), or a tag's directory.
+    ``src`` is a checkpoint root with ``latest`` (a Hugging Face Trainer's ``checkpoint-N`` is one), or a tag's
+    directory.
 
     Raises:
-        LayoutError: There is no checkpoint, several are there to choose from, or ``latest`` names one that is not there.
+        LayoutError: There is no checkpoint, there are several to choose from, or ``latest`` names what is not there.
         StorageError: It cannot be read.
     """
     src = src.rstrip("/") or src
@@ -46,19 +47,27 @@ def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
     if any(parse_name(e.name) for e in entries if not e.is_dir):
         name = posixpath.basename(posixpath.abspath(src))
         if tag is not None and tag != name:
-            raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {posixpath.dirname(src) or '.'}")
+            raise LayoutError(
+                src, f"is the directory of tag {name}, not of {tag}", f"pass {posixpath.dirname(src) or '.'}"
+            )
         return Location(posixpath.dirname(src) or ".", src, name)
-    tags = sorted((e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(src, e.name))), key=natural_order)
+    tags = sorted(
+        (e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(src, e.name))), key=natural_order
+    )
     if tag is None and any(e.name == LATEST and not e.is_dir for e in entries):
         tag = _read_latest(storage, posixpath.join(src, LATEST), tags)
     elif tag is None and len(tags) == 1:
         tag = tags[0]
     elif tag is None and tags:
-        raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", f"choose one with --tag: {', '.join(tags)}")
+        raise LayoutError(
+            src, f"holds {len(tags)} checkpoints and no latest", f"choose one with --tag: {', '.join(tags)}"
+        )
     elif tag is None:
         nested = [e.name for e in entries if e.is_dir and e.name.startswith("checkpoint-")]
-        inside = f"pass one of its checkpoints: {', '.join(sorted(nested, key=natural_order))}" if nested else (
-            "pass a checkpoint root (with a file named latest) or a tag's directory"
+        inside = (
+            f"pass one of its checkpoints: {', '.join(sorted(nested, key=natural_order))}"
+            if nested
+            else ("pass a checkpoint root (with a file named latest) or a tag's directory")
         )
         raise LayoutError(src, "holds no DeepSpeed checkpoint", inside)
     elif tag not in tags:
@@ -76,7 +85,9 @@ def _read_latest(storage: LocalStorage, path: str, tags: list[str]) -> str:
 
 
 def _choose(tags: list[str]) -> str:
-    return f"choose one with --tag: {', '.join(tags)}" if tags else "no other checkpoint is there: restore it from a copy"
+    return (
+        f"choose one with --tag: {', '.join(tags)}" if tags else "no other checkpoint is there: restore it from a copy"
+    )
 
 
 def _is_tag(storage: LocalStorage, directory: str) -> bool:

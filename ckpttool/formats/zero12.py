@@ -81,7 +81,9 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
 def _base_state(file: RankFile, states: Fields) -> Fields:
     value = states.get("base_optimizer_state", object)
     if isinstance(value, list):
-        raise LayoutError(file.path, "is an elastic checkpoint, which is not supported yet", "save without elastic_checkpoint")
+        raise LayoutError(
+            file.path, "is an elastic checkpoint, which is not supported yet", "save without elastic_checkpoint"
+        )
     return states.child("base_optimizer_state")
 
 
@@ -162,7 +164,7 @@ def _partition_size(
         if not padded and recorded[r] is not None and piece.numel + paddings[r] != partition:
             raise LayoutError(
                 files.optimizer[r].path,
-                f"group_paddings says that {paddings[r]} elements of group {group} are padding, but {partition - lean} are",
+                f"group_paddings calls {paddings[r]} elements of group {group} padding, but {partition - lean} are",
                 RESTORE,
             )
     return partition
@@ -220,7 +222,9 @@ def _check_storage_offsets(
         if ref is None:
             continue
         if ref.shape != shape:
-            raise LayoutError(file.path, f"param_shapes gives {name} shape {shape}, but the module {ref.shape}", RESTORE)
+            raise LayoutError(
+                file.path, f"param_shapes gives {name} shape {shape}, but the module {ref.shape}", RESTORE
+            )
         if ref.offset != offset or ref.storage.numel != total:
             raise LayoutError(
                 file.path,

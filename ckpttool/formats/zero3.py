@@ -18,7 +18,6 @@ from ckpttool.formats.zero_files import RESTORE
 from ckpttool.formats.zero_module import read_param_shapes
 from ckpttool.formats.zero_partitions import (
     FRAGMENT,
-
     Partitions,
     check_agreement,
     locate_states,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.formats.zero_files import RankFile, Report, ZeroFiles
+
 
 def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
     """Assign every element of the sub-groups' flat buffers to its parameter.
@@ -67,12 +67,14 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
     result.frozen.update(_frozen(files, report))
     return result
 
+
 def _flat_state(base: Fields, sub_group: int) -> Mapping[Any, Any]:
     """The optimizer's state of one sub-group; empty before the first step."""
     value = base.get("state", dict).get(sub_group, {})
     if not isinstance(value, dict):
         raise base.error(f"state > {sub_group}", "is not a mapping")
     return value
+
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:
     """Cut every parameter into one piece a rank, of ceil(numel / ranks) elements, the last ones padded."""
@@ -92,6 +94,7 @@ def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[
         position += piece
     return result, position
 
+
 def _check_lengths(optimizer: Sequence[RankFile], pieces: Sequence[TensorRef], partition: int, sub_group: int) -> None:
     for file, piece in zip(optimizer, pieces, strict=True):
         if piece.shape == (partition,):
@@ -107,6 +110,7 @@ def _check_lengths(optimizer: Sequence[RankFile], pieces: Sequence[TensorRef], p
             f"its partition of sub-group {sub_group} has {piece.numel} elements, but param_shapes gives {partition}",
             RESTORE,
         )
+
 
 def _groups(
     files: ZeroFiles,
@@ -135,6 +139,7 @@ def _groups(
         result.append(read_group(files, fields, names, shared, f"group {g}", report))
     return result
 
+
 def _frozen(files: ZeroFiles, report: Report) -> dict[str, State]:
     """Frozen parameters: one piece of the model's dtype on each rank, in its model-states file."""
     shapes = files.model[0].fields.optional("frozen_param_shapes", dict)
@@ -152,6 +157,7 @@ def _frozen(files: ZeroFiles, report: Report) -> dict[str, State]:
         rows, piece = _fragments({name: shape}, files.ranks)
         result[name] = _frozen_state(files, name, shape, rows[name], piece, [f.get(name) for f in fragments])
     return result
+
 
 def _frozen_state(
     files: ZeroFiles,
@@ -172,4 +178,3 @@ def _frozen_state(
     if len(dtypes) != 1:
         raise LayoutError(files.model[0].path, f"frozen parameter {name} has several dtypes: {sorted(dtypes)}", RESTORE)
     return State(shape, dtypes.pop(), table)
-

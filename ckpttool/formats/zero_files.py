@@ -1,4 +1,7 @@
-"""The files of one ZeRO checkpoint, opened and held against each other; what they hold is for ``zero12`` and ``zero3``."""
+"""The files of one ZeRO checkpoint, opened and held against each other.
+
+What they hold is for ``zero12`` and ``zero3``.
+"""
 
 from __future__ import annotations
 

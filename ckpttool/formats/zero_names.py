@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 _NAMES = (
     # In the number behind "pp_rank" DeepSpeed counts data-parallel ranks; up to 0.3.13 there was no "_" before "optim".
-    ("optimizer", re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),
+    (
+        "optimizer",
+        re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
+    ),
     ("model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
     ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
     ("layer", re.compile(r"layer_(?P<layer>\d+)(-model_(?P<mp>\d+))?-model_states\.pt")),

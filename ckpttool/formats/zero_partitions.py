@@ -106,7 +106,9 @@ def read_flat_buffer(
     return FlatBuffer(shapes, tensors, scalars, tuple(unsliceable))
 
 
-def locate_states(files: ZeroFiles, buffer: FlatBuffer, fragments: Mapping[str, NDArray[np.void]]) -> dict[str, dict[str, State]]:
+def locate_states(
+    files: ZeroFiles, buffer: FlatBuffer, fragments: Mapping[str, NDArray[np.void]]
+) -> dict[str, dict[str, State]]:
     """Where the bytes of every state of every parameter of a flat buffer lie.
 
     Raises:

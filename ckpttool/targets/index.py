@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def index_file(
-    name: str, names: Sequence[str], shards: Sequence[Sequence[Weight]], selection: WeightSelection, *, aliases: bool = False
+    name: str,
+    names: Sequence[str],
+    shards: Sequence[Sequence[Weight]],
+    selection: WeightSelection,
+    *,
+    aliases: bool = False,
 ) -> TargetFile:
     """The JSON index of sharded weights.
 

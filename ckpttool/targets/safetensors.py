@@ -32,7 +32,9 @@ def plan_safetensors(checkpoint: Checkpoint, selection: WeightSelection, *, max_
         PlanError: A tensor has a name that the format cannot hold.
     """
     if any(w.name == "__metadata__" for w in selection.weights):
-        raise PlanError(checkpoint.location, "a tensor is named __metadata__", "safetensors cannot hold it; --exclude it")
+        raise PlanError(
+            checkpoint.location, "a tensor is named __metadata__", "safetensors cannot hold it; --exclude it"
+        )
     builder = CopyBuilder(checkpoint)
     shards = split_into_shards(selection.weights, max_shard_bytes)
     names = shard_names("model", "safetensors", len(shards))

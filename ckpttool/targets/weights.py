@@ -82,7 +82,9 @@ def select_weights(
             weights.append(Weight(parameter.name, state, dtype))
     weights += [Weight(b.name, b.state, b.state.dtype) for b in checkpoint.buffers if b.name in wanted]
     if not weights:
-        raise PlanError(checkpoint.location, "no parameter is left to write", "check --include, --exclude, --exclude-frozen")
+        raise PlanError(
+            checkpoint.location, "no parameter is left to write", "check --include, --exclude, --exclude-frozen"
+        )
     aliases = {a: n for a, n in checkpoint.aliases.items() if n in wanted and matches(a)}
     return WeightSelection(tuple(weights), aliases)
 
