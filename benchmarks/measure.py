@@ -6,8 +6,11 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)
@@ -89,4 +92,7 @@ def _median(usages: Sequence[Usage]) -> Usage:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    # An installed program runs from compiled bytecode; without this it would be compiled anew at each start.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.zero_files import RESTORE
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.containers.values import TensorRef
     from ckpttool.formats.zero_files import RankFile, Report, ZeroFiles
 
 Shapes = "Mapping[str, tuple[int, ...]]"

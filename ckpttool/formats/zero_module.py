@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import shape_of
 from ckpttool.model import Buffer, State, one_extent
@@ -12,6 +11,7 @@ from ckpttool.model import Buffer, State, one_extent
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpttool.containers.values import TensorRef
     from ckpttool.formats.zero_files import RankFile
 
 # Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
