@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
-from ckpttool.containers.values import StorageRef, TensorRef, walk
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ContainerError
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
+    from ckpttool.containers.values import TensorRef
     from ckpttool.storage import RangeReader
 
 MAX_PICKLE_BYTES = 1 << 27
@@ -34,7 +35,7 @@ class TorchFile:
     root: Any
     """What was saved: plain data, TensorRef and Opaque. Shared by all who ask: not to be changed."""
     storages: dict[str, ByteRange]
-    """Where the bytes of each storage lie, by key."""
+    """Where the bytes of each storage lie, by key, in the order of first use."""
     records: tuple[torch_zip.Record, ...]
     """Every record with its CRC-32; empty for the legacy form, which has none."""
 
@@ -51,7 +52,9 @@ class TorchFile:
                 "save it contiguous; DeepSpeed does",
             )
         size = itemsize(tensor.dtype)
-        start = self.storages[tensor.storage.key].start + tensor.offset * size
+        start = self.storages[tensor.storage.key].start
+        if tensor.numel:  # an empty view may begin beyond the end of its storage
+            start += tensor.offset * size
         return ByteRange(start, start + tensor.numel * size)
 
 
@@ -67,7 +70,7 @@ def read_torch_file(reader: RangeReader) -> TorchFile:
     head = reader.read(0, min(reader.nbytes, 512))
     if head.startswith(torch_zip.MAGIC):
         return _read_zip(reader)
-    if head.startswith(torch_legacy.MAGIC):
+    if torch_legacy.is_legacy(head):
         root, storages = torch_legacy.parse(reader, max_pickle_bytes=MAX_PICKLE_BYTES)
         return TorchFile(reader.path, reader.nbytes, "legacy", root, storages, ())
     if not any(head):
@@ -79,31 +82,39 @@ def _read_zip(reader: RangeReader) -> TorchFile:
     records = torch_zip.parse(reader)
     pickles = [r for name, r in records.items() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise ContainerError(
-            reader.path, f"holds {len(pickles)} data.pkl records, not one", "was it written by torch.save (not TorchScript)?"
-        )
+        problem = f"holds {len(pickles)} data.pkl records, not one"
+        raise ContainerError(reader.path, problem, "was it written by torch.save? restore it from a copy")
     where = pickles[0].where
     prefix = pickles[0].name.removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in records:
+        raise ContainerError(reader.path, "is a TorchScript archive (torch.jit.save)", "save the state dict instead")
+    _check_byte_order(reader, records.get(f"{prefix}byteorder"))
     if where.nbytes > MAX_PICKLE_BYTES:
         raise ContainerError(reader.path, f"its pickle is larger than {MAX_PICKLE_BYTES:,} bytes", _HINT)
-    order = records.get(prefix + "byteorder")
-    if order is not None and reader.read(order.where.start, min(order.where.end, order.where.start + 16)) != b"little":
-        raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")
+    data = reader.read(where.start, where.end)
+    if pickles[0].crc_recorded and zlib.crc32(data) != pickles[0].crc32:
+        raise ContainerError(reader.path, "its pickle does not match its checksum", _HINT)
     try:
-        root, _ = unpickle(reader.read(where.start, where.end), path=reader.path)
+        saved = unpickle(data, path=reader.path)
     except Truncated:
         raise ContainerError(reader.path, "its pickle ends too early", _HINT) from None
     storages: dict[str, ByteRange] = {}
-    for value in walk(root):
-        if isinstance(value, StorageRef):
-            record = records.get(f"{prefix}data/{value.key}")
-            if record is None:
-                raise ContainerError(reader.path, f"storage {value.key!r} is missing", _HINT)
-            if record.where.nbytes != value.nbytes:
-                raise ContainerError(
-                    reader.path,
-                    f"storage {value.key!r} is {record.where.nbytes} bytes long, but {value.nbytes} were saved",
-                    _HINT,
-                )
-            storages[value.key] = record.where
-    return TorchFile(reader.path, reader.nbytes, "zip", root, storages, tuple(records.values()))
+    for key, ref in saved.storages.items():
+        record = records.get(f"{prefix}data/{key}")
+        if record is None:
+            raise ContainerError(reader.path, f"storage {key!r:.100} is missing", _HINT)
+        if record.where.nbytes != ref.nbytes:
+            problem = f"storage {key!r:.100} is {record.where.nbytes} bytes long, but {ref.nbytes} were saved"
+            raise ContainerError(reader.path, problem, _HINT)
+        storages[key] = record.where
+    return TorchFile(reader.path, reader.nbytes, "zip", saved.value, storages, tuple(records.values()))
+
+
+def _check_byte_order(reader: RangeReader, record: torch_zip.Record | None) -> None:
+    if record is None:
+        return  # torch before 2.1, which was little-endian only
+    order = reader.read(record.where.start, min(record.where.end, record.where.start + 16))
+    if order == b"big":
+        raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")
+    if order != b"little":
+        raise ContainerError(reader.path, "does not say its byte order", _HINT)

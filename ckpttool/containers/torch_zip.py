@@ -10,6 +10,8 @@ APPNOTE 6.3 (ZIP and ZIP64 records).
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 MAGIC = b"PK\x03\x04"
 ALIGNMENT = 64
 """torch puts the first byte of every record on a multiple of this."""
-MAX_DIRECTORY_BYTES = 1 << 28
-"""A central directory larger than this is refused (over two million records)."""
+MAX_DIRECTORY_BYTES = 1 << 26
+"""A central directory larger than this is refused: it has room for over half a million of torch's records."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -36,6 +38,7 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8 = 0x800
+_ENCRYPTED = 0x2041  # plainly, strongly, or with masked headers
 _DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
 
@@ -71,30 +74,36 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
     # A local header's length is not in the central directory: its extra field differs there.
-    headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size) for e in entries])
+    headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in entries])
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
     for entry, header in zip(entries, headers, strict=True):
-        magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack(header)
-        if magic != MAGIC or method != 0:
-            raise ContainerError(reader.path, f"zip record {entry.name!r} has a broken local header", _DAMAGED_HINT)
+        magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
+        local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
+        if magic != MAGIC or method != 0 or local_name != entry.raw_name:
+            raise ContainerError(
+                reader.path, f"zip record {entry.name!r:.100} has a broken local header", _DAMAGED_HINT
+            )
         start = entry.header + _LOCAL.size + name_length + extra_length
         if start + entry.nbytes > directory.start:
-            raise ContainerError(reader.path, f"zip record {entry.name!r} reaches beyond the data", _DAMAGED_HINT)
+            raise ContainerError(reader.path, f"zip record {entry.name!r:.100} reaches beyond the data", _DAMAGED_HINT)
         if entry.name in records:
-            raise ContainerError(reader.path, f"zip record {entry.name!r} is there twice", _FOREIGN_HINT)
+            raise ContainerError(reader.path, f"zip record {entry.name!r:.100} is there twice", _FOREIGN_HINT)
         records[entry.name] = Record(entry.name, ByteRange(start, start + entry.nbytes), entry.crc32)
         spans.append((entry.header, start + entry.nbytes, entry.name))
     spans.sort()
-    for (_, end, name), (begin, _, following) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
         if begin < end:
-            raise ContainerError(reader.path, f"zip records {name!r} and {following!r} overlap", _FOREIGN_HINT)
+            raise ContainerError(
+                reader.path, f"zip records {name!r:.100} and {following!r:.100} overlap", _FOREIGN_HINT
+            )
     return records
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     name: str
+    raw_name: bytes
     header: int
     nbytes: int
     crc32: int
@@ -114,25 +123,28 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
     if at < 0 or at + _END.size > len(tail):
         raise ContainerError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
     end_start = size - len(tail) + at
-    _, disk, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     limit = end_start
-    if _MAX16 in {disk, count} or _MAX32 in {nbytes, start} or tail[: max(0, at)].endswith(b"PK\x06\x07"):
-        start, nbytes, count, limit = _read_end64(reader, end_start)
-    elif end_start >= _LOCATOR64.size:
-        locator = reader.read(end_start - _LOCATOR64.size, end_start)
-        if locator.startswith(b"PK\x06\x07"):
-            start, nbytes, count, limit = _read_end64(reader, end_start)
-    if nbytes > MAX_DIRECTORY_BYTES or start + nbytes > limit or count * _CENTRAL.size > nbytes:
+    end64 = _read_end64(reader, end_start)
+    if end64 is not None:  # torch always writes it, in small files too
+        start, nbytes, count, limit = end64
+    if start + nbytes > limit or count * _CENTRAL.size > nbytes:
         raise ContainerError(reader.path, "the zip directory is said to lie outside the file", _DAMAGED_HINT)
+    if nbytes > MAX_DIRECTORY_BYTES:
+        problem = f"the zip directory is larger than {MAX_DIRECTORY_BYTES:,} bytes"
+        raise ContainerError(reader.path, problem, _FOREIGN_HINT)
     return ByteRange(start, start + nbytes), count
 
 
-def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int]:
+def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int] | None:
+    """Start, length and count of the directory, and the limit of what may lie before it."""
     at = end_start - _LOCATOR64.size
     if at < 0:
-        raise ContainerError(reader.path, "the zip64 directory is missing", _DAMAGED_HINT)
+        return None
     magic, _, position, _ = _LOCATOR64.unpack(reader.read(at, end_start))
-    if magic != b"PK\x06\x07" or position + _END64.size > at:
+    if magic != b"PK\x06\x07":
+        return None
+    if position + _END64.size > at:
         raise ContainerError(reader.path, "the zip64 directory is missing", _DAMAGED_HINT)
     fields = _END64.unpack(reader.read(position, position + _END64.size))
     if fields[0] != b"PK\x06\x06":
@@ -148,24 +160,28 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
             raise ContainerError(reader.path, "the zip directory ends too early", _DAMAGED_HINT)
-        (magic, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length, _, _, _, header) = (
-            _CENTRAL.unpack_from(data, at)
+        magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = _CENTRAL.unpack_from(
+            data, at
         )
-        name_end = at + _CENTRAL.size + name_length
-        following = name_end + extra_length + comment_length
+        name_end = at + _CENTRAL.size + lengths[0]
+        following = at + _CENTRAL.size + sum(lengths)
         if magic != b"PK\x01\x02" or following > len(data):
             raise ContainerError(reader.path, "the zip directory is broken", _DAMAGED_HINT)
-        name = data[at + _CENTRAL.size : name_end].decode("utf-8", "replace")
+        raw_name = data[at + _CENTRAL.size : name_end]
+        name = raw_name.decode("utf-8", "replace")
         if _MAX32 in {nbytes, packed, header}:
-            nbytes, packed, header = _zip64_sizes(reader, data[name_end : name_end + extra_length], nbytes, packed, header)
-        if method != 0 or packed != nbytes or flags & 1:
-            raise ContainerError(reader.path, f"zip record {name!r} is compressed or encrypted", _FOREIGN_HINT)
+            extra = data[name_end : name_end + lengths[1]]
+            nbytes, packed, header = _zip64_sizes(reader, extra, nbytes, packed, header)
+        if method != 0 or packed != nbytes or flags & _ENCRYPTED:
+            raise ContainerError(reader.path, f"zip record {name!r:.100} is compressed or encrypted", _FOREIGN_HINT)
         if name.startswith("/") or ".." in name.split("/"):
-            raise ContainerError(reader.path, f"zip record {name!r} points outside the archive", _FOREIGN_HINT)
-        if header + _LOCAL.size > where.start:
-            raise ContainerError(reader.path, f"zip record {name!r} lies outside the file", _DAMAGED_HINT)
-        entries.append(_Entry(name, header, nbytes, crc32))
+            raise ContainerError(reader.path, f"zip record {name!r:.100} points outside the archive", _FOREIGN_HINT)
+        if header + _LOCAL.size + len(raw_name) > where.start:
+            raise ContainerError(reader.path, f"zip record {name!r:.100} lies outside the file", _DAMAGED_HINT)
+        entries.append(_Entry(name, raw_name, header, nbytes, crc32))
         at = following
+    if at != len(data):
+        raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)
     return entries
 
 
@@ -188,6 +204,9 @@ def _zip64_sizes(reader: RangeReader, extra: bytes, nbytes: int, packed: int, he
 
 
 # ------------------------------------------------------------------------------------------------- build
+
+_NAME = re.compile(r"(?!\.\.?$)[^/\0\ud800-\udfff]{1,255}")
+"""What may stand between two slashes of a record's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +235,10 @@ def build(
             ``torch.serialization.set_crc32_options(False)``.
 
     Raises:
-        PlanError: A storage key cannot be a record name.
+        PlanError: The prefix or a storage key cannot be part of a record's name.
     """
+    if not _NAME.fullmatch(prefix):
+        raise PlanError(path, f"{prefix!r:.100} cannot be the name of an archive", "choose another file name")
     known = crc32 or {}
     writer = _ArchiveWriter()
     writer.literal(f"{prefix}/data.pkl", pickled)
@@ -226,8 +247,8 @@ def build(
     writer.literal(f"{prefix}/byteorder", b"little")
     payloads: dict[str, ByteRange] = {}
     for key, nbytes in sizes.items():
-        if not key or "/" in key or key in {".", ".."}:
-            raise PlanError(path, f"storage key {key!r} cannot name a record", "this is a bug in ckpttool")
+        if not _NAME.fullmatch(key):
+            raise PlanError(path, f"storage key {key!r:.100} cannot name a record", "this is a bug in ckpttool")
         payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
     writer.literal(f"{prefix}/version", b"3\n")
     # torch puts a hash of the content here; the structure and sizes are what is known before the payload is placed.
@@ -266,9 +287,8 @@ class _ArchiveWriter:
             numbers.append(at)
             at = _MAX32
         central_extra = struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
-        self.central += _CENTRAL.pack(
-            b"PK\x01\x02", version, version, _UTF8, 0, 0, 0, crc32, shown, shown, len(raw), len(central_extra), 0, 0, 0, 0, at
-        )
+        sizes = (shown, shown, len(raw), len(central_extra), 0)
+        self.central += _CENTRAL.pack(b"PK\x01\x02", version, version, _UTF8, 0, 0, 0, crc32, *sizes, 0, 0, 0, at)
         self.central += raw + central_extra
         self.count += 1
         start = self.position + len(header)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ class Size(tuple[int, ...]):
 
 
 class OrderedDict(collections.OrderedDict[Any, Any]):
-    """A ``collections.OrderedDict`` that keeps apart the Python attributes it was saved with (torch's ``_metadata``)."""
+    """A ``collections.OrderedDict`` that keeps apart the attributes it was saved with (torch's ``_metadata``)."""
 
     attributes: dict[str, Any] | None = None
 
@@ -96,10 +97,13 @@ class TensorRef:
 
     @property
     def span(self) -> int:
-        """One past the last element touched, counted from the start of the storage."""
+        """One past the last element touched, counted from the start of the storage; 0 if none is."""
         if self.numel == 0:
-            return self.offset
+            return 0
         return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+
+_serials = itertools.count()
 
 
 class Opaque:
@@ -109,13 +113,30 @@ class Opaque:
     "global" (the class or function itself), "call" (``name(*args)``), "new" (``name.__new__(name, *args, **kwargs)``).
     """
 
-    __slots__ = ("appended", "args", "how", "items", "kwargs", "module", "name", "state", "stated")
+    __slots__ = (
+        "appended",
+        "args",
+        "function",
+        "how",
+        "items",
+        "kwargs",
+        "module",
+        "name",
+        "serial",
+        "state",
+        "stated",
+    )
 
     def __init__(self, module: str, name: str, how: str = "global", args: tuple[Any, ...] = ()) -> None:
         self.module = module
         self.name = name
+        """Its name in the module; dotted for a class within a class."""
         self.how = how
         self.args = args
+        self.function: Opaque | None = None
+        """What was called, where that is itself the result of a call and not simply ``module.name``."""
+        self.serial = next(_serials)
+        """Ascends in the order in which they were made: a set of them has no other order to be written in."""
         self.kwargs: dict[str, Any] = {}
         self.stated = False
         """Whether a state was given."""
@@ -135,27 +156,35 @@ class Opaque:
         return f"<{'global' if self.how == 'global' else 'opaque'} {self.qualified_name}>"
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+
+
 def children(value: object) -> Iterator[Any]:
-    """The values directly inside a container or an Opaque."""
+    """The values directly inside a container, a tensor or an Opaque.
+
+    What several of them may share (attributes, arguments) comes as one container, so that who keeps track of the
+    containers seen takes time in proportion to the data, however much it is shared.
+    """
     if isinstance(value, dict):
         yield from value.keys()
         yield from value.values()
-        if isinstance(value, OrderedDict) and value.attributes:
-            yield from value.attributes.values()
+        if isinstance(value, OrderedDict) and value.attributes is not None:
+            yield value.attributes
     elif isinstance(value, list | tuple | set | frozenset):
         yield from value
     elif isinstance(value, Opaque):
-        yield from value.args
-        yield from value.kwargs.values()
+        if value.function is not None:
+            yield value.function
+        yield value.args
+        yield value.kwargs
         yield value.state
-        for k, v in value.items:
-            yield k
-            yield v
+        for pair in value.items:
+            yield from pair
         yield from value.appended
     elif isinstance(value, TensorRef):
         yield value.storage
-        if value.attributes:
-            yield from value.attributes.values()
+        if value.attributes is not None:
+            yield value.attributes
 
 
 def walk(root: object) -> Iterator[Any]:
@@ -164,7 +193,7 @@ def walk(root: object) -> Iterator[Any]:
     stack = [root]
     while stack:
         value = stack.pop()
-        if isinstance(value, dict | list | tuple | set | frozenset | Opaque):
+        if isinstance(value, _CONTAINERS):
             if id(value) in seen:
                 continue
             seen.add(id(value))
