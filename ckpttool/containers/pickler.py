@@ -1,21 +1,29 @@
 """The way back: data with tensor references and Opaque objects to a pickle, importing none of the classes it names.
 
-Only opcodes that ``torch.load(weights_only=True)`` accepts are written (protocol 2), and objects that were shared stay
-shared.
+Objects that were shared stay shared, cycles included, and the same data gives the same bytes. Where the data allows,
+only opcodes that ``torch.load(weights_only=True)`` accepts are written (protocol 2).
 
-Source: torch 2.13, torch/_weights_only_unpickler.py (the opcodes it knows) and torch/serialization.py (``persistent_id``).
+Source: CPython, Lib/pickle.py (protocol 2, and how it closes cycles through tuples); torch 2.13,
+torch/_weights_only_unpickler.py (the opcodes it knows) and torch/serialization.py (``persistent_id``).
 """
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict as PlainOrderedDict
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.unpickler import MAX_DEPTH
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType
 from ckpttool.dtypes import BY_STORAGE_CLASS, DTYPES
 from ckpttool.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_TYPED_STORAGES = {d.name for d in BY_STORAGE_CLASS.values()}
+_POP, _POP_MARK = b"0", b"1"
 
 
 def pickle(value: Any, *, path: str) -> bytes:
@@ -26,7 +34,7 @@ def pickle(value: Any, *, path: str) -> bytes:
         path: What to call the file in errors.
 
     Raises:
-        PlanError: It holds something else, is nested too deeply, or holds itself through a tuple.
+        PlanError: It holds something else or is nested too deeply.
     """
     writer = _Writer(path)
     writer.out += b"\x80\x02"
@@ -40,12 +48,11 @@ class _Writer:
         self.path = path
         self.out = bytearray()
         self.memo: dict[object, int] = {}
+        """Texts, numbers and names by value, all else by identity."""
         self.keep: list[Any] = []
         """Keeps what the memo knows by identity alive, so that no identity is used twice."""
 
     def save(self, value: Any, depth: int) -> None:
-        if depth > MAX_DEPTH:
-            raise PlanError(self.path, f"its structure is nested more than {MAX_DEPTH} deep", "it cannot be written")
         if value is None:
             self.out += b"N"
         elif isinstance(value, bool):
@@ -56,58 +63,58 @@ class _Writer:
             self.out += b"G" + struct.pack(">d", value)
         elif isinstance(value, str):
             self.text(value)
-        elif isinstance(value, bytes):
-            self.encoded_bytes(value)
         elif isinstance(value, TorchDType):
             self.name("torch", value.name)
         elif isinstance(value, StorageRef):
             self.storage(value)
-        else:
+        elif isinstance(value, Opaque) and value.how == "global":
+            self.name(value.module, value.name)
+        elif not self.recall(id(value)):
+            # What a tensor or a class is made of lies a few levels deeper here than where it was read.
+            if depth > MAX_DEPTH + 8:
+                raise PlanError(
+                    self.path, f"its structure is nested more than {MAX_DEPTH} deep", "it cannot be written"
+                )
+            self.keep.append(value)
             self.shared(value, depth)
 
     def shared(self, value: Any, depth: int) -> None:
         """Values that may be met again: write them once, then refer to them."""
-        if self.recall(id(value)):
-            return
-        self.keep.append(value)
         if isinstance(value, TensorRef):
             self.tensor(value, depth)
+        elif isinstance(value, bytes):
+            # Protocol 2 has no bytes; this is how Python's own pickler writes them there.
+            self.call(value, "_codecs", "encode", (value.decode("latin-1"), "latin1"), depth)
         elif isinstance(value, Size):
-            self.call("torch", "Size", (tuple(value),), depth)
+            self.call(value, "torch", "Size", (tuple(value),), depth)
         elif isinstance(value, tuple):
-            self.tuple(value, depth)
-            return
+            self.fixed(value, depth)
         elif isinstance(value, list):
             self.out += b"]"
             self.remember(id(value))
             self.append_all(value, depth)
-            return
         elif isinstance(value, PlainOrderedDict):
-            self.call("collections", "OrderedDict", (), depth)
-            self.remember(id(value))
-            self.set_all(list(value.items()), depth)
+            self.call(value, "collections", "OrderedDict", (), depth)
+            self.set_all(value.items(), depth)
             if isinstance(value, OrderedDict) and value.attributes is not None:
                 self.save(value.attributes, depth + 1)
                 self.out += b"b"
-            return
         elif isinstance(value, dict):
             self.out += b"}"
             self.remember(id(value))
-            self.set_all(list(value.items()), depth)
-            return
+            self.set_all(value.items(), depth)
         elif isinstance(value, set | frozenset):
-            # Sets have no order of their own: a fixed one makes the same content the same bytes.
-            self.call("__builtin__", type(value).__name__, (sorted(value, key=repr),), depth)
+            self.call(value, "__builtin__", type(value).__name__, (sorted(value, key=_order),), depth)
         elif isinstance(value, complex):
-            self.call("__builtin__", "complex", (value.real, value.imag), depth)
+            self.call(value, "__builtin__", "complex", (value.real, value.imag), depth)
         elif isinstance(value, bytearray):
-            self.call("__builtin__", "bytearray", (bytes(value),), depth)
+            self.call(value, "__builtin__", "bytearray", (value.decode("latin-1"), "latin-1"), depth)
         elif isinstance(value, Opaque):
             self.opaque(value, depth)
-            return
         else:
-            raise PlanError(self.path, f"a {type(value).__name__} cannot be written into it", "this is a bug in ckpttool")
-        self.remember(id(value))
+            raise PlanError(
+                self.path, f"a {type(value).__name__} cannot be written into it", "this is a bug in ckpttool"
+            )
 
     # ------------------------------------------------------------------------------------------- memo
 
@@ -123,6 +130,14 @@ class _Writer:
         self.memo[key] = index
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
+    def remember_made(self, value: Any) -> None:
+        """Remember what was just put together, unless that led here again and remembered it first: then use that."""
+        if id(value) in self.memo:
+            self.out += _POP
+            self.recall(id(value))
+        else:
+            self.remember(id(value))
+
     # ------------------------------------------------------------------------------------------- plain values
 
     def integer(self, value: int) -> None:
@@ -132,42 +147,47 @@ class _Writer:
             self.out += b"M" + struct.pack("<H", value)
         elif -(1 << 31) <= value < 1 << 31:
             self.out += b"J" + struct.pack("<i", value)
-        else:
+        elif not self.recall(("integer", value)):
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            if len(data) > 255:
-                raise PlanError(self.path, "holds an integer of over 255 bytes", "it cannot be written")
-            self.out += b"\x8a" + bytes([len(data)]) + data
+            self.out += b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))
+            self.out += data
+            self.remember(("integer", value))
 
     def text(self, value: str) -> None:
-        if self.recall(value):
-            return
-        data = value.encode("utf-8", "surrogatepass")
-        self.out += b"X" + struct.pack("<I", len(data)) + data
-        self.remember(value)
-
-    def encoded_bytes(self, value: bytes) -> None:
-        # Protocol 2 has no bytes; this is how Python's own pickler writes them there.
-        self.name("_codecs", "encode")
-        self.text(value.decode("latin-1"))
-        self.text("latin1")
-        self.out += b"\x86R"
+        if not self.recall(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self.out += b"X" + struct.pack("<I", len(data)) + data
+            self.remember(value)
 
     def name(self, module: str, name: str) -> None:
-        key = (module, name)
+        key = ("name", module, name)
         if self.recall(key):
             return
-        if "\n" in module or "\n" in name:
-            raise PlanError(self.path, "holds a class whose name has two lines", "it cannot be written")
-        self.out += b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+        if not module or not name or not module.isprintable() or not name.isprintable():
+            raise PlanError(self.path, f"holds a class named {module!r:.100}, {name!r:.100}", "it cannot be written")
+        owner, _, attribute = name.rpartition(".")
+        if owner:  # protocol 2 finds a class within a class only so
+            self.name("__builtin__", "getattr")
+            self.name(module, owner)
+            self.text(attribute)
+            self.out += b"\x86R"
+        else:
+            self.out += b"c" + module.encode() + b"\n" + name.encode() + b"\n"
         self.remember(key)
 
-    def tuple(self, value: tuple[Any, ...], depth: int) -> None:
+    def fixed(self, value: tuple[Any, ...], depth: int) -> None:
+        if not value:
+            self.out += b")"
+            return
         if len(value) > 3:
             self.out += b"("
         for item in value:
             self.save(item, depth + 1)
-        self.out += {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t")
-        if value:
+        if id(value) in self.memo:  # one of its items led back to it
+            self.out += _POP_MARK if len(value) > 3 else _POP * len(value)
+            self.recall(id(value))
+        else:
+            self.out += {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t")
             self.remember(id(value))
 
     def append_all(self, values: list[Any], depth: int) -> None:
@@ -177,19 +197,23 @@ class _Writer:
                 self.save(value, depth + 1)
             self.out += b"e"
 
-    def set_all(self, pairs: list[tuple[Any, Any]], depth: int) -> None:
-        if pairs:
-            self.out += b"("
-            for key, value in pairs:
-                self.save(key, depth + 1)
-                self.save(value, depth + 1)
+    def set_all(self, pairs: Iterable[tuple[Any, Any]], depth: int) -> None:
+        start = len(self.out)
+        self.out += b"("
+        for key, value in pairs:
+            self.save(key, depth + 1)
+            self.save(value, depth + 1)
+        if len(self.out) == start + 1:
+            del self.out[start:]
+        else:
             self.out += b"u"
 
-    def call(self, module: str, name: str, args: tuple[Any, ...], depth: int) -> None:
+    def call(self, value: Any, module: str, name: str, args: tuple[Any, ...], depth: int) -> None:
+        """Write the call that makes ``value``."""
         self.name(module, name)
-        self.keep.append(args)
-        self.tuple(args, depth)
+        self.save(args, depth + 1)
         self.out += b"R"
+        self.remember_made(value)
 
     # ------------------------------------------------------------------------------------------- tensors and objects
 
@@ -203,39 +227,48 @@ class _Writer:
         self.out += b"tQ"
 
     def tensor(self, ref: TensorRef, depth: int) -> None:
-        args: tuple[Any, ...] = (ref.storage, ref.offset, tuple(ref.shape), tuple(ref.stride))
         hooks = PlainOrderedDict[Any, Any]()
-        if ref.storage.dtype == ref.dtype and ref.dtype in {d.name for d in BY_STORAGE_CLASS.values()}:
-            rebuild, args = "_rebuild_tensor_v2", (*args, ref.requires_grad, hooks)
+        args: tuple[Any, ...]
+        args = (ref.storage, ref.offset, tuple(ref.shape), tuple(ref.stride), ref.requires_grad, hooks)
+        rebuild = "_rebuild_tensor_v2"
+        if ref.storage.dtype != ref.dtype or ref.dtype not in _TYPED_STORAGES:
+            rebuild, args = "_rebuild_tensor_v3", (*args, TorchDType(DTYPES[ref.dtype].torch))
+        if ref.parameter:
+            data = replace(ref, requires_grad=False, parameter=False, attributes=None)
+            state = () if ref.attributes is None else (ref.attributes,)
+            name = "_rebuild_parameter_with_state" if state else "_rebuild_parameter"
+            self.call(ref, "torch._utils", name, (data, ref.requires_grad, hooks, *state), depth)
+        elif ref.attributes is not None:
+            parts = (Opaque("torch._utils", rebuild), Opaque("torch", "Tensor"), args, ref.attributes)
+            self.call(ref, "torch._tensor", "_rebuild_from_type_v2", parts, depth)
         else:
-            dtype = TorchDType(DTYPES[ref.dtype].torch)
-            rebuild, args = "_rebuild_tensor_v3", (*args, ref.requires_grad, hooks, dtype)
-        if ref.attributes is not None:
-            module, cls = ("torch.nn.parameter", "Parameter") if ref.parameter else ("torch", "Tensor")
-            parts = (Opaque("torch._utils", rebuild), Opaque(module, cls), args, ref.attributes)
-            self.call("torch._tensor", "_rebuild_from_type_v2", parts, depth)
-        elif ref.parameter:
-            self.name("torch._utils", "_rebuild_parameter")
-            self.call("torch._utils", rebuild, args, depth)
-            self.save(ref.requires_grad, depth)
-            self.save(hooks, depth)
-            self.out += b"\x87R"
-        else:
-            self.call("torch._utils", rebuild, args, depth)
+            self.call(ref, "torch._utils", rebuild, args, depth)
 
     def opaque(self, value: Opaque, depth: int) -> None:
-        self.name(value.module, value.name)
-        if value.how == "global":
-            return
         if value.kwargs:
             raise PlanError(
                 self.path, f"{value.qualified_name} was saved with keyword arguments", "protocol 2 cannot write it"
             )
-        self.tuple(value.args, depth)
+        if value.function is not None:
+            self.save(value.function, depth + 1)
+        else:
+            self.name(value.module, value.name)
+        self.save(value.args, depth + 1)
         self.out += b"R" if value.how == "call" else b"\x81"
-        self.remember(id(value))
+        self.remember_made(value)
         self.append_all(value.appended, depth)
         self.set_all(value.items, depth)
         if value.stated:
             self.save(value.state, depth + 1)
             self.out += b"b"
+
+
+def _order(item: Any) -> tuple[Any, ...]:
+    """Sets have no order of their own: a fixed one makes the same content the same bytes."""
+    if isinstance(item, Opaque):
+        return ("", item.serial)
+    if isinstance(item, tuple):
+        return (type(item).__name__, *map(_order, item))
+    if isinstance(item, frozenset):
+        return (type(item).__name__, *sorted(map(_order, item)))
+    return (type(item).__name__, repr(item))
