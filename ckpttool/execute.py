@@ -19,8 +19,8 @@ import numpy as np
 
 from ckpttool.casts import cast, same_values
 from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
-from ckpttool.errors import CkptError, LayoutError
-from ckpttool.storage import LocalReader, copy_range, translate_os_errors, write_at
+from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.storage import WAIT, LocalReader, copy_range, translate_os_errors, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.plan import CopyPlan, Proofs, TargetFile
+    from ckpttool.plan import CopyPlan, Proofs, SourceFile, TargetFile
 
 T = TypeVar("T")
 Advance = Callable[[int], None]
@@ -97,9 +97,9 @@ def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None =
                 failed.add(name)
                 master, copy = (SHORT_NAMES.get(d, d) for d in proofs.casts[int(row["cast"])])
                 yield LayoutError(
-                    proofs.sources[int(row["copy_source"])],
+                    proofs.sources[int(row["copy_source"])].path,
                     f"the {copy} copy of {proofs.names[name]} is not what its {master} master in "
-                    f"{os.path.basename(proofs.sources[int(row['source'])])} says",
+                    f"{os.path.basename(proofs.sources[int(row['source'])].path)} says",
                     "two saves are mixed or the layout is not understood: restore the checkpoint from a copy",
                 )
     finally:
@@ -228,12 +228,12 @@ def _overflowed(values: NDArray[Any], result: NDArray[Any]) -> int:
 class Sources:
     """The files to read, opened when first asked for."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
         self._open: dict[int, LocalReader] = {}
         self._lock = threading.Lock()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = len(paths) + 64
+        wanted = len(files) + 64
         if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
             limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -244,7 +244,7 @@ class Sources:
             with self._lock:
                 reader = self._open.get(index)
                 if reader is None:
-                    reader = self._open[index] = LocalReader(self._paths[index])
+                    reader = self._open[index] = self._open_as_planned(self._files[index])
         return reader
 
     def __enter__(self) -> Sources:
@@ -254,6 +254,14 @@ class Sources:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @staticmethod
+    def _open_as_planned(file: SourceFile) -> LocalReader:
+        reader = LocalReader(file.path)
+        if (reader.nbytes, reader.version) != (file.nbytes, file.version):
+            reader.close()
+            raise StorageError(file.path, "changed since its layout was read", WAIT)
+        return reader
 
     def check_unchanged(self) -> None:
         """Make sure that no file was rewritten while it was read."""

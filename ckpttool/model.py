@@ -146,6 +146,8 @@ class CheckpointFile:
     """"model" or "optimizer": which states it holds."""
     rank: int | None
     """Data-parallel rank that wrote it; None where one file serves all ranks."""
+    version: str
+    """Differs when the file was written anew; see ``storage.RangeReader``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -193,6 +195,8 @@ class Checkpoint:
     """What the user's code saved along."""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """DeepSpeed's configuration of the run."""
+    duplicates: Mapping[str, State] = field(default_factory=dict)
+    """Tied names that the module stores a second time: alias to where. They must equal what they are tied to."""
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
     notes: tuple[LayoutError, ...] = ()

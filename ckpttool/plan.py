@@ -41,6 +41,18 @@ PROOF = np.dtype(
 """One row: a run of elements where the cast of the master must equal the module's copy."""
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read from, as it was when the plan was made."""
+
+    path: str
+    """Where it is."""
+    nbytes: int
+    """Its size."""
+    version: str
+    """Differs when the file was written anew; see ``storage.RangeReader``."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Proofs:
     """Comparisons that show whether the layout is understood: the module's copy is the cast of the master.
@@ -48,8 +60,8 @@ class Proofs:
     Where it is not, offsets were misread or the checkpoint is a mixture.
     """
 
-    sources: tuple[str, ...]
-    """Paths."""
+    sources: tuple[SourceFile, ...]
+    """Files to read."""
     casts: tuple[tuple[str, str], ...]
     """Pairs of types: the master's, the copy's."""
     names: tuple[str, ...]
@@ -85,8 +97,8 @@ class CopyPlan:
         PlanError: A byte of a target would be written twice or never, or a target's name is no plain file name.
     """
 
-    sources: tuple[str, ...]
-    """Paths of the files to read."""
+    sources: tuple[SourceFile, ...]
+    """Files to read."""
     casts: tuple[tuple[str, str], ...]
     """Pairs of types in safetensors' spelling; equal types are a plain copy."""
     files: tuple[TargetFile, ...]

@@ -12,9 +12,11 @@ import numpy as np
 from ckpttool.casts import castable
 from ckpttool.dtypes import itemsize
 from ckpttool.model import MASTER, MODULE
-from ckpttool.plan import PROOF, Proofs
+from ckpttool.plan import PROOF, Proofs, SourceFile
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from ckpttool.model import Checkpoint, State
@@ -37,17 +39,32 @@ def _proofs(checkpoint: Checkpoint, window: int | None) -> Proofs:
     casts: dict[tuple[str, str], int] = {}
     names: list[str] = []
     tables: list[NDArray[np.void]] = []
+    for name, master, copy in _pairs(checkpoint):
+        # The module keeps a parameter in one piece wherever it keeps it at all.
+        if len(copy.extents) == 1 and castable(master.dtype, copy.dtype):
+            cast = casts.setdefault((master.dtype, copy.dtype), len(casts))
+            tables.append(_rows(master, copy, window, cast, len(names)))
+            names.append(name)
+    rows = np.concatenate(tables) if tables else np.zeros(0, dtype=PROOF)
+    return Proofs(source_files(checkpoint), tuple(casts), tuple(names), rows)
+
+
+def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
+    """The files of a checkpoint as sources of a plan, by the same index."""
+    return tuple(SourceFile(checkpoint.path(i), f.nbytes, f.version) for i, f in enumerate(checkpoint.files))
+
+
+def _pairs(checkpoint: Checkpoint) -> Iterator[tuple[str, State, State]]:
+    """(name, what counts, a copy of it) of everything that is stored twice."""
+    stored: dict[str, State] = {}
     for parameter in checkpoint.parameters:
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
-        # The module keeps a parameter in one piece wherever it keeps it at all.
-        if master is None or copy is None or len(copy.extents) != 1 or not castable(master.dtype, copy.dtype):
-            continue
-        cast = casts.setdefault((master.dtype, copy.dtype), len(casts))
-        tables.append(_rows(master, copy, window, cast, len(names)))
-        names.append(parameter.name)
-    rows = np.concatenate(tables) if tables else np.zeros(0, dtype=PROOF)
-    sources = tuple(checkpoint.path(i) for i in range(len(checkpoint.files)))
-    return Proofs(sources, tuple(casts), tuple(names), rows)
+        if master is not None and copy is not None:
+            yield parameter.name, master, copy
+        stored[parameter.name] = next(iter(parameter.states.values()))
+    for alias, copy in checkpoint.duplicates.items():
+        if checkpoint.aliases[alias] in stored:
+            yield alias, stored[checkpoint.aliases[alias]], copy
 
 
 def _rows(master: State, copy: State, window: int | None, cast: int, name: int) -> NDArray[np.void]:

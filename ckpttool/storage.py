@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_TEXT_BYTES = 1 << 20
 """Small text files (``latest``) larger than this are not what their name says."""
 
+WAIT = "wait until the save is over, then try again"
+
 KERNEL_COPY_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
 """What ``copy_file_range`` answers where this pair of file systems cannot do it; plain reads and writes can."""
 
@@ -46,6 +48,8 @@ class RangeReader(Protocol):
     """What error messages call the file."""
     nbytes: int
     """Size of the file when it was opened."""
+    version: str
+    """Differs when the file was written anew: its modification time, or what a remote store has in its place."""
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -74,7 +78,7 @@ class LocalReader:
             self.close()
             raise StorageError(path, "is not a regular file", "remove it or choose another checkpoint")
         self.nbytes = info.st_size
-        self._mtime_ns = info.st_mtime_ns
+        self.version = str(info.st_mtime_ns)
 
     def __enter__(self) -> LocalReader:
         return self
@@ -130,10 +134,8 @@ class LocalReader:
         """
         with translate_os_errors(self.path):
             info = os.fstat(self.fd)
-        if (info.st_size, info.st_mtime_ns) != (self.nbytes, self._mtime_ns):
-            raise StorageError(
-                self.path, "changed while it was being read", "wait until the save is over, then try again"
-            )
+        if (info.st_size, str(info.st_mtime_ns)) != (self.nbytes, self.version):
+            raise StorageError(self.path, "changed while it was being read", WAIT)
 
     def close(self) -> None:
         """Release the file."""
@@ -142,11 +144,7 @@ class LocalReader:
             self.fd = -1
 
     def _shrunk(self, position: int) -> StorageError:
-        return StorageError(
-            self.path,
-            f"ended at byte {position} while it was being read",
-            "wait until the save is over, then try again",
-        )
+        return StorageError(self.path, f"ended at byte {position} while it was being read", WAIT)
 
 
 class LocalStorage:

@@ -16,7 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.execute import Sources, failed_proofs, in_threads, read_elements
 from ckpttool.formats import open_checkpoint
 from ckpttool.progress import Meter
-from ckpttool.proofs import full_proofs, sample_proofs
+from ckpttool.proofs import full_proofs, sample_proofs, source_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,9 +126,9 @@ def _deep(checkpoint: Checkpoint, jobs: int, advance: Advance) -> tuple[list[Ckp
     """Checksums of every file, then values of every tensor: (errors, records compared, records without checksum)."""
     errors: list[CkptError] = []
     checked = unrecorded = 0
-    paths = [checkpoint.path(i) for i in range(len(checkpoint.files))]
-    with Sources(paths) as sources:
-        sums = (partial(_check_sums, sources, i, advance) for i in range(len(paths)))
+    files = source_files(checkpoint)
+    with Sources(files) as sources:
+        sums = (partial(_check_sums, sources, i, advance) for i in range(len(files)))
         with contextlib.closing(in_threads(sums, jobs)) as results:
             for found, count, none in results:
                 errors += found

@@ -31,6 +31,8 @@ class Companion:
     """Where it lies."""
     nbytes: int
     """Size in bytes."""
+    version: str
+    """Differs when the file was written anew; see ``storage.RangeReader``."""
     text: str | None
     """Content of ``config.json``, which is edited; the others are copied."""
 
@@ -46,6 +48,8 @@ def find_companions(storage: LocalStorage, root: str) -> tuple[Companion, ...]:
         if entry.is_dir or entry.nbytes > MAX_BYTES or not any(fnmatch.fnmatchcase(entry.name, p) for p in PATTERNS):
             continue
         path = posixpath.join(root, entry.name)
+        with storage.open(path) as reader:
+            nbytes, version = reader.nbytes, reader.version
         text = storage.read_text(path) if entry.name == "config.json" else None
-        found.append(Companion(entry.name, path, entry.nbytes, text))
+        found.append(Companion(entry.name, path, nbytes, version, text))
     return tuple(found)

@@ -33,7 +33,7 @@ def read_zero(storage: LocalStorage, location: Location, report: Report) -> Chec
     partitions = zero3.read_partitions(files, report) if files.stage == 3 else zero12.read_partitions(files, report)
     module = read_module(first)
     buffers = read_buffers(first, module)
-    aliases = read_aliases(first, module, _stored_names(module, partitions, buffers, first))
+    aliases, duplicates = read_aliases(first, module, _stored_names(module, partitions, buffers, first))
     parameters = _parameters(files, module, partitions, buffers, aliases)
     return Checkpoint(
         location=location.directory,
@@ -54,6 +54,7 @@ def read_zero(storage: LocalStorage, location: Location, report: Report) -> Chec
         loss_scaler=files.states(0).values.get("loss_scaler"),
         client_state=client_state(first),
         ds_config=first.fields.optional("ds_config", dict) or {},
+        duplicates=duplicates,
         files=files.files,
         notes=files.notes,
     )

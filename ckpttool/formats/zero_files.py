@@ -158,14 +158,14 @@ class _Opener:
         path = posixpath.join(self.location.directory, name.name)
         try:
             with self.storage.open(path) as reader:
-                torch = read_torch_file(reader)
+                torch, version = read_torch_file(reader), reader.version
                 numbers = _read_numbers(reader, torch) if name.kind == "optimizer" else {}
             if not isinstance(torch.root, dict):
                 raise LayoutError(path, f"holds a {describe(torch.root)}, not a dict of states", RESTORE)
         except CkptError as error:
             self.report(error)
             return None
-        self.files.append(CheckpointFile(name.name, torch.nbytes, name.kind, name.data_rank))
+        self.files.append(CheckpointFile(name.name, torch.nbytes, name.kind, name.data_rank, version))
         return RankFile(len(self.files) - 1, torch, Fields(path, "", torch.root), numbers)
 
 

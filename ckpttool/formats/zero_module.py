@@ -72,34 +72,40 @@ def whole_tensor(file: RankFile, ref: TensorRef) -> State:
     return State(ref.shape, ref.dtype, one_extent(ref.numel, file.index, where.start))
 
 
-def read_aliases(file: RankFile, module: Mapping[str, TensorRef], known: set[str]) -> dict[str, str]:
-    """Tied names: alias to the name the parameter is stored under.
+def read_aliases(
+    file: RankFile, module: Mapping[str, TensorRef], known: set[str]
+) -> tuple[dict[str, str], dict[str, State]]:
+    """Tied names, and where a tied tensor is stored a second time.
 
-    ``shared_params`` says so since 0.9.2; in older files two names of one tensor show by sharing its bytes.
+    ``shared_params`` tells them since 0.9.2; in older files two names of one tensor show by sharing its bytes.
+
+    Returns:
+        Alias to the name the parameter is stored under; alias to its own copy, which must equal the other.
 
     Raises:
-        LayoutError: ``shared_params`` ties names that the module keeps apart, or names nothing.
+        LayoutError: ``shared_params`` ties tensors of different shapes, or names nothing.
     """
     aliases: dict[str, str] = {}
+    duplicates: dict[str, State] = {}
     for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
         if not isinstance(alias, str) or name not in known:
             raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
         aliases[alias] = name
+        ours, theirs = module.get(alias), module.get(name)
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            raise file.fields.error("shared_params", f"ties {alias} {ours.shape} to {name} {theirs.shape}")
+        if ours.numel:
+            duplicates[alias] = whole_tensor(file, ours)
     stored: dict[tuple[object, ...], str] = {}
     for name, ref in module.items():
         if ref.numel == 0:
             continue  # placeholders and empty tensors share nothing that matters
-        place = (ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride)
-        first = stored.setdefault(place, name)
-        if name in aliases and aliases[name] in module and module[aliases[name]] != ref:
-            raise LayoutError(
-                file.path,
-                f"shared_params ties {name} to {aliases[name]}, but the module stores two different tensors",
-                "which of the two is meant cannot be known",
-            )
+        first = stored.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), name)
         if first != name and name not in known:
             aliases.setdefault(name, first)
-    return aliases
+    return aliases, duplicates
 
 
 def client_state(file: RankFile) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpttool.dtypes import DTYPES
-from ckpttool.plan import COPY, CopyPlan, TargetFile
+from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def with_companions(plan: CopyPlan, companions: Sequence[Companion], dtype: str)
 
     ``config.json`` gets the type that the weights are written in, where it names one.
     """
-    sources = (*plan.sources, *(c.path for c in companions))
+    sources = (*plan.sources, *(SourceFile(c.path, c.nbytes, c.version) for c in companions))
     casts = (*plan.casts, ("U8", "U8"))
     files = []
     for number, companion in enumerate(companions):

@@ -13,6 +13,7 @@ from ckpttool.dtypes import SHORT_NAMES, itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan import COPY, merge_copies
+from ckpttool.proofs import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,7 @@ class CopyBuilder:
     """Collects the copies of a plan whose sources are the files of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.sources = tuple(checkpoint.path(i) for i in range(len(checkpoint.files)))
+        self.sources = source_files(checkpoint)
         self._casts: dict[tuple[str, str], int] = {}
 
     @property

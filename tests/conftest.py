@@ -1,0 +1,35 @@
+"""Set-up that all tests share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.truth import HERE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
+settings.load_profile("default")
+
+# DeepSpeed asks this when it is imported; the tests that use it have no other accelerator to offer.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture
+def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a bundled checkpoint to where a test may damage it."""
+
+    def copy(name: str) -> Path:
+        target = tmp_path / "checkpoints" / name
+        shutil.copytree(HERE / "checkpoints" / name, target)
+        return target
+
+    return copy

@@ -1,0 +1,101 @@
+"""From what the user typed to a tag."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.locate import locate, natural_order
+from ckpttool.formats.zero_names import parse_name
+from ckpttool.storage import LocalStorage
+from tests.truth import source, tag_directory
+
+STORAGE = LocalStorage()
+
+
+def test_a_root_gives_the_tag_that_latest_names() -> None:
+    where = locate(STORAGE, source("zero1-dp1-bf16"), None)
+    assert where.tag == "global_step3"
+    assert where.directory == tag_directory("zero1-dp1-bf16")
+
+
+def test_a_trailing_slash_changes_nothing() -> None:
+    assert locate(STORAGE, source("zero1-dp1-bf16") + "/", None) == locate(STORAGE, source("zero1-dp1-bf16"), None)
+
+
+def test_a_tags_directory_is_taken_as_it_is() -> None:
+    where = locate(STORAGE, tag_directory("zero1-dp1-bf16"), None)
+    assert (where.tag, where.root) == ("global_step3", source("zero1-dp1-bf16"))
+
+
+def test_the_current_directory_may_be_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tag_directory("zero1-dp1-bf16"))
+    assert locate(STORAGE, ".", None).tag == "global_step3"
+
+
+def test_a_trainers_checkpoint_is_a_root() -> None:
+    assert locate(STORAGE, source("zero3-dp2-bf16-trainer"), None).tag == "global_step3"
+
+
+def test_a_trainers_output_directory_names_the_checkpoints_in_it() -> None:
+    with pytest.raises(CkptError, match="pass one of its checkpoints: checkpoint-3"):
+        locate(STORAGE, str(Path(source("zero3-dp2-bf16-trainer")).parent), None)
+
+
+def test_a_tag_can_be_chosen(tmp_path: Path) -> None:
+    for tag in ("global_step9", "global_step10"):
+        shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / tag)
+    (tmp_path / "latest").write_text("global_step10\n")
+    assert locate(STORAGE, str(tmp_path), None).tag == "global_step10"
+    assert locate(STORAGE, str(tmp_path), "global_step9").tag == "global_step9"
+    with pytest.raises(
+        CkptError, match=r"no checkpoint of tag '\.\./x'; choose one with --tag: global_step9, global_step10"
+    ):
+        locate(STORAGE, str(tmp_path), "../x")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CkptError, match="holds 2 checkpoints and no latest"):
+        locate(STORAGE, str(tmp_path), None)
+
+
+@pytest.mark.parametrize("content", ["", "gone", "../global_step3", "..", "/", "a\x1b[31m", "x" * 5000])
+def test_a_latest_that_names_nothing_sensible_is_refused(tmp_path: Path, content: str) -> None:
+    shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / "global_step3")
+    (tmp_path / "latest").write_text(content)
+    with pytest.raises(CkptError, match="choose one with --tag: global_step3"):
+        locate(STORAGE, str(tmp_path), None)
+
+
+def test_numbers_in_names_are_ordered_as_numbers() -> None:
+    names = ["global_step10", "global_step9", "a", "global_step9b", "global_step100", "2", "10"]
+    ordered = ["2", "10", "a", "global_step9", "global_step9b", "global_step10", "global_step100"]
+    assert sorted(names, key=natural_order) == ordered
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "data_rank", "model_rank"),
+    [
+        ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "optimizer", 3, 0),
+        ("zero_pp_rank_12_mp_rank_01_optim_states.pt", "optimizer", 12, 1),
+        ("zero_pp_rank_0_mp_rank_00optim_states.pt", "optimizer", 0, 0),
+        ("zero_pp_rank_1023_mp_rank_100_model_states.pt", "model", 1023, 100),
+        ("mp_rank_00_model_states.pt", "model", None, 0),
+        ("layer_03-model_01-model_states.pt", "layer", None, 1),
+        ("layer_03-model_states.pt", "layer", None, 0),
+        ("layer_0_expert_7_mp_rank_00_model_states.pt", "expert", None, 0),
+        ("expp_rank_1_mp_rank_00_optim_states.pt", "expert optimizer", None, 0),
+    ],
+)
+def test_file_names_are_understood(name: str, kind: str, data_rank: int | None, model_rank: int) -> None:
+    parsed = parse_name(name)
+    assert parsed is not None
+    assert (parsed.kind, parsed.data_rank, parsed.model_rank) == (kind, data_rank, model_rank)
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", "mp_rank_00_model_states.pt.tmp", "x_mp_rank_00_model_states.pt", "rng_state_0.pth"]
+)
+def test_other_files_are_not_taken_for_checkpoint_files(name: str) -> None:
+    assert parse_name(name) is None

@@ -1,0 +1,215 @@
+"""The layout that is read equals what the live engine held, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import LayoutError
+from ckpttool.formats import open_checkpoint
+from ckpttool.model import MASTER, MODULE, State, one_extent
+from tests.truth import NAMES, gather, raw_bytes, source, truth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STAGE = {name: int(name[4]) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_state_of_every_parameter_is_what_the_engine_held(name: str) -> None:
+    checkpoint = open_checkpoint(source(name))
+    expected = truth(name).tensors
+    seen = set()
+    for owner, key, state in checkpoint.states():
+        tensor = expected[f"{key}/{owner}"]
+        seen.add(f"{key}/{owner}")
+        assert state.shape == tuple(tensor.shape)
+        assert gather(checkpoint, state) == raw_bytes(tensor), f"{key} of {owner}"
+    missing = expected.keys() - seen
+    if checkpoint.stage == 3:  # which keeps no 16-bit copy of what it trains
+        missing = {m for m in missing if not m.startswith("module/")}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_groups_and_counters_are_what_the_engine_held(name: str) -> None:
+    checkpoint = open_checkpoint(source(name))
+    facts = truth(name).facts
+    assert checkpoint.stage == facts["stage"] == STAGE[name]
+    assert checkpoint.topology.data_parallel == facts["world_size"]
+    assert checkpoint.dtype == {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}[facts["dtype"]]
+    assert checkpoint.deepspeed_version == "0.19.8"
+    assert checkpoint.step == facts["global_steps"]
+    assert checkpoint.skipped_steps == facts["skipped_steps"]
+    assert dict(checkpoint.aliases) == facts["tied"]
+    assert [p.name for p in checkpoint.parameters] == facts["order"]
+    assert [p.name for p in checkpoint.parameters if p.frozen] == facts["frozen"]
+    for group, expected in zip(checkpoint.groups, facts["groups"], strict=True):
+        # Round robin stores a group in another order than the optimizer lists it.
+        assert sorted(group.parameters) == sorted(expected["params"])
+        assert group.scalars["step"].value == facts["adam_step"]
+        for key in ("lr", "eps", "weight_decay"):
+            assert group.hyperparameters[key] == expected[key]
+        assert list(group.hyperparameters["betas"]) == expected["betas"]
+    for index, group in enumerate(checkpoint.groups):
+        assert {p.name for p in checkpoint.parameters if p.group == index} == set(group.parameters)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("trainer")])
+def test_what_the_users_code_saved_is_there_and_nothing_of_the_engines(name: str) -> None:
+    checkpoint = open_checkpoint(source(name))
+    assert checkpoint.client_state == {
+        "epoch": 2,
+        "note": "odd shapes",
+        "losses": [1.5, 1.25],
+        "nested": {"tokens": 36, "seen": (1, 2)},
+    }
+    assert checkpoint.scheduler == {"last_batch_iteration": 2}
+    assert checkpoint.ds_config["zero_optimization"]["stage"] == checkpoint.stage
+    assert {b.name: b.state.dtype for b in checkpoint.buffers} == {"positions": "F32", "seen": "I64", "mask": "BOOL"}
+
+
+def test_padding_is_told_from_elements_at_stage_3() -> None:
+    checkpoint = open_checkpoint(source("zero3-dp4-bf16"))
+    tiny = next(p for p in checkpoint.parameters if p.name == "tiny").states[MASTER].extents
+    assert tiny["numel"].tolist() == [1, 1, 1, 0]
+    assert tiny["padding"].tolist() == [0, 0, 0, 1]
+
+
+def test_alignment_padding_is_told_from_elements_at_stage_2() -> None:
+    checkpoint = open_checkpoint(source("zero2-dp2-bf16-aligned"))
+    embed = next(p for p in checkpoint.parameters if p.name == "embed.weight").states[MASTER].extents
+    assert int(embed["padding"].sum()) == 6
+
+
+def test_a_small_sub_group_size_makes_more_flat_buffers_and_the_same_groups() -> None:
+    whole, cut = open_checkpoint(source("zero3-dp2-bf16")), open_checkpoint(source("zero3-dp2-bf16-sub-groups"))
+    assert [g.parameters for g in cut.groups] == [g.parameters for g in whole.groups]
+    model = torch.load(cut.path(2), weights_only=False)
+    assert len(model["param_shapes"]) > len(cut.groups)
+
+
+def test_the_round_robin_checkpoint_is_the_trap_it_is_meant_to_be() -> None:
+    """``param_slice_mappings`` puts parameters elsewhere: who follows it reads wrong weights."""
+    checkpoint = open_checkpoint(source("zero2-dp2-bf16-round-robin"))
+    file = torch.load(checkpoint.path(0), weights_only=False)["optimizer_state_dict"]
+    mapped = {n: (a.start, a.numel) for m in file["param_slice_mappings"] for n, a in m.items()}
+    ours = {}
+    for parameter in checkpoint.parameters:
+        for row in parameter.states[MASTER].extents if not parameter.frozen else []:
+            if checkpoint.files[int(row["file"])].rank == 0:
+                ours[parameter.name] = int(row["numel"])
+    assert set(mapped) != set(ours)
+
+
+@pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp4-bf16", "zero2-dp2-fp32"])
+def test_an_order_that_the_storage_offsets_contradict_is_refused(
+    name: str, checkpoint_copy: Callable[[str], Path]
+) -> None:
+    root = checkpoint_copy(name)
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    shapes = state["param_shapes"][1]
+    # Two parameters of one size: only where their copies lie can tell the order.
+    names = list(shapes)
+    i, j = names.index("norm.weight"), names.index("norm.bias")
+    names[i], names[j] = names[j], names[i]
+    state["param_shapes"][1] = type(shapes)((n, shapes[n]) for n in names)
+    torch.save(state, path)
+    with pytest.raises(LayoutError, match=r"param_shapes puts norm\..* but its 16-bit copy lies at element"):
+        open_checkpoint(str(root))
+
+
+def test_states_before_the_first_step_are_only_the_masters(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        file["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
+        torch.save(file, path)
+    checkpoint = open_checkpoint(str(root))
+    assert {key for p in checkpoint.parameters for key in p.states} == {MASTER, MODULE}
+    assert checkpoint.groups[0].scalars == {}
+
+
+def test_a_state_that_does_not_follow_the_partition_is_named_and_left_alone(
+    checkpoint_copy: Callable[[str], Path],
+) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        state = file["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        state["momentum_buffer"] = torch.zeros(1568)
+        torch.save(file, path)
+    checkpoint = open_checkpoint(str(root))
+    assert checkpoint.unsliceable == ("group 0: momentum_buffer",)
+    assert "momentum_buffer" not in checkpoint.parameters[3].states
+
+
+def test_masters_kept_in_16_bit_are_taken_for_what_they_are(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        states = file["optimizer_state_dict"]
+        key = "single_partition_of_fp32_groups"
+        states[key] = [t.to(torch.bfloat16) for t in states[key]]
+        torch.save(file, path)
+    checkpoint = open_checkpoint(str(root))
+    assert {p.states[MASTER].dtype for p in checkpoint.parameters if not p.frozen} == {"BF16"}
+
+
+def test_tied_names_of_files_that_do_not_record_them_show_by_sharing_bytes(
+    checkpoint_copy: Callable[[str], Path],
+) -> None:
+    root = checkpoint_copy("zero1-dp2-bf16")
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    del state["shared_params"]
+    torch.save(state, path)
+    assert dict(open_checkpoint(str(root)).aliases) == {"head.weight": "embed.weight"}
+
+
+def _change_head(root: Path, head: torch.Tensor) -> None:
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["head.weight"] = head
+    torch.save(state, path)
+
+
+def test_a_tie_of_two_shapes_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero1-dp2-bf16")
+    _change_head(root, torch.zeros(61, 17, dtype=torch.bfloat16))
+    with pytest.raises(LayoutError, match=r"shared_params ties head\.weight \(61, 17\) to embed\.weight \(61, 18\)"):
+        open_checkpoint(str(root))
+
+
+def test_a_tied_tensor_stored_twice_must_be_the_same_twice(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero1-dp2-bf16")
+    embed = truth("zero1-dp2-bf16").tensors["module/embed.weight"]
+    _change_head(root, embed.clone())
+    assert list(open_checkpoint(str(root)).duplicates) == ["head.weight"]
+    assert ckpttool.verify(str(root), deep=True).findings == ()
+    _change_head(root, -embed)
+    (finding,) = ckpttool.verify(str(root)).findings
+    assert "bf16 copy of head.weight is not what its fp32 master" in finding.problem
+
+
+def test_extents_that_leave_a_gap_are_no_checkpoint() -> None:
+    sound = open_checkpoint(source("zero1-dp1-bf16"))
+    broken = State((4,), "F32", one_extent(3, 0, 0))
+    parameter = replace(sound.parameters[0], states={MASTER: broken})
+    with pytest.raises(LayoutError, match="gap at elements 3 to 4 of 4"):
+        replace(sound, parameters=(parameter,))
+
+
+def test_extents_beyond_the_end_of_a_file_are_no_checkpoint() -> None:
+    sound = open_checkpoint(source("zero1-dp1-bf16"))
+    broken = State((4,), "F32", one_extent(4, 0, sound.files[0].nbytes - 15))
+    parameter = replace(sound.parameters[0], states={MASTER: broken})
+    with pytest.raises(LayoutError, match="lies beyond its end"):
+        replace(sound, parameters=(parameter,))

@@ -1,0 +1,158 @@
+"""The executor: every road a byte can take ends at the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ckpttool import execute
+from ckpttool.errors import StorageError
+from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.progress import Meter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZE = 3 * execute.BUFFER_BYTES + 12345
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.write_bytes(np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8).tobytes())
+    return path
+
+
+def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8", "U8"),)) -> CopyPlan:
+    """Copy the source's bytes from 10 on behind a literal of ``shift`` bytes."""
+    copies = np.array([(0, 10, SIZE - 10, shift, 0)], dtype=COPY)
+    literals = ((0, b"x" * shift),) if shift else ()
+    info = source.stat()
+    file = SourceFile(str(source), info.st_size, str(info.st_mtime_ns))
+    return CopyPlan((file,), casts, (TargetFile("out", shift + SIZE - 10, literals, copies),))
+
+
+def _run(plan: CopyPlan, directory: Path, jobs: int = 1) -> bytes:
+    done: list[int] = []
+    execute.run(plan, str(directory), jobs=jobs, advance=done.append)
+    assert sum(done) == plan.nbytes_written - sum(len(d) for f in plan.files for _, d in f.literals)
+    return (directory / "out").read_bytes()
+
+
+@pytest.mark.parametrize("shift", [10, 11, 4106, 64])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_bytes_arrive_whether_pages_line_up_or_not(source: Path, tmp_path: Path, shift: int, jobs: int) -> None:
+    expected = b"x" * shift + source.read_bytes()[10:]
+    directory = tmp_path / "target"
+    directory.mkdir()
+    assert _run(_plan(source, shift), directory, jobs) == expected
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL])
+def test_where_the_kernel_cannot_copy_a_buffer_does(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    assert _run(_plan(source, 10), tmp_path) == b"x" * 10 + source.read_bytes()[10:]
+
+
+def test_short_kernel_copies_and_reads_and_writes_are_continued(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, read, write = os.copy_file_range, os.preadv, os.pwrite
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, i, o: copy(a, b, min(n, 99_991), i, o))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:77_777]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:55_555], at))
+    for shift in (10, 11):
+        directory = tmp_path / str(shift)
+        directory.mkdir()
+        assert _run(_plan(source, shift), directory) == b"x" * shift + source.read_bytes()[10:]
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(StorageError, match="out: no space left on the device"):
+        _run(_plan(source, 10), tmp_path)
+
+
+def test_a_source_that_changed_since_the_plan_was_made_is_an_error(source: Path, tmp_path: Path) -> None:
+    plan = _plan(source, 10)
+    os.utime(source, ns=(1, 1))
+    with pytest.raises(StorageError, match="source: changed since its layout was read"):
+        _run(plan, tmp_path)
+
+
+@pytest.mark.parametrize("shift", [10, 11])
+def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
+    source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, read = os.copy_file_range, os.preadv
+    monkeypatch.setattr(execute, "KERNEL_COPY_BYTES", execute.BUFFER_BYTES)
+
+    def cut_and_copy(*arguments: int) -> int:
+        os.truncate(source, SIZE // 2)
+        return copy(*arguments)
+
+    def cut_and_read(fd: int, buffers: list[memoryview], at: int) -> int:
+        os.truncate(source, SIZE // 2)
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "copy_file_range", cut_and_copy)
+    monkeypatch.setattr(os, "preadv", cut_and_read)
+    with pytest.raises(StorageError, match="source: ended at byte"):
+        _run(_plan(source, shift), tmp_path)
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+
+    def rewrite(fd: int, buffers: list[memoryview], at: int) -> int:
+        os.utime(source, ns=(1, 1))
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", rewrite)
+    with pytest.raises(StorageError, match="changed while it was being read"):
+        _run(_plan(source, 11), tmp_path)
+
+
+def test_the_first_error_stops_the_other_threads() -> None:
+    began: list[int] = []
+    release = threading.Event()
+
+    def task(number: int) -> int:
+        began.append(number)
+        if number == 0:
+            release.wait(5)
+            raise StorageError("x", "broke", "")
+        release.set()
+        return number
+
+    with pytest.raises(StorageError, match="broke"):
+        list(execute.in_threads((lambda n=n: task(n) for n in range(1000)), 2))  # type: ignore[misc]
+    assert len(began) < 20
+
+
+def test_a_meter_adds_up_across_threads() -> None:
+    seen: list[tuple[int, int]] = []
+    meter = Meter(4000, lambda done, total: seen.append((done, total)))
+    threads = [threading.Thread(target=lambda: [meter(1) for _ in range(1000)]) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert seen == [(i, 4000) for i in range(1, 4001)]
