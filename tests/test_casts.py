@@ -51,7 +51,8 @@ def _torch_cast(bits: np.ndarray[Any, Any], source: str, target: str) -> np.ndar
     signed = torch.from_numpy(bits.view(f"i{bits.itemsize}").copy())
     result = signed.view(getattr(torch, DTYPES[source].torch)).to(getattr(torch, DTYPES[target].torch))
     width = result.element_size()
-    return result.view({2: torch.int16, 4: torch.int32}[width]).numpy().view(f"u{width}")
+    cast_bits: np.ndarray[Any, Any] = result.view({2: torch.int16, 4: torch.int32}[width]).numpy()
+    return cast_bits.view(f"u{width}")
 
 
 @pytest.mark.parametrize("target", TARGETS)

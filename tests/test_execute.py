@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -132,25 +134,28 @@ def test_a_source_that_changes_meanwhile_is_an_error(
 
 def test_the_first_error_stops_the_other_threads() -> None:
     began: list[int] = []
-    release = threading.Event()
 
     def task(number: int) -> int:
         began.append(number)
         if number == 0:
-            release.wait(5)
             raise StorageError("x", "broke", "")
-        release.set()
+        time.sleep(0.01)
         return number
 
     with pytest.raises(StorageError, match="broke"):
-        list(execute.in_threads((lambda n=n: task(n) for n in range(1000)), 2))  # type: ignore[misc]
+        list(execute.in_threads((partial(task, n) for n in range(1000)), 2))
     assert len(began) < 20
 
 
 def test_a_meter_adds_up_across_threads() -> None:
     seen: list[tuple[int, int]] = []
     meter = Meter(4000, lambda done, total: seen.append((done, total)))
-    threads = [threading.Thread(target=lambda: [meter(1) for _ in range(1000)]) for _ in range(4)]
+
+    def work() -> None:
+        for _ in range(1000):
+            meter(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for t in threads:
         t.start()
     for t in threads:

@@ -98,8 +98,8 @@ def _print_ranks(c: Checkpoint) -> None:
             padding[file] += int(row["padding"])
             nbytes[file] += int(row["numel"]) * width
     ranks: dict[int | None, list[int]] = {}
-    for i, file in enumerate(c.files):
-        ranks.setdefault(file.rank, []).append(i)
+    for i, f in enumerate(c.files):
+        ranks.setdefault(f.rank, []).append(i)
     rows = [
         [
             "all" if rank is None else str(rank),

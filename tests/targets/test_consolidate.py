@@ -92,7 +92,7 @@ def test_a_tied_tensor_is_stored_once_in_a_torch_file(tmp_path: Path) -> None:
 
 
 def test_safetensors_own_loader_ties_again_what_was_tied(tmp_path: Path) -> None:
-    class Tied(torch.nn.Module):
+    class Tied(torch.nn.Module):  # type: ignore[misc]  # mypy does not follow torch
         def __init__(self) -> None:
             super().__init__()
             self.embed = torch.nn.Embedding(61, 18)
