@@ -773,8 +773,9 @@ def _unknown(m: _Machine) -> None:
 
 _STOP = ord(".")
 
-# Bytes that an opcode may take, on the generous side; its place on the stack is 8, and 24 in all while that grows.
-_SLOT, _SCALAR, _TUPLE, _DICT, _SET, _OBJECT, _MEMO = 24, 60, 100, 120, 260, 480, 140
+# Bytes that an opcode may take, on the generous side: the value, its place on the stack (8, and 24 in all while that
+# grows) and, for a container, its place in the check of the depth.
+_SLOT, _SCALAR, _TEXT, _CONTAINER, _SET, _OBJECT, _MEMO = 24, 60, 100, 220, 380, 500, 140
 
 _OPCODES: list[tuple[Callable[[_Machine], None], int]] = [(_unknown, 0)] * 256
 for _opcode, _handler, _cost in (
@@ -792,31 +793,31 @@ for _opcode, _handler, _cost in (
     (b"\x8b", _long_binary(_I32), _SCALAR),
     (b"F", _float_text, _SCALAR),
     (b"G", _number(_F64), _SCALAR),
-    (b"V", _text_line, _TUPLE),
-    (b"X", _text(_U32), _TUPLE),
-    (b"\x8c", _text(_U8), _TUPLE),
-    (b"\x8d", _text(_U64), _TUPLE),
+    (b"V", _text_line, _TEXT),
+    (b"X", _text(_U32), _TEXT),
+    (b"\x8c", _text(_U8), _TEXT),
+    (b"\x8d", _text(_U64), _TEXT),
     (b"B", _bytes(_U32), _SCALAR),
     (b"C", _bytes(_U8), _SCALAR),
     (b"\x8e", _bytes(_U64), _SCALAR),
-    (b"\x96", _bytearray, _TUPLE),
-    (b"S", _old_string_line, _TUPLE),
-    (b"T", _old_string(_I32), _TUPLE),
-    (b"U", _old_string(_U8), _TUPLE),
-    (b"(", _mark, _TUPLE),
+    (b"\x96", _bytearray, _TEXT),
+    (b"S", _old_string_line, _TEXT),
+    (b"T", _old_string(_I32), _TEXT),
+    (b"U", _old_string(_U8), _TEXT),
+    (b"(", _mark, _TEXT),
     (b"0", _pop, 0),
     (b"1", _pop_mark, 0),
     (b"2", _dup, _SLOT),
-    (b"]", _empty(list), _TUPLE),
-    (b"}", _empty(dict), _DICT),
+    (b"]", _empty(list), _CONTAINER),
+    (b"}", _empty(dict), _CONTAINER),
     (b"\x8f", _empty(set), _SET),
     (b")", _constant(()), _SLOT),
-    (b"\x85", _tuple(1), _TUPLE),
-    (b"\x86", _tuple(2), _TUPLE),
-    (b"\x87", _tuple(3), _TUPLE),
-    (b"t", _tuple_mark, _TUPLE),
-    (b"l", _list_mark, 0),
-    (b"d", _dict_mark, _DICT),
+    (b"\x85", _tuple(1), _CONTAINER),
+    (b"\x86", _tuple(2), _CONTAINER),
+    (b"\x87", _tuple(3), _CONTAINER),
+    (b"t", _tuple_mark, _TEXT),
+    (b"l", _list_mark, _CONTAINER),
+    (b"d", _dict_mark, _CONTAINER),
     (b"\x91", _frozenset, _SET),
     (b"a", _append, 0),
     (b"e", _appends, 0),

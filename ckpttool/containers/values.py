@@ -176,7 +176,8 @@ def children(value: object) -> Iterator[Any]:
         if value.function is not None:
             yield value.function
         yield value.args
-        yield value.kwargs
+        if value.kwargs:
+            yield value.kwargs
         yield value.state
         for pair in value.items:
             yield from pair
