@@ -1,0 +1,34 @@
+"""The same from Python: see what is in a checkpoint, check it, and write weights in the type that you serve in.
+
+python examples/library.py CHECKPOINT OUT
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ckpttool
+
+
+def main() -> None:
+    """Inspect, verify and consolidate one checkpoint."""
+    src, out = sys.argv[1:3]
+
+    checkpoint = ckpttool.inspect(src)  # a few kilobytes are read, nothing in the files is run
+    print(f"{checkpoint.tag}: ZeRO-{checkpoint.stage} over {checkpoint.topology.data_parallel} ranks")
+    for parameter in checkpoint.parameters:
+        print(f"  {parameter.name} {parameter.shape}: {', '.join(parameter.states)}")
+
+    report = ckpttool.verify(src, deep=True)
+    for finding in report.findings:
+        print(f"  {finding.path}: {finding.problem}")
+
+    try:
+        written = ckpttool.consolidate(src, out, to="safetensors", dtype="bf16", exclude=["*.scratch"])
+    except ckpttool.CkptError as error:
+        raise SystemExit(f"{error.path}: {error.problem}; {error.hint}") from error
+    print(f"wrote {written.tensors} tensors, {written.nbytes_written:,} bytes, to {written.out}")
+
+
+if __name__ == "__main__":
+    main()
