@@ -70,6 +70,8 @@ def main() -> None:
     engine.backward(loss)
     engine.step()
     engine.save_checkpoint(root)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
