@@ -1,0 +1,123 @@
+"""How long a layout takes to open and plan at the largest scale: 1T parameters over 1024 ranks, payload left as holes.
+
+    python benchmarks/scale.py [--ranks N] [--layers N]
+
+The files are real containers of the real structure, written by ckpttool itself, with nothing where tensors go: what is
+measured is reading structure and planning, which never look there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import ckpttool
+from ckpttool.containers import torch_zip
+from ckpttool.containers.pickler import pickle
+from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef
+
+DATA = Path(__file__).resolve().parent / ".data" / "scale"
+
+
+def tensor(key: int, numel: int, kind: str, dtype: str, sizes: dict[str, int], width: int) -> TensorRef:
+    """A 1-D tensor with a storage of its own."""
+    sizes[str(key)] = numel * width
+    return TensorRef(StorageRef(str(key), kind, dtype, "cuda:0", numel), dtype, 0, (numel,), (1,))
+
+
+def write(path: Path, root: Any, sizes: dict[str, int]) -> None:
+    """Write a container with holes for payload."""
+    built = torch_zip.build(pickle(root, path=str(path)), sizes, prefix=path.stem, path=str(path))
+    with path.open("wb") as file:
+        file.truncate(built.nbytes)
+        for offset, data in built.literals:
+            file.seek(offset)
+            file.write(data)
+
+
+def shapes_of(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Parameters of a large decoder: ten for each layer."""
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (128_000, hidden)}
+    for i in range(layers):
+        p = f"model.layers.{i}."
+        shapes |= {p + f"attn.{n}.weight": (hidden, hidden) for n in "qkvo"}
+        shapes |= {p + f"mlp.{n}.weight": (4 * hidden, hidden) for n in ("up", "gate", "down")}
+        shapes |= {p + f"norm_{n}.weight": (hidden,) for n in ("in", "post")}
+        shapes[p + "mlp.bias"] = (hidden + 3,)
+    return shapes
+
+
+def make(ranks: int, layers: int, hidden: int) -> int:
+    """Write the checkpoint; returns its number of parameters."""
+    shutil.rmtree(DATA, ignore_errors=True)
+    tag = DATA / "global_step1"
+    tag.mkdir(parents=True)
+    (DATA / "latest").write_text("global_step1")
+    shapes = shapes_of(layers, hidden)
+    numels = {n: Size(s) and _product(s) for n, s in shapes.items()}
+    partition = sum(-(-n // ranks) for n in numels.values())
+    for rank in range(ranks):
+        sizes: dict[str, int] = {}
+        flat = {k: tensor(i, partition, "FloatStorage", "F32", sizes, 4) for i, k in enumerate(("fp32", "m", "v"))}
+        scaler = Opaque("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "new")
+        states = {
+            "zero_stage": 3,
+            "loss_scaler": scaler,
+            "partition_count": ranks,
+            "optimizer_state_dict": {
+                "state": {0: {"step": 1, "exp_avg": flat["m"], "exp_avg_sq": flat["v"]}},
+                "param_groups": [{"lr": 1e-4, "params": [0]}],
+            },
+            "fp32_flat_groups": [flat["fp32"]],
+        }
+        root = {"optimizer_state_dict": states, "ds_version": "0.19.8"}
+        write(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", root, sizes)
+        sizes = {}
+        module = OrderedDict(
+            (n, tensor(i, 0, "BFloat16Storage", "BF16", sizes, 2)) for i, n in enumerate(shapes)
+        )
+        model = {
+            "module": module,
+            "param_shapes": [OrderedDict((n, Size(s)) for n, s in shapes.items())],
+            "global_steps": 1,
+            "dp_world_size": ranks,
+            "ds_version": "0.19.8",
+        }
+        write(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", model, sizes)
+    return sum(numels.values())
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def main() -> None:
+    """Make, open, plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=100)
+    parser.add_argument("--hidden", type=int, default=25_000)
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    parameters = make(arguments.ranks, arguments.layers, arguments.hidden)
+    print(f"{parameters:,} parameters over {arguments.ranks} ranks, written in {time.perf_counter() - began:.1f} s")
+    began = time.perf_counter()
+    checkpoint = ckpttool.inspect(str(DATA))
+    print(f"open: {time.perf_counter() - began:.1f} s, {len(checkpoint.files)} files, {checkpoint.nbytes:,} bytes")
+    began = time.perf_counter()
+    report = ckpttool.consolidate(str(DATA), os.devnull, to="safetensors", dry_run=True, max_shard_size="50GB")
+    print(f"open and plan: {time.perf_counter() - began:.1f} s, {len(report.files)} files of output")
+    print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000:.0f} MB")
+    shutil.rmtree(DATA)
+
+
+if __name__ == "__main__":
+    main()
