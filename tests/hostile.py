@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import struct
 import zipfile
 import zlib
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckpttool.ranges import ByteRange
 
@@ -298,6 +299,7 @@ def bombs() -> dict[str, bytes]:
             b"}(" + b"".join(integer(k * ((1 << 61) - 1)) + b"N" for k in range(200_000)) + b"u"
         ),
         "pairs with one hash": proto2(b"}(" + _colliding_pairs(100_000) + b"u"),
+        "long keys that differ at their ends, often": proto2(_long_keys(60) + b"}(" + _gets(60) * 4000 + b"u"),
         "pairs with one hash in a set": b"\x80\x04\x8f(" + _colliding_pairs(100_000, then=b"") + b"\x90.",
         "complex numbers with one hash": proto2(_colliding_complex(100_000)),
     }
@@ -384,8 +386,8 @@ def _rebuild_in_rebuild(count: int) -> bytes:
     return out + b"0(h\x00h\x01h\x02}tq\x02" * count + b"0h\x00h\x02R"
 
 
-def _colliding_pairs(count: int, then: bytes = b"N") -> bytes:
-    """Keys (a, b) of one hash: b undoes what a did to the sum. Source: CPython, Objects/tupleobject.c (xxHash)."""
+def _colliding(count: int) -> Iterator[tuple[int, int]]:
+    """Pairs of one hash: the second undoes what the first did. Source: CPython, Objects/tupleobject.c (xxHash)."""
     p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     mask = (1 << 64) - 1
     inverse = pow(p2, -1, 1 << 64)
@@ -394,16 +396,23 @@ def _colliding_pairs(count: int, then: bytes = b"N") -> bytes:
         sum_ = (p5 + value * p2) & mask
         return (((sum_ << 31) | (sum_ >> 33)) & mask) * p1 & mask
 
-    out = bytearray()
     wanted = after(1)
-    a = 2
-    while count:
-        b = (wanted - after(a)) * inverse & mask
-        if b < 1 << 60:
-            out += integers(a, b) + then
-            count -= 1
-        a += 1
-    return bytes(out)
+    found = ((a, (wanted - after(a)) * inverse & mask) for a in itertools.count(2))
+    return itertools.islice((pair for pair in found if pair[1] < 1 << 60), count)
+
+
+def _colliding_pairs(count: int, then: bytes = b"N") -> bytes:
+    return b"".join(integers(*pair) + then for pair in _colliding(count))
+
+
+def _long_keys(count: int) -> bytes:
+    """Keys of two hundred values that differ in the last two alone, all of one hash, in the memo."""
+    long = b"(" + b"K\x00" * 198 + b"t"
+    return b"".join(long + integers(*pair) + b"\x86q" + bytes([i]) + b"0" for i, pair in enumerate(_colliding(count)))
+
+
+def _gets(count: int) -> bytes:
+    return b"".join(b"h" + bytes([i]) + b"N" for i in range(count))
 
 
 def _colliding_complex(count: int) -> bytes:

@@ -33,7 +33,7 @@ MAX_MEMORY_BYTES = 3 << 29
 """Pickles that may take more memory than this are refused: one byte of pickle can ask for over two hundred."""
 MAX_INT_BYTES = 1024
 """Longer integers are refused: turning them into text takes quadratic time."""
-MAX_KEY_VALUES = 64
+MAX_KEY_VALUES = 256
 """Tuples of more values than this, nested ones included, are refused as keys: each use as a key reads them all."""
 MAX_SAME_HASH = 64
 """More keys than this with one hash are refused: a dict of them takes quadratic time. Honest floats reach 33."""
@@ -193,8 +193,8 @@ class _Machine:
                 continue
             if isinstance(key, int) and -(1 << 60) < key < 1 << 60:
                 continue
-            _count_values(key, MAX_KEY_VALUES)
-            self.charge(400)
+            values = MAX_KEY_VALUES - _count_values(key, MAX_KEY_VALUES)
+            self.charge(400 + 200 * values)  # as much time as opcodes that take so much memory
             same = self.same_hash.setdefault(hash(key), set())
             same.add(key)
             if len(same) > MAX_SAME_HASH:

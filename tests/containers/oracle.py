@@ -38,8 +38,13 @@ def assert_torch_equal(a: Any, b: Any) -> None:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in C order, whatever the dtype."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).untyped_storage()
-    return bytes(flat)
+    return stored(tensor.detach().clone(memory_format=torch.contiguous_format))
+
+
+def stored(tensor: torch.Tensor) -> bytes:
+    """The whole storage that a tensor lies in; ``bytes(storage)`` would take it element by element."""
+    data: bytes = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
+    return data
 
 
 class _Comparison:
@@ -98,8 +103,8 @@ class _Comparison:
         assert (ours.offset, ours.requires_grad) == (theirs.storage_offset(), theirs.requires_grad), at
         assert ours.parameter == isinstance(theirs, torch.nn.Parameter), at
         assert ours.contiguous == theirs.is_contiguous(), at
-        stored = self.file.storages[ours.storage.key]
-        assert self.data[stored.start : stored.end] == bytes(theirs.untyped_storage()), at
+        record = self.file.storages[ours.storage.key]
+        assert self.data[record.start : record.end] == stored(theirs), at
         if ours.contiguous:
             where = self.file.locate(ours)
             assert self.data[where.start : where.end] == bits(theirs), at
@@ -119,7 +124,7 @@ def _same_loaded(a: Any, b: Any, at: str, storages: dict[int, int]) -> None:
         # Compared by storage, so that what was shared is still shared, and with whom.
         theirs = b.untyped_storage().data_ptr()
         assert storages.setdefault(a.untyped_storage().data_ptr(), theirs) == theirs, at
-        assert bytes(a.untyped_storage()) == bytes(b.untyped_storage()), at
+        assert stored(a) == stored(b), at
         _same_loaded(a.__dict__, b.__dict__, f"attributes of {at}", storages)
     elif isinstance(a, dict):
         assert list(map(repr, a)) == list(map(repr, b)), at
