@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.containers.values import Opaque, TensorRef
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 T = TypeVar("T")
+MAX_DIMENSIONS = 64
+"""torch's own limit."""
+MAX_ELEMENTS = 1 << 52
+"""No tensor is this large (4 petabytes in 8 bit), and sums of thousands of them still fit in 64 bits."""
 HINT = "it was written by an unknown version of DeepSpeed, or is damaged"
 
 
@@ -75,11 +80,39 @@ class Fields:
 
 def shape_of(value: object) -> tuple[int, ...] | None:
     """A torch.Size, or what older versions and MoE saves write in its place; None if it is no shape."""
-    if isinstance(value, tuple | list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
-    ):
-        return tuple(value)
-    return None
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
+        return None
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
+        return None
+    return tuple(value) if math.prod(value) <= MAX_ELEMENTS else None
+
+
+def fingerprint(value: object, limit: int = 1_000_000) -> list[object]:
+    """What a value says, for comparing values of two files.
+
+    Equality itself will not do: an Opaque equals only itself, NaN not even that, and what a pickle says in a few bytes
+    can take for ever to compare. Beyond ``limit`` parts the rest is taken as equal.
+    """
+    parts: list[object] = []
+    stack: list[object] = [value]
+    while stack and len(parts) < limit:
+        item = stack.pop()
+        if isinstance(item, dict):
+            parts.append(("dict", len(item)))
+            stack.extend(part for pair in item.items() for part in pair)
+        elif isinstance(item, list | tuple):
+            parts.append((type(item).__name__, len(item)))
+            stack.extend(item)
+        elif isinstance(item, Opaque):
+            parts.append((item.qualified_name, len(item.args)))
+            stack.extend((item.args, item.state))
+        elif isinstance(item, float):
+            parts.append(repr(item))
+        elif item is None or isinstance(item, int | str | bytes):
+            parts.append(item)
+        else:
+            parts.append(type(item).__name__)
+    return parts
 
 
 def enum_value(value: object) -> int | None:

@@ -33,7 +33,9 @@ def read_zero(storage: LocalStorage, location: Location, report: Report) -> Chec
     partitions = zero3.read_partitions(files, report) if files.stage == 3 else zero12.read_partitions(files, report)
     module = read_module(first)
     buffers = read_buffers(first, module)
-    aliases, duplicates = read_aliases(first, module, _stored_names(module, partitions, buffers, first))
+    aliases, duplicates = read_aliases(
+        first, module, _stored_names(module, partitions, buffers, first), partitions.states
+    )
     parameters = _parameters(files, module, partitions, buffers, aliases)
     return Checkpoint(
         location=location.directory,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Report = Callable[[CkptError], None]
 """What to do with a finding: raise it at once, or collect it and read on as far as that makes sense."""
 
+MAX_NAMED = 20
+"""Missing files that are named one by one."""
 RESTORE = "restore it from a copy, or choose another tag"
 
 
@@ -100,25 +102,27 @@ def read_zero_files(storage: LocalStorage, location: Location, report: Report) -
     opener = _Opener(storage, location, report)
     by_rank = {p.data_rank or 0: p for p in named if p.kind == "optimizer"}
     prefix = _single_prefix(location, [p for p in named if p.kind == "optimizer"])
-    optimizer = {rank: file for rank in sorted(by_rank) if (file := opener.open(by_rank[rank]))}
-    if not optimizer:
+    first = next((file for rank in sorted(by_rank) if (file := opener.open(by_rank[rank]))), None)
+    if first is None:
         raise opener.errors[0]
-    first = optimizer[min(optimizer)]
-    counts = {rank: _partition_count(file) for rank, file in optimizer.items()}
-    ranks, stage = counts[min(counts)], _stage(first)
+    ranks, stage = _partition_count(first), _stage(first)
     what = f"ZeRO-{stage} over {ranks} ranks"
-    for rank in range(ranks):
-        if rank not in by_rank:
-            found = f"found ranks {', '.join(map(str, sorted(by_rank)))}"
-            opener.missing(f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", f"{what}, {found}")
-        elif counts.get(rank, ranks) != ranks:
-            opener.report(_two_world_sizes(optimizer[rank], counts[rank], ranks, first))
+    opener.missing(
+        [f"{prefix}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(ranks) if r not in by_rank],
+        f"{what}, found {', '.join(map(str, sorted(by_rank)))}",
+    )
+    optimizer: dict[int, RankFile] = {}
+    for rank in sorted(r for r in by_rank if r < ranks):
+        file = opener.open(by_rank[rank])
+        if file is not None:
+            optimizer[rank] = file
+            if (count := _partition_count(file)) != ranks:
+                opener.report(_two_world_sizes(file, count, ranks, first))
     model: list[RankFile] = []
     models = {p.name: p for p in named if p.kind == "model"}
+    opener.missing([name for name in _model_names(stage, ranks) if name not in models], what)
     for name in _model_names(stage, ranks):
-        if name not in models:
-            opener.missing(name, what)
-        elif file := opener.open(models[name]):
+        if name in models and (file := opener.open(models[name])):
             model.append(file)
             size = file.fields.optional("dp_world_size", int)
             if size is not None and size != ranks:
@@ -143,18 +147,28 @@ class _Opener:
         self._report = report
         self.files: list[CheckpointFile] = []
         self.errors: list[CkptError] = []
+        self._opened: dict[str, RankFile | None] = {}
 
     def report(self, error: CkptError) -> None:
         """Pass on an error after which the files cannot be read as one checkpoint."""
         self.errors.append(error)
         self._report(error)
 
-    def missing(self, name: str, what: str) -> None:
-        """Report a file that should be there."""
-        self.report(LayoutError(posixpath.join(self.location.directory, name), f"is missing ({what})", RESTORE))
+    def missing(self, names: list[str], what: str) -> None:
+        """Report files that should be there; the first few by name."""
+        for name in names[:MAX_NAMED]:
+            self.report(LayoutError(posixpath.join(self.location.directory, name), f"is missing ({what})", RESTORE))
+        if len(names) > MAX_NAMED:
+            problem = f"lacks {len(names) - MAX_NAMED:,} more files ({what})"
+            self.report(LayoutError(self.location.directory, problem, RESTORE))
 
     def open(self, name: ZeroName) -> RankFile | None:
-        """Read the structure of one file; None if that failed and the error was collected."""
+        """Read the structure of one file, once; None if that failed and the error was collected."""
+        if name.name not in self._opened:
+            self._opened[name.name] = self._read(name)
+        return self._opened[name.name]
+
+    def _read(self, name: ZeroName) -> RankFile | None:
         path = posixpath.join(self.location.directory, name.name)
         try:
             with self.storage.open(path) as reader:

@@ -9,7 +9,7 @@ from ckpttool.formats.fields import shape_of
 from ckpttool.model import Buffer, State, one_extent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from ckpttool.containers.values import TensorRef
     from ckpttool.formats.zero_files import RankFile
@@ -62,7 +62,7 @@ def read_module(file: RankFile) -> dict[str, TensorRef]:
 
 def read_buffers(file: RankFile, module: Mapping[str, TensorRef]) -> tuple[Buffer, ...]:
     """The persistent buffers, which every rank keeps whole."""
-    names = set(file.fields.optional("buffer_names", list) or [])
+    names = {n for n in file.fields.optional("buffer_names", list) or [] if isinstance(n, str)}
     return tuple(Buffer(name, whole_tensor(file, ref)) for name, ref in module.items() if name in names)
 
 
@@ -73,11 +73,17 @@ def whole_tensor(file: RankFile, ref: TensorRef) -> State:
 
 
 def read_aliases(
-    file: RankFile, module: Mapping[str, TensorRef], known: set[str]
+    file: RankFile, module: Mapping[str, TensorRef], known: set[str], trained: Container[str]
 ) -> tuple[dict[str, str], dict[str, State]]:
     """Tied names, and where a tied tensor is stored a second time.
 
     ``shared_params`` tells them since 0.9.2; in older files two names of one tensor show by sharing its bytes.
+
+    Args:
+        file: The model-states file.
+        module: Its state dict.
+        known: Names that stand for tensors of their own.
+        trained: Names that the optimizer holds.
 
     Returns:
         Alias to the name the parameter is stored under; alias to its own copy, which must equal the other.
@@ -88,8 +94,10 @@ def read_aliases(
     aliases: dict[str, str] = {}
     duplicates: dict[str, State] = {}
     for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
-        if not isinstance(alias, str) or name not in known:
+        if not isinstance(alias, str) or not isinstance(name, str) or name not in known:
             raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
+        if alias in trained:
+            raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, but the optimizer holds both")
         aliases[alias] = name
         ours, theirs = module.get(alias), module.get(name)
         if ours is None or theirs is None or ours == theirs:

@@ -14,6 +14,7 @@ import numpy as np
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.zero_files import RESTORE
 from ckpttool.model import MASTER, ParamGroup, ScalarState, State, extents
 
@@ -166,19 +167,16 @@ def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
 
 def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[object], report: Report) -> None:
     """Report the first rank whose value differs from rank 0's."""
+    expected = fingerprint(values[0])
     for file, value in zip(files, values, strict=True):
-        # Compared as text where it must be: an Opaque is equal only to itself, and NaN not even to that.
-        if value != values[0] and repr(value) != repr(values[0]):
-            report(
-                LayoutError(
-                    file.path,
-                    f"{what} differs from rank 0's ({_short(value)}, there {_short(values[0])}): two saves are mixed",
-                    RESTORE,
-                )
-            )
+        if value is not values[0] and fingerprint(value) != expected:
+            problem = f"{what} differs from rank 0's{_both(value, values[0])}: two saves are mixed"
+            report(LayoutError(file.path, problem, RESTORE))
             return
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _both(ours: object, theirs: object) -> str:
+    """The two values, where they are short enough to say."""
+    if all(isinstance(v, int | float | str) and len(str(v)) <= 40 for v in (ours, theirs)):
+        return f" ({ours} here, {theirs} there)"
+    return ""
