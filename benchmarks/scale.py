@@ -78,9 +78,7 @@ def make(ranks: int, layers: int, hidden: int) -> int:
         root = {"optimizer_state_dict": states, "ds_version": "0.19.8"}
         write(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", root, sizes)
         sizes = {}
-        module = OrderedDict(
-            (n, tensor(i, 0, "BFloat16Storage", "BF16", sizes, 2)) for i, n in enumerate(shapes)
-        )
+        module = OrderedDict((n, tensor(i, 0, "BFloat16Storage", "BF16", sizes, 2)) for i, n in enumerate(shapes))
         model = {
             "module": module,
             "param_shapes": [OrderedDict((n, Size(s)) for n, s in shapes.items())],

@@ -13,6 +13,7 @@ from ckpttool.errors import ContainerError
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
+    from ckpttool.containers.unpickler import Unpickled
     from ckpttool.containers.values import TensorRef
     from ckpttool.storage import RangeReader
 
@@ -58,8 +59,13 @@ class TorchFile:
         return ByteRange(start, start + tensor.numel * size)
 
 
-def read_torch_file(reader: RangeReader) -> TorchFile:
+def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = None) -> TorchFile:
     """Read the structure of a file written by ``torch.save``; no tensor bytes are read and nothing in it is run.
+
+    Args:
+        reader: The file.
+        known: Pickles already read. The ranks of one save write mostly the same bytes, and the structure of equal
+            pickles is one object.
 
     Raises:
         ContainerError: The file is something else, is damaged, or is hostile.
@@ -69,7 +75,7 @@ def read_torch_file(reader: RangeReader) -> TorchFile:
         raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
     head = reader.read(0, min(reader.nbytes, 512))
     if head.startswith(torch_zip.MAGIC):
-        return _read_zip(reader)
+        return _read_zip(reader, {} if known is None else known)
     if torch_legacy.is_legacy(head):
         root, storages = torch_legacy.parse(reader, max_pickle_bytes=MAX_PICKLE_BYTES)
         return TorchFile(reader.path, reader.nbytes, "legacy", root, storages, ())
@@ -78,7 +84,7 @@ def read_torch_file(reader: RangeReader) -> TorchFile:
     raise ContainerError(reader.path, "was not written by torch.save", "is this a checkpoint? restore it from a copy")
 
 
-def _read_zip(reader: RangeReader) -> TorchFile:
+def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
     records = torch_zip.parse(reader)
     pickles = [r for name, r in records.items() if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -94,10 +100,12 @@ def _read_zip(reader: RangeReader) -> TorchFile:
     data = reader.read(where.start, where.end)
     if pickles[0].crc_recorded and zlib.crc32(data) != pickles[0].crc32:
         raise ContainerError(reader.path, "its pickle does not match its checksum", _HINT)
-    try:
-        saved = unpickle(data, path=reader.path)
-    except Truncated:
-        raise ContainerError(reader.path, "its pickle ends too early", _HINT) from None
+    saved = known.get(data)
+    if saved is None:
+        try:
+            saved = known[data] = unpickle(data, path=reader.path)
+        except Truncated:
+            raise ContainerError(reader.path, "its pickle ends too early", _HINT) from None
     storages: dict[str, ByteRange] = {}
     for key, ref in saved.storages.items():
         record = records.get(f"{prefix}data/{key}")

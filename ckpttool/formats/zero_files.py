@@ -21,6 +21,7 @@ from ckpttool.formats.zero_names import ZeroName, parse_name
 from ckpttool.model import CheckpointFile, ScalarState
 
 if TYPE_CHECKING:
+    from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.locate import Location
     from ckpttool.storage import LocalStorage, RangeReader
 
@@ -148,6 +149,7 @@ class _Opener:
         self.files: list[CheckpointFile] = []
         self.errors: list[CkptError] = []
         self._opened: dict[str, RankFile | None] = {}
+        self._pickles: dict[bytes, Unpickled] = {}
 
     def report(self, error: CkptError) -> None:
         """Pass on an error after which the files cannot be read as one checkpoint."""
@@ -172,7 +174,7 @@ class _Opener:
         path = posixpath.join(self.location.directory, name.name)
         try:
             with self.storage.open(path) as reader:
-                torch, version = read_torch_file(reader), reader.version
+                torch, version = read_torch_file(reader, self._pickles), reader.version
                 numbers = _read_numbers(reader, torch) if name.kind == "optimizer" else {}
             if not isinstance(torch.root, dict):
                 raise LayoutError(path, f"holds a {describe(torch.root)}, not a dict of states", RESTORE)

@@ -7,12 +7,14 @@ import io
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, StorageRef, TensorRef, walk
 from ckpttool.errors import ContainerError
+from ckpttool.storage import LocalReader
 from tests.containers.cases import CASES, FILES, FIXTURES, Case, module_state
 from tests.containers.oracle import assert_reads_as_torch_loads, read
 from tests.hostile import BytesReader
@@ -20,6 +22,8 @@ from tests.hostile import BytesReader
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from ckpttool.containers.unpickler import Unpickled
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -132,3 +136,20 @@ def test_a_tensor_that_is_not_contiguous_has_no_one_range(tmp_path: Path) -> Non
         ContainerError, match=r"file.pt: a tensor of shape \(3, 2\) is stored with strides \(1, 3\); save it"
     ):
         file.locate(file.root)
+
+
+def test_equal_pickles_are_read_once_and_each_file_keeps_its_own_places(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"]
+    torch.save({"x": torch.zeros(3), "pad": torch.zeros(1)}, paths[0])
+    torch.save({"x": torch.ones(3), "pad": torch.zeros(1)}, paths[1])
+    torch.save({"x": torch.ones(4), "pad": torch.zeros(1)}, paths[2])
+    known: dict[bytes, Unpickled] = {}
+    files = []
+    for path in paths:
+        with LocalReader(str(path)) as reader:
+            files.append(read_torch_file(reader, known))
+    assert files[0].root is files[1].root
+    assert files[0].root is not files[2].root
+    data = [path.read_bytes() for path in paths]
+    read = [d[w.start : w.end] for f, d in zip(files, data, strict=True) for w in [f.locate(f.root["x"])]]
+    assert read == [np.full(n, v, np.float32).tobytes() for n, v in ((3, 0), (3, 1), (4, 1))]
