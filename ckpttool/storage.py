@@ -94,18 +94,19 @@ class LocalReader:
         Raises:
             StorageError: The file ends before ``end``, or the disk fails.
         """
-        with translate_os_errors(self.path):
-            data = os.pread(self.fd, end - start, start)
+        parts: list[bytes] = []
+        position = start
+        while position < end:
+            try:  # not translate_os_errors: this is called a million times for the largest checkpoints
+                data = os.pread(self.fd, end - position, position)
+            except OSError as error:
+                raise storage_error(self.path, error) from error
+            if not data:
+                raise self._shrunk(position)
             if len(data) == end - start:
                 return data
-            parts = [data]
-            position = start + len(data)
-            while position < end:
-                data = os.pread(self.fd, end - position, position)
-                if not data:
-                    raise self._shrunk(position)
-                parts.append(data)
-                position += len(data)
+            parts.append(data)
+            position += len(data)
         return b"".join(parts)
 
     def read_into(self, start: int, buffer: memoryview) -> None:

@@ -41,7 +41,7 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
         LayoutError: The lengths do not add up, or two ranks disagree.
     """
     param_shapes = read_param_shapes(files.model[0])
-    check_agreement(files.model, "param_shapes", [read_param_shapes(f) for f in files.model], report)
+    check_agreement(files.model, "param_shapes", [f.fields.values.get("param_shapes") for f in files.model], report)
     states = [files.states(r) for r in range(files.ranks)]
     masters = [s.tensors("fp32_flat_groups") for s in states]
     check_agreement(files.optimizer, "number of sub-groups", [len(m) for m in masters], report)
