@@ -178,8 +178,9 @@ def _fragments(
 ) -> dict[str, NDArray[np.void]]:
     """Cut every parameter at the borders of the partitions."""
     result: dict[str, NDArray[np.void]] = {}
-    following = np.append(offsets[1:], partition * ranks)
-    for (name, shape), offset, next_offset in zip(shapes.items(), offsets.tolist(), following.tolist(), strict=True):
+    begins = [*offsets.tolist(), partition * ranks]
+    for i, (name, shape) in enumerate(shapes.items()):
+        offset, next_offset = begins[i], begins[i + 1]
         numel = math.prod(shape)
         if numel == 0:
             result[name] = np.zeros(0, dtype=FRAGMENT)
