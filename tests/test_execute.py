@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from ckpttool import execute
+from ckpttool.casts import cast
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
-from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.plan import COPY, PROOF, CopyPlan, Proofs, SourceFile, TargetFile
 from ckpttool.progress import Meter
 
 if TYPE_CHECKING:
@@ -161,3 +163,31 @@ def test_a_meter_adds_up_across_threads() -> None:
     for t in threads:
         t.join()
     assert seen == [(i, 4000) for i in range(1, 4001)]
+
+
+@pytest.mark.parametrize("pair", [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")])
+def test_casts_longer_than_a_buffer_are_continued(tmp_path: Path, pair: tuple[str, str]) -> None:
+    count = 2 * execute.CAST_ELEMENTS + 77
+    values = cast(np.random.default_rng(2).standard_normal(count, dtype=np.float32), pair[0])
+    path = tmp_path / "source"
+    path.write_bytes(b"head" + values.tobytes())
+    info = path.stat()
+    copies = np.array([(0, 4, count, 0, 0)], dtype=COPY)
+    file = TargetFile("out", count * itemsize(pair[1]), (), copies)
+    plan = CopyPlan((SourceFile(str(path), info.st_size, str(info.st_mtime_ns)),), (pair,), (file,))
+    assert _run(plan, tmp_path) == cast(values, pair[1]).tobytes()
+
+
+def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path) -> None:
+    count = execute.CAST_ELEMENTS + 5
+    masters = np.random.default_rng(3).standard_normal(count, dtype=np.float32)
+    for change in (0, 1):
+        path = tmp_path / f"source{change}"
+        copies = cast(masters, "BF16").copy()
+        copies[-1] += change
+        path.write_bytes(masters.tobytes() + copies.tobytes())
+        info = path.stat()
+        rows = np.array([(0, 0, 0, 4 * count, count, 0, 0)], dtype=PROOF)
+        source = SourceFile(str(path), info.st_size, str(info.st_mtime_ns))
+        proofs = Proofs((source,), (("F32", "BF16"),), ("w",), rows)
+        assert len(list(execute.failed_proofs(proofs, advance=lambda _: None))) == change

@@ -78,6 +78,17 @@ def test_shards_together_hold_every_weight_and_the_index_tells_where(name: str, 
     assert [f.name for f in shards] == names
 
 
+def test_a_shard_that_fits_exactly_is_not_split(tmp_path: Path) -> None:
+    total = ckpttool.consolidate(source("zero2-dp3-bf16"), str(tmp_path), to="safetensors", dry_run=True).elements
+    held = sum(t.nbytes for t in truth("zero2-dp3-bf16").state_dict(torch.float32).values())
+    assert total
+    for limit, shards in ((held, 1), (held - 1, 2)):
+        report = ckpttool.consolidate(
+            source("zero2-dp3-bf16"), str(tmp_path), to="safetensors", max_shard_size=limit, dry_run=True
+        )
+        assert len([f for f in report.files if f.name.endswith("safetensors")]) == shards
+
+
 def test_a_shard_is_beyond_the_limit_only_when_a_single_tensor_is(tmp_path: Path) -> None:
     ckpttool.consolidate(source("zero2-dp3-bf16"), str(tmp_path / "out"), to="safetensors", max_shard_size=3000)
     for path in (tmp_path / "out").glob("*.safetensors"):
@@ -151,6 +162,34 @@ def test_deepspeeds_own_script_agrees(name: str, tmp_path: Path) -> None:
     assert ours.keys() - theirs.keys() <= set(truth(name).facts["frozen"])
     for parameter, value in theirs.items():
         assert torch.equal(ours[parameter], value.to(ours[parameter].dtype)), parameter
+
+
+@pytest.mark.parametrize("content", [b'{"model_type": "x"}', b"not json", b"[1]", b""])
+def test_a_configuration_that_names_no_type_is_carried_as_it_is(
+    content: bytes, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy("zero1-dp1-bf16")
+    (root / "config.json").write_bytes(content)
+    ckpttool.consolidate(str(root), str(tmp_path / "out"), to="safetensors")
+    assert (tmp_path / "out" / "config.json").read_bytes() == content
+
+
+def test_companions_are_carried_byte_for_byte_and_other_files_are_not(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy("zero1-dp1-bf16")
+    carried = {
+        "tokenizer.model": b"\0\xff" * 5000,
+        "merges.txt": b"",
+        "modeling_x.py": b"raise SystemExit",
+        "vocab.json": b"{}",
+    }
+    for name, data in {**carried, "zero_to_fp32.py": b"x", "optimizer.pt": b"x", "trainer_state.json": b"{}"}.items():
+        (root / name).write_bytes(data)
+    report = ckpttool.consolidate(str(root), str(tmp_path / "out"), to="torch")
+    assert set(report.companions) == set(carried)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in carried} == carried
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*carried, "pytorch_model.bin"}
 
 
 # ------------------------------------------------------------------------------------------------- choosing

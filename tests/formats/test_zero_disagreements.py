@@ -1,0 +1,185 @@
+"""Where two sources in a checkpoint disagree, reading stops and says which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import LayoutError
+from ckpttool.formats import open_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Change = Callable[[dict[str, Any]], None]
+
+OPTIMIZER_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def _states(file: dict[str, Any]) -> Any:
+    return file["optimizer_state_dict"]
+
+
+def _shorten_master(file: dict[str, Any]) -> None:
+    groups = _states(file)["single_partition_of_fp32_groups"]
+    groups[0] = groups[0][:-1].clone()
+
+
+def _lie_about_padding(file: dict[str, Any]) -> None:
+    _states(file)["group_paddings"][1] = 2
+
+
+def _other_step(file: dict[str, Any]) -> None:
+    _states(file)["base_optimizer_state"]["state"][0]["step"] = torch.tensor(2.0)
+
+
+def _other_learning_rate(file: dict[str, Any]) -> None:
+    _states(file)["base_optimizer_state"]["param_groups"][1]["lr"] = 0.5
+
+
+def _other_alignment(file: dict[str, Any]) -> None:
+    _states(file)["param_alignment_paddings"][0][0] = 4
+
+
+def _other_version(file: dict[str, Any]) -> None:
+    file["ds_version"] = "0.18.0"
+
+
+def _half_moments(file: dict[str, Any]) -> None:
+    state = _states(file)["base_optimizer_state"]["state"][0]
+    state["exp_avg"] = state["exp_avg"].half()
+
+
+def _one_group_less(file: dict[str, Any]) -> None:
+    del file["param_shapes"][1]
+
+
+def _two_for_one_name(file: dict[str, Any]) -> None:
+    file["param_shapes"][1]["embed.weight"] = torch.Size([2])
+
+
+def _larger_shape(file: dict[str, Any]) -> None:
+    file["param_shapes"][0]["up.weight"] = torch.Size([37, 19])
+
+
+def _other_world_size(file: dict[str, Any]) -> None:
+    file["dp_world_size"] = 4
+
+
+def _tie_two_trained(file: dict[str, Any]) -> None:
+    file["shared_params"]["norm.bias"] = "norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (OPTIMIZER_1, _shorten_master, "rank_1.*its partition of group 0 has 1214 elements, not 1215"),
+        (OPTIMIZER_1, _lie_about_padding, "rank_1.*calls 2 elements of group 1 padding, but 3 are"),
+        (OPTIMIZER_1, _other_step, r"rank_1.*step of group 0 differs from rank 0's \(2.0 here, 3.0 there\)"),
+        (OPTIMIZER_1, _other_learning_rate, "rank_1.*hyper-parameters of group 1 differs from rank 0's"),
+        (OPTIMIZER_1, _other_alignment, "rank_1.*param_alignment_paddings differs from rank 0's"),
+        (OPTIMIZER_1, _other_version, "rank_1.*ds_version differs from rank 0's"),
+        (OPTIMIZER_1, _half_moments, "rank_1.*dtype of exp_avg of group 0 differs"),
+        (MODEL, _one_group_less, "lists 1 groups, but the optimizer files hold 2"),
+        (MODEL, _two_for_one_name, "names 'embed.weight' twice"),
+        (MODEL, _larger_shape, "partitions of 1216 elements on 2 ranks, but its parameters have 2468 elements"),
+        (MODEL, _other_world_size, "was saved by 4 ranks, but .*rank_0.* by 2"),
+        (MODEL, _tie_two_trained, "ties 'norm.bias' to 'norm.weight', but the optimizer holds both"),
+    ],
+)
+def test_stage_2(file: str, change: Change, message: str, checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    _edit(root / "global_step3" / file, change)
+    with pytest.raises(LayoutError, match=message):
+        open_checkpoint(str(root))
+    assert ckpttool.verify(str(root)).findings
+
+
+def _other_sub_group_step(file: dict[str, Any]) -> None:
+    state = _states(file)["optimizer_state_dict"]["state"]
+    state[1]["step"] = torch.tensor(2.0)
+
+
+def _shorten_sub_group(file: dict[str, Any]) -> None:
+    groups = _states(file)["fp32_flat_groups"]
+    groups[1] = groups[1].detach()[:-1].clone()
+
+
+def _empty_sub_group(file: dict[str, Any]) -> None:
+    groups = _states(file)["fp32_flat_groups"]
+    groups[1] = groups[1].detach()[:0].clone()
+
+
+def _shorten_frozen(file: dict[str, Any]) -> None:
+    fragments = file["frozen_param_fragments"]
+    fragments["frozen_proj.bias"] = fragments["frozen_proj.bias"][:-1].clone()
+
+
+def _other_frozen_type(file: dict[str, Any]) -> None:
+    fragments = file["frozen_param_fragments"]
+    fragments["frozen_proj.bias"] = fragments["frozen_proj.bias"].float()
+
+
+def _no_frozen(file: dict[str, Any]) -> None:
+    file["frozen_param_fragments"].clear()
+
+
+def _other_order(file: dict[str, Any]) -> None:
+    shapes = file["param_shapes"]
+    shapes[0] = type(shapes[0])(reversed(shapes[0].items()))
+
+
+def _other_global_step(file: dict[str, Any]) -> None:
+    file["global_steps"] = 2
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (OPTIMIZER_1, _shorten_sub_group, "rank_1.*partition of sub-group 1 has .* but param_shapes gives"),
+        (OPTIMIZER_1, _empty_sub_group, "rank_1.*sub-group 1 is empty: its states were offloaded to NVMe"),
+        ("zero_pp_rank_1_" + MODEL, _shorten_frozen, "rank_1.*holds 8 elements of frozen parameter .*bias, not 9"),
+        ("zero_pp_rank_1_" + MODEL, _other_frozen_type, "frozen_proj.bias has several dtypes"),
+        ("zero_pp_rank_1_" + MODEL, _no_frozen, "rank_1.*holds no elements of frozen parameter"),
+        ("zero_pp_rank_1_" + MODEL, _other_order, "rank_1.*param_shapes differs from rank 0's"),
+        (
+            "zero_pp_rank_1_" + MODEL,
+            _other_global_step,
+            r"rank_1.*global_steps differs from rank 0's \(2 here, 3 there\)",
+        ),
+    ],
+)
+def test_stage_3(file: str, change: Change, message: str, checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16-sub-groups")
+    _edit(root / "global_step3" / file, change)
+    with pytest.raises(LayoutError, match=message):
+        open_checkpoint(str(root))
+
+
+def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16-sub-groups")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        _edit(path, _other_sub_group_step)
+    with pytest.raises(LayoutError, match="joins sub-groups 0 and 1"):
+        open_checkpoint(str(root))
+
+
+def test_moments_and_masters_know_their_own_padding(checkpoint_copy: Callable[[str], Path]) -> None:
+    """DeepSpeed saves the masters of stages 1 and 2 without the padding at the end, and the moments with it."""
+    checkpoint = open_checkpoint(str(checkpoint_copy("zero2-dp2-bf16")))
+    last = next(p for p in checkpoint.parameters if p.name == "norm.bias")
+    assert {key: int(last.states[key].extents["padding"][-1]) for key in ("fp32", "exp_avg")} == {
+        "fp32": 0,
+        "exp_avg": 3,
+    }
+
+
+def _edit(path: Path, change: Change) -> None:
+    file = torch.load(path, weights_only=False)
+    change(file)
+    torch.save(file, path)
