@@ -66,7 +66,11 @@ def test_the_library_reads_what_is_built(tmp_path: Path) -> None:
 
 
 def test_what_the_library_writes_is_parsed() -> None:
-    arrays = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": np.ones((), np.float32), "c": np.zeros((0, 2))}
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "a": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "b": np.ones((), np.float32),
+        "c": np.zeros((0, 2)),
+    }
     data = save(arrays, metadata={"k": "v"})
     entries, metadata = parse(BytesReader(data))
     assert metadata == {"k": "v"}
