@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 
 import click
 
@@ -32,4 +34,7 @@ def main() -> None:
     """Entry point of the ``ckpttool`` command."""
     # numpy starts a pool of threads for linear algebra, of which there is none here: a third of the start-up time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is no reason to fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     run(cli)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -12,33 +11,37 @@ import click
 from ckpttool.errors import CkptError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM, as shells have it."""
 
 
 def run(command: click.Command) -> NoReturn:
     """Run the command line and leave."""
     # Being told to stop must take the same way out as Ctrl-C, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(invoke(command, sys.argv[1:]))
+
+
+def invoke(command: click.Command, arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code."""
     try:
-        command(standalone_mode=False)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
+        # Not standalone, click returns the code of an Exit instead of raising it.
+        code = command.main(list(arguments), prog_name="ckpttool", standalone_mode=False)
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        return error.exit_code
     except CkptError as error:
-        if "--debug" in sys.argv:
+        if "--debug" in arguments:
             raise
         click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
+        return 1
     except (click.Abort, KeyboardInterrupt):
         click.echo("Error: interrupted; nothing is left of the output", err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of a pipe has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    sys.exit(0)
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
