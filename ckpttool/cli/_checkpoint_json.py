@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import math
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.cli._output import print_json
 from ckpttool.containers.values import Opaque, TensorRef, TorchDType
 from ckpttool.errors import PlanError
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_VALUES = 100_000
 """Values of client state and configuration that are written; what a pickle says in a line can unfold without end."""
+CHARACTERS = 100
+"""A text counts as one value more for each so many characters of it."""
 
 
 def print_checkpoint(checkpoint: Checkpoint, name: str | None) -> None:
@@ -24,9 +26,7 @@ def print_checkpoint(checkpoint: Checkpoint, name: str | None) -> None:
     Raises:
         PlanError: There is no parameter of that name.
     """
-    data = _parameter(checkpoint, name) if name else _everything(checkpoint)
-    json.dump(data, sys.stdout, indent=2, allow_nan=True)
-    sys.stdout.write("\n")
+    print_json(_parameter(checkpoint, name) if name is not None else _everything(checkpoint))
 
 
 def _everything(c: Checkpoint) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _everything(c: Checkpoint) -> dict[str, Any]:
             {
                 "parameters": list(g.parameters),
                 "hyperparameters": plain(g.hyperparameters),
-                "scalars": {k: {"value": s.value, "dtype": s.dtype} for k, s in g.scalars.items()},
+                "scalars": {k: {"value": plain(s.value), "dtype": s.dtype} for k, s in g.scalars.items()},
             }
             for g in c.groups
         ],
@@ -77,7 +77,9 @@ def _parameter(c: Checkpoint, name: str) -> dict[str, Any]:
     states = dict(states_of(c, name))
     return {
         "name": c.aliases.get(name, name),
-        "states": {key: {**_state(s), "extents": [_extent(c, s, row) for row in s.extents]} for key, s in states.items()},
+        "states": {
+            key: {**_state(s), "extents": [_extent(c, s, row) for row in s.extents]} for key, s in states.items()
+        },
     }
 
 
@@ -120,25 +122,36 @@ class _Plain:
 
     def __init__(self) -> None:
         self.left = MAX_VALUES
+        self._inside: set[int] = set()
+        """The containers that are being written, by identity: a cycle ends where it meets one of them."""
 
     def __call__(self, value: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
+        self.left -= 1 + _length(value) // CHARACTERS
+        if self.left < 0 or id(value) in self._inside:
             return "..."
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)  # JSON has no such numbers
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, dict):
-            return {key if isinstance(key, str) else str(key): self(v) for key, v in value.items() if self.left > 0}
-        if isinstance(value, list | tuple | set | frozenset):
-            return [self(v) for v in value if self.left > 0]
-        if isinstance(value, Opaque):
-            return self._opaque(value)
         if isinstance(value, TensorRef):
             return {"tensor": value.dtype, "shape": list(value.shape)}
         if isinstance(value, TorchDType):
             return f"torch.{value.name}"
         if isinstance(value, bytes | bytearray):
             return f"<{len(value)} bytes>"
+        self._inside.add(id(value))
+        try:
+            return self._container(value)
+        finally:
+            self._inside.remove(id(value))
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {self(k if isinstance(k, str) else str(k)): self(v) for k, v in value.items() if self.left > 0}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self(v) for v in value if self.left > 0]
+        if isinstance(value, Opaque):
+            return self._opaque(value)
         return f"<{type(value).__name__}>"
 
     def _opaque(self, value: Opaque) -> Any:
@@ -152,3 +165,10 @@ class _Plain:
         if value.appended:
             described["appended"] = self(value.appended)
         return described
+
+
+def _length(value: object) -> int:
+    """About how many characters a value that is no container takes."""
+    if isinstance(value, str):
+        return len(value)
+    return value.bit_length() // 3 if isinstance(value, int) else 0

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli._checkpoint_json import states_of
 from ckpttool.cli._output import print_facts, print_line, print_table
+from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
 from ckpttool.sizes import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpttool.model import Checkpoint, ParamGroup
+
+SHOWN = 12
+"""Names that a summary lists before it only counts."""
 
 
 def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None) -> None:
@@ -27,7 +33,7 @@ def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None)
     else:
         _print_summary(checkpoint)
     for note in checkpoint.notes:
-        print_line(f"note: {note}", style="yellow")
+        print_line(f"note: {note}", color="yellow")
 
 
 def _print_summary(c: Checkpoint) -> None:
@@ -38,20 +44,22 @@ def _print_summary(c: Checkpoint) -> None:
         parameters.append(f"{len(frozen)} frozen ({sum(p.numel for p in frozen):,})")
     ranks = c.topology.data_parallel
     skipped = f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""
-    print_line(f"{c.tag}: ZeRO-{c.stage} over {ranks} {_plural(ranks, 'rank')}, {dtype(c.dtype)}, step {c.step}{skipped}")
+    print_line(
+        f"{c.tag}: ZeRO-{c.stage} over {ranks} {_plural(ranks, 'rank')}, {dtype(c.dtype)}, step {c.step}{skipped}"
+    )
     print_facts(
         [
             ("location", c.location),
             ("DeepSpeed", c.deepspeed_version or "version not recorded"),
             ("parameters", ", ".join(parameters)),
-            ("tied", ", ".join(f"{a} = {n}" for a, n in c.aliases.items())),
-            ("buffers", ", ".join(f"{b.name} ({dtype(b.state.dtype)})" for b in c.buffers[:8]) + _more(len(c.buffers), 8)),
+            ("tied", _first([f"{a} = {n}" for a, n in c.aliases.items()])),
+            ("buffers", _first([f"{b.name} ({dtype(b.state.dtype)})" for b in c.buffers])),
             ("states", _states(c)),
             ("files", f"{len(c.files)}, {format_size(c.nbytes)}"),
             ("loss scale", _loss_scale(c)),
             ("scheduler", _short(c.scheduler)),
-            ("client state", ", ".join(f"{k} {_short(v)}" for k, v in list(c.client_state.items())[:12])),
-            ("not sliceable", ", ".join(c.unsliceable)),
+            ("client state", _first([f"{_short(k)} {_short(v)}" for k, v in c.client_state.items()])),
+            ("not sliceable", _first(c.unsliceable)),
         ]
     )
     if c.groups:
@@ -79,7 +87,7 @@ def _print_groups(c: Checkpoint) -> None:
 def _print_parameters(c: Checkpoint) -> None:
     rows = []
     for p in c.parameters:
-        states = ", ".join(f"{key} {dtype(s.dtype)}" for key, s in p.states.items())
+        states = ", ".join(_state(key, s.dtype) for key, s in p.states.items())
         rows.append([p.name, _shape(p.shape), f"{p.numel:,}", "frozen" if p.frozen else f"group {p.group}", states])
     rows += [[b.name, _shape(b.state.shape), f"{b.state.numel:,}", "buffer", dtype(b.state.dtype)] for b in c.buffers]
     rows += [[alias, "", "", "tied", f"= {name}"] for alias, name in c.aliases.items()]
@@ -158,8 +166,10 @@ def _plural(count: int, word: str) -> str:
     return word if count == 1 else word + "s"
 
 
-def _more(count: int, shown: int) -> str:
-    return f" and {count - shown} more" if count > shown else ""
+def _first(items: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -171,11 +181,16 @@ def _states(c: Checkpoint) -> str:
     for _, key, state in c.states():
         if key != "buffer":
             sizes[key, state.dtype] += state.nbytes
-    return ", ".join(f"{key} {dtype(kind)} {format_size(nbytes)}" for (key, kind), nbytes in sizes.items())
+    return ", ".join(f"{_state(key, kind)} {format_size(nbytes)}" for (key, kind), nbytes in sizes.items())
+
+
+def _state(key: str, kind: str) -> str:
+    """A state with its type, which is not said twice: the masters are called fp32, whatever they are in."""
+    return key if key == dtype(kind) else f"{key} {dtype(kind)}"
 
 
 def _scalars(group: ParamGroup) -> str:
-    return ", ".join(f"{name} {_short(scalar.value)}" for name, scalar in group.scalars.items())
+    return ", ".join(f"{_short(name)} {_short(scalar.value)}" for name, scalar in group.scalars.items())
 
 
 def _loss_scale(c: Checkpoint) -> str:
@@ -194,8 +209,12 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple) and len(value) <= 4 and all(isinstance(v, int | float) for v in value):
         return "(" + ", ".join(_short(v) for v in value) + ")"
     if isinstance(value, dict) and len(value) <= 2 and all(isinstance(v, int | float | str) for v in value.values()):
-        return ", ".join(f"{k} {_short(v)}" for k, v in value.items())
-    if isinstance(value, dict | list | tuple | set):
+        return ", ".join(f"{_short(k)} {_short(v)}" for k, v in value.items())
+    if isinstance(value, dict | list | tuple | set | frozenset):
         return f"({len(value)} {'entry' if len(value) == 1 else 'entries'})"
-    text = value if isinstance(value, str) else repr(value)
+    if isinstance(value, TensorRef):
+        return f"({dtype(value.dtype)} tensor, {_shape(value.shape)})"
+    if isinstance(value, bytes | bytearray):
+        return f"({len(value)} bytes)"
+    text = value if isinstance(value, str) else str(value)
     return text if len(text) <= 40 else text[:37] + "..."

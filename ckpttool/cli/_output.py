@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from ckpttool.sizes import format_size
+from ckpttool.storage import storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from rich.console import Console
 
     from ckpttool.progress import Progress
 
@@ -27,13 +29,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def console() -> Console:
-    """Where results go. Nothing is wrapped or cut when stdout is not a terminal."""
-    from rich.console import Console
-
-    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else 4096)
-
-
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print rows under a header.
 
@@ -42,41 +37,80 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         rows: Cells.
         right: Headings of columns to align at the right.
     """
-    from rich.table import Table
-    from rich.text import Text
-
-    out = console()
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for column in columns:
-        # A name that is cut is of no use; a terminal that is too narrow folds it.
-        table.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    out.print(table)
+    cells = [[printable(cell) for cell in row] for row in rows]
+    aligned = [column in right for column in columns]
+    if sys.stdout.isatty():
+        _write(_drawn(columns, cells, aligned))
+    else:
+        _write(_plain([columns, *cells], aligned))
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print labels and values in two columns; empty values are left out."""
+    cells = [[label, printable(value)] for label, value in facts if value]
+    if sys.stdout.isatty():
+        _write(_drawn(None, cells, [False, False]))
+    else:
+        _write(_plain(cells, [False, False]))
+
+
+def print_line(text: str, *, color: str | None = None) -> None:
+    """Print one line, coloured on a terminal."""
+    text = printable(text)
+    colored = color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    _write((click.style(text, fg=color) if colored else text) + "\n")
+
+
+def print_json(data: Any) -> None:
+    """Print a dataclass of plain values, or such values, as JSON; a dataclass's field names are its keys."""
+    plain = dataclasses.asdict(data) if dataclasses.is_dataclass(data) and not isinstance(data, type) else data
+    _write(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+
+
+def _plain(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """Aligned columns for files and pipes: nothing is wrapped or cut."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        lines.append("  ".join(c.rjust(w) if at_right else c.ljust(w) for c, w, at_right in cells).rstrip() + "\n")
+    return "".join(lines)
+
+
+def _drawn(header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+    """A table for a terminal."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in facts:
-        if value:
-            table.add_row(Text(label), Text(printable(value)))
-    console().print(table)
+    table = Table(box=None, pad_edge=False, show_edge=False, show_header=header is not None, header_style="bold")
+    for i, at_right in enumerate(right):
+        # A name that is cut is of no use: where the terminal is too narrow, it is folded.
+        style = "bold" if header is None and i == 0 else ""
+        heading = Text(header[i]) if header else ""
+        table.add_column(heading, justify="right" if at_right else "left", overflow="fold", style=style)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
 
 
-def print_line(text: str, *, style: str = "") -> None:
-    """Print one line."""
-    console().print(printable(text), style=style, soft_wrap=True)
+def _write(text: str) -> None:
+    """Write to stdout. A reader that has seen enough (``| head``) is no error, a full disk is.
 
-
-def print_json(report: Any) -> None:
-    """Print a dataclass of plain values as JSON; the keys are its field names."""
-    sys.stdout.write(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # What could not be written must not be tried again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise storage_error("standard output", error) from error
 
 
 @contextlib.contextmanager

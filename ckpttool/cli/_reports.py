@@ -25,17 +25,18 @@ def print_copy_report(report: CopyReport) -> None:
         print_line(f"{alias} is tied to {name}: stored once")
     if report.overflowed:
         print_line(
-            f"warning: {report.overflowed:,} values are too large for {report.dtype} and became infinite; use bf16 or fp32",
-            style="yellow",
+            f"warning: {report.overflowed:,} values are too large for {report.dtype} and became infinite; "
+            "use bf16 or fp32",
+            color="yellow",
         )
 
 
 def print_verify_report(report: VerifyReport) -> None:
     """Every finding in a line of its own, then what was looked at."""
     for finding in report.findings:
-        print_line(f"{finding.path}: {finding.problem}; {finding.hint}" if finding.hint else f"{finding.path}: {finding.problem}")
+        print_line(f"{finding.path}: {finding.problem}" + (f"; {finding.hint}" if finding.hint else ""))
     if not report.files:
-        print_line(f"{report.location}: cannot be read as a checkpoint", style="red")
+        print_line(f"{report.location}: cannot be read as a checkpoint", color="red")
         return
     looked = f"{report.files} files, {format_size(report.nbytes)}, {report.tensors} tensors"
     if report.deep:
@@ -45,4 +46,4 @@ def print_verify_report(report: VerifyReport) -> None:
     count = len(report.findings)
     verdict = "sound" if not count else f"{count} finding{'s' if count > 1 else ''}"
     how = "every byte read" if report.deep else "structure only; --deep reads every byte"
-    print_line(f"{report.location}: {verdict} ({looked}; {how})", style="red" if count else "green")
+    print_line(f"{report.location}: {verdict} ({looked}; {how})", color="red" if count else "green")

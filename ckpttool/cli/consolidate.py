@@ -21,7 +21,7 @@ class _Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-@click.command()
+@click.command(short_help="Merge the shards into whole weights.")
 @options.src_argument
 @options.out_argument
 @click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Kind of file to write.")
@@ -45,11 +45,11 @@ def consolidate(
     max_shard_size: int | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    exclude_frozen: bool,  # noqa: FBT001
-    dry_run: bool,  # noqa: FBT001
-    overwrite: bool,  # noqa: FBT001
+    exclude_frozen: bool,
+    dry_run: bool,
+    overwrite: bool,
     jobs: int | None,
-    as_json: bool,  # noqa: FBT001
+    as_json: bool,
 ) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 

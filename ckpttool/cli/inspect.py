@@ -7,7 +7,7 @@ import click
 from ckpttool.cli import _options as options
 
 
-@click.command()
+@click.command(short_help="Show what is in a checkpoint.")
 @options.src_argument
 @options.tag_option
 @click.option("--params", "view", flag_value="params", help="One row for each parameter, buffer and tied name.")
@@ -16,7 +16,7 @@ from ckpttool.cli import _options as options
 @click.option("--param", "name", metavar="NAME", help="Where each byte of one parameter lies.")
 @options.json_option
 @options.debug_option
-def inspect(src: str, tag: str | None, view: str | None, name: str | None, as_json: bool) -> None:  # noqa: FBT001
+def inspect(src: str, tag: str | None, view: str | None, name: str | None, as_json: bool) -> None:
     """Show what is in a checkpoint: reads a few kilobytes, whatever its size.
 
     Without a view: format, topology, versions, totals and parameter groups.

@@ -7,14 +7,16 @@ import click
 from ckpttool.cli import _options as options
 
 
-@click.command()
+@click.command(short_help="Check that a checkpoint is whole and sound.")
 @options.src_argument
 @options.tag_option
-@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and infinity, 16-bit copies against masters.")
+@click.option(
+    "--deep", is_flag=True, help="Read every byte: checksums, NaN and infinity, 16-bit copies against masters."
+)
 @options.jobs_option
 @options.json_option
 @options.debug_option
-def verify(src: str, tag: str | None, deep: bool, jobs: int | None, as_json: bool) -> None:  # noqa: FBT001
+def verify(src: str, tag: str | None, deep: bool, jobs: int | None, as_json: bool) -> None:
     """Check that a checkpoint is whole and sound: every rank's file there, intact and in agreement with the others.
 
     Prints one line for each finding and exits with 1 if there is any.
