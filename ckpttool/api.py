@@ -1,8 +1,10 @@
-"""One function for each command."""
+"""One function for each command.
+
+What only one command or target needs is imported there: half of the time that a small command takes is starting up.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -17,10 +19,8 @@ from ckpttool.progress import Meter
 from ckpttool.sizes import parse_size
 from ckpttool.staging import check_space, check_target, staged
 from ckpttool.storage import open_storage
-from ckpttool.targets import safetensors, torch
 from ckpttool.targets.companions import with_companions
 from ckpttool.targets.weights import select_weights
-from ckpttool.verification import VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.progress import Progress
-
-DEFAULT_JOBS = min(4, os.cpu_count() or 1)
-"""Threads, where the caller does not say."""
+    from ckpttool.verification import VerifyReport
 
 _WEIGHT_FILES = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
@@ -101,7 +99,7 @@ def consolidate(
     exclude_frozen: bool = False,
     dry_run: bool = False,
     overwrite: bool = False,
-    jobs: int = DEFAULT_JOBS,
+    jobs: int | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Merge the shards of a checkpoint into whole weights that load anywhere.
@@ -121,7 +119,8 @@ def consolidate(
         exclude_frozen: Leave out frozen parameters.
         dry_run: Plan, but write nothing.
         overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
-        jobs: Threads.
+        jobs: Threads. Default: one where bytes are only copied, which is as fast as ``cp``, and one for each core, up
+            to four, where they are cast. More pay where the checkpoint lies on a slow or distant disk.
         progress: Called with (bytes done, bytes in all).
 
     Raises:
@@ -138,11 +137,15 @@ def consolidate(
         checkpoint, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
     )
     limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    module = safetensors if to == "safetensors" else torch
-    make_plan = safetensors.plan_safetensors if to == "safetensors" else torch.plan_torch
+    if to == "safetensors":
+        from ckpttool.targets.safetensors import INDEX
+        from ckpttool.targets.safetensors import plan_safetensors as make_plan
+    else:
+        from ckpttool.targets.torch import INDEX
+        from ckpttool.targets.torch import plan_torch as make_plan
     companions = find_companions(open_storage(src), checkpoint.root)
     plan = with_companions(make_plan(checkpoint, selection, max_shard_bytes=limit), companions, target)
-    overflowed = 0 if dry_run else _write(plan, out, module.INDEX, jobs, progress)
+    overflowed = 0 if dry_run else _write(plan, out, INDEX, jobs, progress)
     return CopyReport(
         out=out,
         dry_run=dry_run,
@@ -164,7 +167,7 @@ def verify(
     *,
     tag: str | None = None,
     deep: bool = False,
-    jobs: int = DEFAULT_JOBS,
+    jobs: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check that a checkpoint is whole and sound; lists every finding, raises none.
@@ -173,13 +176,15 @@ def verify(
         src: As for ``inspect``.
         tag: As for ``inspect``.
         deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with their masters.
-        jobs: Threads.
+        jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
     """
+    from ckpttool.verification import verify_checkpoint
+
     return verify_checkpoint(src, tag=tag, deep=deep, jobs=jobs, progress=progress)
 
 
-def _write(plan: CopyPlan, out: str, index: str, jobs: int, progress: Progress | None) -> int:
+def _write(plan: CopyPlan, out: str, index: str, jobs: int | None, progress: Progress | None) -> int:
     check_space(out, plan.nbytes_written)
 
     def is_weights(name: str) -> bool:

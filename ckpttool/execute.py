@@ -42,6 +42,8 @@ KERNEL_COPY_BYTES = 1 << 26
 """Bytes that the kernel copies between two reports of progress."""
 TASK_BYTES = 1 << 26
 """Bytes that a thread takes on at a time."""
+MAX_JOBS = 4
+"""Threads that are used unasked."""
 PAGE_BYTES = 4096
 """The unit in which kernels keep files in memory."""
 
@@ -54,13 +56,14 @@ class Result:
     """Finite elements that became infinite in a narrower type."""
 
 
-def run(plan: CopyPlan, directory: str, *, jobs: int, advance: Advance) -> Result:
+def run(plan: CopyPlan, directory: str, *, jobs: int | None, advance: Advance) -> Result:
     """Write every file of a plan into a directory.
 
     Args:
         plan: What to write.
         directory: An existing directory, which nobody reads yet.
-        jobs: Threads.
+        jobs: Threads; None for one where bytes are only copied, and as many as there are cores, up to MAX_JOBS, where
+            they are cast. One file system writes one file for one thread at a time: more only wait for each other.
         advance: Told of bytes written.
 
     Raises:
@@ -75,10 +78,11 @@ def run(plan: CopyPlan, directory: str, *, jobs: int, advance: Advance) -> Resul
         for file in plan.files:
             path = os.path.join(directory, file.name)
             fd = _create(path, file)
+            threads = jobs or (default_jobs() if _casts(plan, file) else 1)
             try:
                 tasks = (partial(_copy, plan, sources, rows, fd, path, advance) for rows in _split(plan, file))
                 # closing(): no thread may be left writing when the file is closed, whatever happens here.
-                with contextlib.closing(in_threads(tasks, jobs)) as results:
+                with contextlib.closing(in_threads(tasks, threads)) as results:
                     result.overflowed += sum(results)
             finally:
                 os.close(fd)
@@ -145,6 +149,15 @@ def _create(path: str, file: TargetFile) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def default_jobs() -> int:
+    """Threads for work that keeps a core busy."""
+    return min(MAX_JOBS, os.cpu_count() or 1)
+
+
+def _casts(plan: CopyPlan, file: TargetFile) -> bool:
+    return any(plan.casts[i][0] != plan.casts[i][1] for i in np.unique(file.copies["cast"]))
 
 
 def _split(plan: CopyPlan, file: TargetFile) -> Iterator[NDArray[np.void]]:

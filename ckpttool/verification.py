@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError
-from ckpttool.execute import Sources, failed_proofs, in_threads, read_elements
+from ckpttool.execute import Sources, default_jobs, failed_proofs, in_threads, read_elements
 from ckpttool.formats import open_checkpoint
 from ckpttool.progress import Meter
 from ckpttool.proofs import full_proofs, sample_proofs, source_files
@@ -68,7 +68,9 @@ class VerifyReport:
     """Everything that is wrong; empty if nothing is."""
 
 
-def verify_checkpoint(src: str, *, tag: str | None, deep: bool, jobs: int, progress: Progress | None) -> VerifyReport:
+def verify_checkpoint(
+    src: str, *, tag: str | None, deep: bool, jobs: int | None, progress: Progress | None
+) -> VerifyReport:
     """Check that every rank's file is there, whole and in agreement with the others.
 
     Args:
@@ -76,7 +78,7 @@ def verify_checkpoint(src: str, *, tag: str | None, deep: bool, jobs: int, progr
         tag: As for ``open_checkpoint``.
         deep: Also compare every recorded CRC-32, look for NaN and infinity, and compare each 16-bit copy with the cast
             of its master, element by element. Without it, only samples of the latter.
-        jobs: Threads.
+        jobs: Threads; None for one for each core, up to MAX_JOBS.
         progress: Told how far it is.
     """
     errors: list[CkptError] = []
@@ -92,7 +94,7 @@ def verify_checkpoint(src: str, *, tag: str | None, deep: bool, jobs: int, progr
         proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
         meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
         if deep:
-            found, checked, unrecorded = _deep(checkpoint, jobs, meter)
+            found, checked, unrecorded = _deep(checkpoint, jobs or default_jobs(), meter)
             errors += found
         try:
             errors += failed_proofs(proofs, advance=meter)

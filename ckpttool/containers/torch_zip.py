@@ -9,7 +9,6 @@ APPNOTE 6.3 (ZIP and ZIP64 records).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 import struct
@@ -251,6 +250,8 @@ def build(
             raise PlanError(path, f"storage key {key!r:.100} cannot name a record", "this is a bug in ckpttool")
         payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
     writer.literal(f"{prefix}/version", b"3\n")
+    import hashlib  # which takes longer to import than all that reading a file needs
+
     # torch puts a hash of the content here; the structure and sizes are what is known before the payload is placed.
     digest = hashlib.sha256(pickled + repr(sorted(sizes.items())).encode()).digest()
     identity = f"{int.from_bytes(digest[:16], 'little') % 10**40:040d}"
