@@ -114,10 +114,11 @@ def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None =
 def _holds(proofs: Proofs, sources: Sources, row: Any, advance: Advance) -> bool:
     master, copy = proofs.casts[int(row["cast"])]
     start, copy_start, left = int(row["start"]), int(row["copy_start"]), int(row["numel"])
+    left_side, right_side = Scratch(), Scratch()
     while left:
         count = min(left, CAST_ELEMENTS)
-        ours = read_elements(sources[int(row["source"])], start, count, master)
-        theirs = read_elements(sources[int(row["copy_source"])], copy_start, count, copy)
+        ours = left_side.read(sources[int(row["source"])], start, count, master)
+        theirs = right_side.read(sources[int(row["copy_source"])], copy_start, count, copy)
         if not same_values(cast(ours, copy), theirs).all():
             return False
         advance(ours.nbytes + theirs.nbytes)
@@ -127,11 +128,19 @@ def _holds(proofs: Proofs, sources: Sources, row: Any, advance: Advance) -> bool
     return True
 
 
-def read_elements(reader: LocalReader, start: int, count: int, dtype: str) -> NDArray[Any]:
-    """Read elements of a type from a byte of a file."""
-    buffer = bytearray(count * itemsize(dtype))
-    reader.read_into(start, memoryview(buffer))
-    return np.frombuffer(buffer, dtype=numpy_dtype(dtype))
+class Scratch:
+    """Memory to read into, used again and again: fresh memory for every chunk costs more than reading it does."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def read(self, reader: LocalReader, start: int, count: int, dtype: str) -> NDArray[Any]:
+        """Read elements of a type from a byte of a file; they are valid until the next call."""
+        nbytes = count * itemsize(dtype)
+        if len(self._memory) < nbytes:
+            self._memory = bytearray(nbytes)
+        reader.read_into(start, memoryview(self._memory)[:nbytes])
+        return np.frombuffer(self._memory, dtype=numpy_dtype(dtype), count=count)
 
 
 # ------------------------------------------------------------------------------------------------- one target file
@@ -214,9 +223,10 @@ def _copy_cast(
     advance: Advance,
 ) -> int:  # fmt: skip
     overflowed = 0
+    scratch = Scratch()
     while numel:
         count = min(numel, CAST_ELEMENTS)
-        values = read_elements(source, start, count, pair[0])
+        values = scratch.read(source, start, count, pair[0])
         result = cast(values, pair[1])
         write_at(fd, result.view(np.uint8).data, target, path)
         overflowed += _overflowed(values, result)

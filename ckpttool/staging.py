@@ -9,7 +9,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import translate_os_errors
+from ckpttool.storage import open_storage, translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +22,18 @@ def check_target(out: str, *, overwrite: bool) -> None:
     """Refuse an output that cannot or must not be written, before any work is done.
 
     Raises:
-        StorageError: OUT is a file, holds something and ``overwrite`` is False, or its parent cannot be written.
+        StorageError: OUT is no local directory, holds something and ``overwrite`` is False, or its parent cannot be
+            written.
     """
+    if not out:
+        raise StorageError("OUT", "is an empty name", "name a directory to write")
+    open_storage(out)
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     with translate_os_errors(out):
-        if os.path.isdir(out) and os.listdir(out) and not overwrite:
+        if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX}:
             raise StorageError(out, "already exists and is not empty", "choose another OUT or pass --overwrite")
-    parent = _existing_parent(out)
+    parent = _existing_parent(_staging(out))
     if not os.path.isdir(parent):
         raise StorageError(parent, "is not a directory", "choose another OUT")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -42,10 +46,17 @@ def check_space(out: str, nbytes: int) -> None:
     Raises:
         StorageError: The file system has less than ``nbytes`` bytes free.
     """
-    parent = _existing_parent(out)
+    staging = _staging(out)
+    parent = _existing_parent(staging)
     with translate_os_errors(parent):
         info = os.statvfs(parent)
-    free = info.f_bavail * info.f_frsize
+        # What a killed run has left will be removed first.
+        left = (
+            sum(e.stat(follow_symlinks=False).st_blocks * 512 for e in os.scandir(staging))
+            if os.path.isdir(staging)
+            else 0
+        )
+    free = info.f_bavail * info.f_frsize + left
     if free < nbytes:
         raise StorageError(
             out, f"needs {nbytes:,} bytes, but only {free:,} are free", "free some space or choose another OUT"
@@ -68,8 +79,8 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     Raises:
         StorageError: Another run is writing to the same OUT, or writing fails.
     """
-    out = os.path.abspath(out)
-    staging = out + SUFFIX
+    out = os.path.realpath(out)
+    staging = _staging(out)
     with translate_os_errors(staging):
         os.makedirs(os.path.dirname(out), exist_ok=True)
         os.makedirs(staging, exist_ok=True)
@@ -77,12 +88,34 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     try:
         # A killed run may have left something: the lock says that nobody is writing it any more.
         _empty(staging)
-        yield staging
-        with translate_os_errors(out):
-            _commit(staging, out, replaces, last)
+        try:
+            yield staging
+            with translate_os_errors(out):
+                _commit(staging, out, replaces, last)
+        finally:
+            # Once it was moved, another run may have made a directory of that name.
+            if _is_at(staging, lock):
+                shutil.rmtree(staging, ignore_errors=True)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
+
+
+def _staging(out: str) -> str:
+    """The directory to write into: beside OUT, where a rename makes it OUT.
+
+    Inside OUT if that is a file system of its own, or nothing may be created beside it.
+    """
+    out = os.path.realpath(out)
+    if os.path.isdir(out) and (os.path.ismount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK)):
+        return os.path.join(out, SUFFIX)
+    return out + SUFFIX
+
+
+def _is_at(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def _lock(staging: str) -> int:
@@ -98,22 +131,23 @@ def _lock(staging: str) -> int:
     return fd
 
 
-def _empty(directory: str) -> None:
-    with translate_os_errors(directory):
-        for name in os.listdir(directory):
-            path = os.path.join(directory, name)
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+def _empty(staging: str) -> None:
+    with translate_os_errors(staging):
+        for entry in sorted(os.scandir(staging), key=lambda e: e.is_file(follow_symlinks=False)):
+            if not entry.is_file(follow_symlinks=False):
+                raise StorageError(entry.path, "was not written by ckpttool", f"move {staging} out of the way")
+            os.unlink(entry.path)
 
 
 def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Sequence[str]) -> None:
-    if not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out)):
+    if not os.path.lexists(out) or (os.path.dirname(staging) != out and not os.listdir(out)):
         os.replace(staging, out)
         return
     new = sorted(os.listdir(staging), key=lambda name: (last.index(name) + 1 if name in last else 0, name))
     old = [name for name in os.listdir(out) if replaces(name) and not os.path.isdir(os.path.join(out, name))]
+    for name in new:
+        if os.path.isdir(os.path.join(out, name)):
+            raise StorageError(os.path.join(out, name), "is a directory", "move it out of the way")
     # The index goes first and comes last: without it nothing looks whole.
     for name in sorted(old, key=lambda name: (name not in last, name)):
         os.unlink(os.path.join(out, name))
@@ -122,7 +156,7 @@ def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Seque
 
 
 def _existing_parent(out: str) -> str:
-    parent = os.path.dirname(os.path.abspath(out))
+    parent = os.path.dirname(os.path.realpath(out))
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     return parent

@@ -206,7 +206,7 @@ def open_storage(url: str) -> LocalStorage:
     """
     scheme, separator, _ = url.partition("://")
     if separator and scheme.isalnum():
-        raise StorageError(url, f"{scheme}:// is not supported yet", "copy the checkpoint to a local directory")
+        raise StorageError(url, f"{scheme}:// is not supported yet", "use a local directory")
     return LocalStorage()
 
 
@@ -231,6 +231,12 @@ def storage_error(path: str, error: OSError) -> StorageError:
         return StorageError(path, "is not a directory", "pass a checkpoint's directory")
     if error.errno == errno.EROFS:
         return StorageError(path, "is on a read-only file system", "choose another place")
+    if error.errno in {errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY}:
+        return StorageError(path, (error.strerror or "is in the way").lower(), "move it out of the way")
+    if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+        return StorageError(path, (error.strerror or "cannot be found").lower(), "choose another path")
+    if error.errno == errno.EFBIG:
+        return StorageError(path, "is larger than a file may be here", "raise the limit or choose another place")
     return StorageError(path, (error.strerror or str(error)).lower(), "check the disk and try again")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError
-from ckpttool.execute import Sources, default_jobs, failed_proofs, in_threads, read_elements
+from ckpttool.execute import Scratch, Sources, default_jobs, failed_proofs, in_threads
 from ckpttool.formats import open_checkpoint
 from ckpttool.progress import Meter
 from ckpttool.proofs import full_proofs, sample_proofs, source_files
@@ -179,10 +179,11 @@ def _scan(
 ) -> list[CkptError]:
     """Count what is not finite in one state of one parameter, for each file that holds some of it."""
     counts: dict[int, list[int]] = {}
+    scratch = Scratch()
     for row in state.extents:
         file = int(row["file"])
         try:
-            for values in _chunks(sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
+            for values in _chunks(scratch, sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
                 advance(values.nbytes)
                 # A sum that is finite has only finite terms; most chunks are settled by it.
                 with np.errstate(all="ignore"):
@@ -201,7 +202,9 @@ def _scan(
     ]
 
 
-def _chunks(reader: LocalReader, start: int, numel: int, dtype: str) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+def _chunks(
+    scratch: Scratch, reader: LocalReader, start: int, numel: int, dtype: str
+) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
     step = CHUNK_BYTES // itemsize(dtype)
     for first in range(0, numel, step):
-        yield read_elements(reader, start + first * itemsize(dtype), min(step, numel - first), dtype)
+        yield scratch.read(reader, start + first * itemsize(dtype), min(step, numel - first), dtype)
