@@ -51,12 +51,8 @@ def check_space(out: str, nbytes: int) -> None:
     with translate_os_errors(parent):
         info = os.statvfs(parent)
         # What a killed run has left will be removed first.
-        left = (
-            sum(e.stat(follow_symlinks=False).st_blocks * 512 for e in os.scandir(staging))
-            if os.path.isdir(staging)
-            else 0
-        )
-    free = info.f_bavail * info.f_frsize + left
+        left = [e.stat(follow_symlinks=False) for e in os.scandir(staging)] if os.path.isdir(staging) else []
+    free = info.f_bavail * info.f_frsize + sum(512 * s.st_blocks for s in left)
     if free < nbytes:
         raise StorageError(
             out, f"needs {nbytes:,} bytes, but only {free:,} are free", "free some space or choose another OUT"

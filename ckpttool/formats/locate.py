@@ -71,7 +71,7 @@ def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
         )
         raise LayoutError(src, "holds no DeepSpeed checkpoint", inside)
     elif tag not in tags:
-        raise LayoutError(src, f"holds no checkpoint of tag {tag!r}", _choose(tags))
+        raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(tags))
     return Location(src, posixpath.join(src, tag), tag)
 
 
@@ -80,7 +80,7 @@ def _read_latest(storage: LocalStorage, path: str, tags: list[str]) -> str:
     if not tag or "/" in tag or tag in {".", ".."} or not tag.isprintable():
         raise LayoutError(path, "does not name a tag", _choose(tags))
     if tag not in tags:
-        raise LayoutError(path, f"names {tag!r}, which is not there", _choose(tags))
+        raise LayoutError(path, f"names {tag!r:.200}, which is not there", _choose(tags))
     return tag
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Report = Callable[[CkptError], None]
 """What to do with a finding: raise it at once, or collect it and read on as far as that makes sense."""
 
+MAX_RANKS = 1 << 20
+"""No run has more."""
 MAX_NAMED = 20
 """Missing files that are named one by one."""
 RESTORE = "restore it from a copy, or choose another tag"
@@ -119,6 +121,8 @@ def read_zero_files(storage: LocalStorage, location: Location, report: Report) -
             optimizer[rank] = file
             if (count := _partition_count(file)) != ranks:
                 opener.report(_two_world_sizes(file, count, ranks, first))
+            elif (other := _stage(file)) != stage:
+                opener.report(_two_saves(file, f"is of ZeRO-{other}", f"of ZeRO-{stage}", first))
     model: list[RankFile] = []
     models = {p.name: p for p in named if p.kind == "model"}
     opener.missing([name for name in _model_names(stage, ranks) if name not in models], what)
@@ -159,7 +163,9 @@ class _Opener:
     def missing(self, names: list[str], what: str) -> None:
         """Report files that should be there; the first few by name."""
         for name in names[:MAX_NAMED]:
-            self.report(LayoutError(posixpath.join(self.location.directory, name), f"is missing ({what})", RESTORE))
+            path = posixpath.join(self.location.directory, name)
+            problem = "is not a file" if self.storage.exists(path) else "is missing"
+            self.report(LayoutError(path, f"{problem} ({what})", RESTORE))
         if len(names) > MAX_NAMED:
             problem = f"lacks {len(names) - MAX_NAMED:,} more files ({what})"
             self.report(LayoutError(self.location.directory, problem, RESTORE))
@@ -231,14 +237,15 @@ def _partition_count(file: RankFile) -> int:
     states = file.fields.child("optimizer_state_dict")
     value = states.get("partition_count", object)
     values = value if isinstance(value, list) else [value]
-    counts = {v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 20}
-    if not values or len(counts) != len(set(map(repr, values))):
+    if not values or not all(isinstance(v, int) and not isinstance(v, bool) and 0 < v <= MAX_RANKS for v in values):
         raise states.error("partition_count", "is not a number of ranks")
+    counts = set(values)
     if len(counts) > 1:
         raise LayoutError(
             file.path, f"is expert-parallel (groups over {sorted(counts)} ranks), which is not supported yet", ""
         )
-    return counts.pop()
+    count: int = counts.pop()
+    return count
 
 
 def _stage(file: RankFile) -> int:
@@ -261,11 +268,12 @@ def _model_names(stage: int, ranks: int) -> list[str]:
 
 
 def _two_world_sizes(file: RankFile, theirs: int, ranks: int, first: RankFile) -> LayoutError:
-    return LayoutError(
-        file.path,
-        f"was saved by {theirs} ranks, but {posixpath.basename(first.path)} by {ranks}: two saves are mixed",
-        RESTORE,
-    )
+    return _two_saves(file, f"was saved by {theirs} ranks", f"by {ranks}", first)
+
+
+def _two_saves(file: RankFile, ours: str, theirs: str, first: RankFile) -> LayoutError:
+    name = posixpath.basename(first.path)
+    return LayoutError(file.path, f"{ours}, but {name} {theirs}: two saves are mixed", RESTORE)
 
 
 def _stale(location: Location, name: ZeroName, what: str) -> LayoutError:
