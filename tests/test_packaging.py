@@ -1,0 +1,11 @@
+"""What an install brings."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import requires
+
+
+def test_the_base_install_is_light() -> None:
+    base = [r for r in requires("ckpttool") or [] if "extra ==" not in r]
+    assert {re.split(r"[<>=!~ ;]", r)[0] for r in base} == {"click", "ml_dtypes", "numpy", "rich"}
