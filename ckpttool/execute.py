@@ -40,8 +40,8 @@ BUFFER_BYTES = 1 << 20
 """Bytes copied at a time where they pass through this process."""
 KERNEL_COPY_BYTES = 1 << 26
 """Bytes that the kernel copies between two reports of progress."""
-TASK_BYTES = 1 << 26
-"""Bytes that a thread takes on at a time."""
+TASK_ELEMENTS = 1 << 24
+"""Elements that a thread takes on at a time: 64 MB of fp32."""
 MAX_JOBS = 4
 """Threads that are used unasked."""
 PAGE_BYTES = 4096
@@ -170,13 +170,22 @@ def _casts(plan: CopyPlan, file: TargetFile) -> bool:
 
 
 def _split(plan: CopyPlan, file: TargetFile) -> Iterator[NDArray[np.void]]:
-    """Cut a file's copies into runs of about TASK_BYTES, so that threads share the work evenly."""
-    widths = np.array([itemsize(a) for a, _ in plan.casts], dtype=np.uint64)
+    """Cut a file's copies into runs of about TASK_ELEMENTS, so that threads share the work evenly.
+
+    A copy that is longer is itself cut: a thread cannot be stopped in the middle of one.
+    """
     if not len(file.copies):
         return
-    nbytes = file.copies["numel"] * widths[file.copies["cast"]]
-    bounds = np.flatnonzero(np.diff(np.cumsum(nbytes) // np.uint64(TASK_BYTES))) + 1
-    yield from np.split(file.copies, bounds)
+    pieces = -(-file.copies["numel"].astype(np.int64) // TASK_ELEMENTS)
+    rows = np.repeat(file.copies, pieces)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, 2 within each copy
+    done = (number * TASK_ELEMENTS).astype(np.uint64)
+    source, target = (np.array([itemsize(pair[side]) for pair in plan.casts], dtype=np.uint64) for side in (0, 1))
+    rows["start"] += done * source[rows["cast"]]
+    rows["target"] += done * target[rows["cast"]]
+    rows["numel"] = np.minimum(rows["numel"] - done, np.uint64(TASK_ELEMENTS))
+    bounds = np.flatnonzero(np.diff(np.cumsum(rows["numel"]) // np.uint64(TASK_ELEMENTS))) + 1
+    yield from np.split(rows, bounds)
 
 
 def _copy(plan: CopyPlan, sources: Sources, rows: NDArray[np.void], fd: int, path: str, advance: Advance) -> int:
