@@ -103,7 +103,8 @@ def bench_inspect(root: Path, runs: int) -> None:
     counted = subprocess.run([PYTHON, "-c", COUNT_BYTES, str(root)], capture_output=True, text=True, check=True)
     read, total = map(int, counted.stdout.split())
     print(
-        f"inspect: {usages['cold'].wall:.2f} s with the checkpoint not in memory, {usages['warm'].wall:.2f} s warm{frozen}; "
+        f"inspect: {usages['cold'].wall:.2f} s with the checkpoint not in memory, "
+        f"{usages['warm'].wall:.2f} s warm{frozen}; "
         f"{usages['warm'].peak_mb:.0f} MB peak, read {read:,} of {total:,} bytes (1/{total // read:,})"
     )
 
