@@ -15,7 +15,11 @@ src_argument = click.argument("src", type=click.Path())
 out_argument = click.argument("out", type=click.Path())
 tag_option = click.option("--tag", metavar="TAG", help="Which checkpoint of a root.  [default: the one latest names]")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-jobs_option = click.option("--jobs", type=click.IntRange(1, 256), help="Threads.  [default: cores, at most 4]")
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    help="Threads.  [default: one for copying, one a core for the rest, at most 4]",
+)
 
 
 def debug_option(function: F) -> F:
