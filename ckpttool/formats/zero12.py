@@ -7,7 +7,7 @@ utils/zero_to_fp32.py (``_zero2_merge_trainable_params``).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ckpttool.formats.zero_partitions import (
     FRAGMENT,
     Partitions,
     check_agreement,
+    flat_state,
     locate_states,
     read_flat_buffer,
     read_group,
@@ -64,7 +65,7 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
         alignment = _alignment_paddings(states, g, len(shapes))
         offsets, total = _offsets(shapes, alignment)
         partition = _partition_size(files, states, g, pieces, total)
-        flat_states = [_flat_state(b, g) for b in base]
+        flat_states = [flat_state(b, g) for b in base]
         buffer = read_flat_buffer(files, shapes, pieces, flat_states, partition, what, report)
         _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, g)
         fragments = _fragments(shapes, offsets, partition, files.ranks)
@@ -85,14 +86,6 @@ def _base_state(file: RankFile, states: Fields) -> Fields:
             file.path, "is an elastic checkpoint, which is not supported yet", "save without elastic_checkpoint"
         )
     return states.child("base_optimizer_state")
-
-
-def _flat_state(base: Fields, group: int) -> Mapping[Any, Any]:
-    """The optimizer's state of one flat buffer; empty before the first step."""
-    value = base.get("state", dict).get(group, {})
-    if not isinstance(value, dict):
-        raise base.error(f"state > {group}", "is not a mapping")
-    return value
 
 
 def _param_group(base: Fields, group: int) -> Fields:

@@ -7,7 +7,7 @@ and utils/zero_to_fp32.py (``zero3_partitioned_param_info``).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ckpttool.formats.zero_partitions import (
     FRAGMENT,
     Partitions,
     check_agreement,
+    flat_state,
     locate_states,
     read_flat_buffer,
     read_group,
@@ -58,7 +59,7 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
         pieces = [m[i] for m in masters]
         fragments, partition = _fragments(shapes, files.ranks)
         _check_lengths(files.optimizer, pieces, partition, i)
-        flat_states = [_flat_state(b, i) for b in base]
+        flat_states = [flat_state(b, i) for b in base]
         buffer = read_flat_buffer(files, shapes, pieces, flat_states, partition, f"sub-group {i}", report)
         result.states.update(locate_states(files, buffer, fragments))
         result.unsliceable.extend(buffer.unsliceable)
@@ -66,14 +67,6 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
     result.groups.extend(_groups(files, base, param_shapes, scalars, report))
     result.frozen.update(_frozen(files, report))
     return result
-
-
-def _flat_state(base: Fields, sub_group: int) -> Mapping[Any, Any]:
-    """The optimizer's state of one sub-group; empty before the first step."""
-    value = base.get("state", dict).get(sub_group, {})
-    if not isinstance(value, dict):
-        raise base.error(f"state > {sub_group}", "is not a mapping")
-    return value
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:

@@ -66,6 +66,14 @@ class Partitions:
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
 
 
+def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
+    """The optimizer's states of one flat buffer, from its ``torch.optim`` state dict; empty before the first step."""
+    value = base.get("state", dict).get(index, {})
+    if not isinstance(value, dict):
+        raise base.error(f"state > {index}", "is not a mapping")
+    return value
+
+
 def read_flat_buffer(
     files: ZeroFiles,
     shapes: Mapping[str, tuple[int, ...]],
