@@ -80,6 +80,8 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     with translate_os_errors(staging):
         os.makedirs(os.path.dirname(out), exist_ok=True)
         os.makedirs(staging, exist_ok=True)
+        if os.path.islink(staging):
+            raise StorageError(staging, "is a link", "move it out of the way")
     lock = _lock(staging)
     try:
         # A killed run may have left something: the lock says that nobody is writing it any more.
@@ -116,7 +118,7 @@ def _is_at(path: str, fd: int) -> bool:
 
 def _lock(staging: str) -> int:
     with translate_os_errors(staging):
-        fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -70,7 +70,7 @@ def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
             else ("pass a checkpoint root (with a file named latest) or a tag's directory")
         )
         raise LayoutError(src, "holds no DeepSpeed checkpoint", inside)
-    elif tag not in tags:
+    elif tag not in tags and not _is_closed(storage, posixpath.join(src, tag)):
         raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(tags))
     return Location(src, posixpath.join(src, tag), tag)
 
@@ -79,7 +79,7 @@ def _read_latest(storage: LocalStorage, path: str, tags: list[str]) -> str:
     tag = storage.read_text(path).strip()
     if not tag or "/" in tag or tag in {".", ".."} or not tag.isprintable():
         raise LayoutError(path, "does not name a tag", _choose(tags))
-    if tag not in tags:
+    if tag not in tags and not _is_closed(storage, posixpath.join(posixpath.dirname(path), tag)):
         raise LayoutError(path, f"names {tag!r:.200}, which is not there", _choose(tags))
     return tag
 
@@ -95,6 +95,16 @@ def _is_tag(storage: LocalStorage, directory: str) -> bool:
         return any(parse_name(e.name) for e in storage.list(directory) if not e.is_dir)
     except StorageError:
         return False  # a directory that may not be listed is not what the user asked for
+
+
+def _is_closed(storage: LocalStorage, directory: str) -> bool:
+    """A directory that may not be listed. Where it was asked for, reading it will say so."""
+    try:
+        if storage.is_dir(directory):
+            storage.list(directory)
+    except StorageError:
+        return True
+    return False
 
 
 def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:

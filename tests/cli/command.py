@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
+import os
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +18,8 @@ from ckpttool.cli._errors import invoke
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+NOBODY = 65534
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,34 @@ def ckpttool_process(*arguments: object, **options: Any) -> Outcome:
     command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def ckpttool_without_privileges(*arguments: object) -> Outcome:
+    """Run a command as a user that permissions apply to: a forked child that gives root's rights away.
+
+    A process of its own will not do: nobody but root may be able to read this installation.
+    """
+    if os.geteuid() != 0:
+        return ckpttool(*arguments)
+    ckpttool(*arguments, "--help")  # imports all that the child may not be able to read
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there are threads, but none that the child needs
+        child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.write(write, json.dumps(dataclasses.asdict(ckpttool(*arguments))).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    assert answer, "the child failed"
+    return Outcome(**json.loads(answer))
 
 
 def remains(directory: Path) -> list[str]:

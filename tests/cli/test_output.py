@@ -1,0 +1,332 @@
+"""Where ``consolidate`` may write, and what it leaves there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from safetensors import safe_open
+
+from tests import damage
+from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, remains
+from tests.truth import source, truth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CHECKPOINT = source("zero2-dp2-bf16")
+
+
+def consolidate(out: object, *options: object) -> tuple[object, ...]:
+    to = () if "--to" in options else ("--to", "safetensors")
+    return ("consolidate", CHECKPOINT, out, *to, *options)
+
+
+# ------------------------------------------------------------------------------------------------- what is there
+
+
+def test_missing_directories_are_made(tmp_path: Path) -> None:
+    assert ckpttool(*consolidate(tmp_path / "a/b/out/")).code == 0
+    assert remains(tmp_path) == ["a", "a/b", "a/b/out", "a/b/out/model.safetensors"]
+
+
+def test_empty_directory_is_used(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert ckpttool(*consolidate(out)).code == 0
+    assert remains(tmp_path) == ["out", "out/model.safetensors"]
+
+
+def test_link_to_an_empty_directory_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")
+    assert ckpttool(*consolidate(tmp_path / "out")).code == 0
+    assert remains(tmp_path / "real") == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "real"]
+
+
+def test_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    error = ckpttool(*consolidate(out)).error
+    assert error == f"Error: {out}: already exists and is not empty; choose another OUT or pass --overwrite"
+    assert remains(tmp_path) == ["out", "out/notes.txt"]
+
+
+def test_file_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("mine")
+    for options in [(), ("--overwrite",)]:
+        error = ckpttool(*consolidate(out, *options)).error
+        assert error == f"Error: {out}: already exists and is not a directory; choose another OUT"
+    assert ckpttool(*consolidate(out / "below")).error == f"Error: {out}: is not a directory; choose another OUT"
+    assert out.read_text() == "mine"
+
+
+def test_dangling_link_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("gone")
+    assert "already exists and is not a directory" in ckpttool(*consolidate(tmp_path / "out")).error
+    assert remains(tmp_path) == ["out"]
+
+
+def test_empty_name_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for options in [(), ("--overwrite",)]:
+        assert ckpttool(*consolidate("", *options)).error.startswith("Error: OUT: is an empty name")
+    assert remains(tmp_path) == []
+
+
+def test_url_is_no_directory_called_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = "Error: s3://bucket/out: s3:// is not supported yet; use a local directory"
+    assert ckpttool(*consolidate("s3://bucket/out")).error == error
+    assert ckpttool("inspect", "s3://bucket/out").error == error
+    assert remains(tmp_path) == []
+
+
+def test_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
+    assert "file name too long; choose another path" in ckpttool(*consolidate(tmp_path / ("x" * 300))).error
+    assert remains(tmp_path) == []
+
+
+def test_what_is_not_ours_beside_the_output_is_not_removed(tmp_path: Path) -> None:
+    for kind in ("directory", "file", "link"):
+        root = tmp_path / kind
+        (root / "out.partial/work").mkdir(parents=True)
+        if kind != "directory":
+            shutil.rmtree(root / "out.partial")
+            (root / "else").mkdir()
+            (root / "else/mine").touch()
+            (root / "out.partial").touch() if kind == "file" else (root / "out.partial").symlink_to("else")
+        before = remains(root)
+        error = ckpttool(*consolidate(root / "out")).error
+        assert f"{root}/out.partial" in error
+        assert remains(root) == before
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/model-00001-of-00002.safetensors").write_bytes(b"x" * 1000)
+    assert ckpttool(*consolidate(tmp_path / "out")).code == 0
+    assert remains(tmp_path) == ["out", "out/model.safetensors"]
+
+
+def test_another_run_to_the_same_output_is_told_so(tmp_path: Path) -> None:
+    import fcntl
+
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    fd = os.open(tmp_path / "out.partial", os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        error = ckpttool(*consolidate(out)).error
+    finally:
+        os.close(fd)
+    assert error == f"Error: {out}.partial: another run is writing it; wait for that run, or choose another OUT"
+    assert remains(tmp_path) == ["out.partial"]
+
+
+# ------------------------------------------------------------------------------------------------- overwriting
+
+
+def _names(out: Path) -> set[str]:
+    """The tensors that a reader of the directory would find."""
+    index = out / "model.safetensors.index.json"
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    with safe_open(out / "model.safetensors", "np") as file:
+        return set(file.keys())
+
+
+def test_overwriting_leaves_no_stale_weights_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert ckpttool(*consolidate(out, "--max-shard-size", "3kB")).code == 0
+    sharded = remains(out)
+    assert len(sharded) > 3
+    (out / "notes.txt").write_text("mine")
+    (out / "model.safetensors.bak").write_text("mine")
+    (out / "logs").mkdir()
+    names = _names(out)
+    assert ckpttool(*consolidate(out, "--overwrite")).code == 0
+    kept = ["logs", "model.safetensors.bak", "notes.txt"]
+    assert remains(out) == sorted([*kept, "model.safetensors"])
+    assert _names(out) == names
+    assert ckpttool(*consolidate(out, "--overwrite", "--max-shard-size", "3kB")).code == 0
+    assert remains(out) == sorted([*kept, *sharded])
+    assert ckpttool(*consolidate(out, "--overwrite", "--to", "torch")).code == 0
+    assert remains(out) == sorted([*kept, "pytorch_model.bin"])
+    assert ckpttool(*consolidate(out, "--overwrite", "--to", "torch", "--max-shard-size", "3kB")).code == 0
+    assert ckpttool(*consolidate(out, "--overwrite")).code == 0
+    assert remains(tmp_path) == ["out", *sorted(f"out/{name}" for name in [*kept, "model.safetensors"])]
+
+
+def test_overwriting_that_is_refused_keeps_the_old_weights(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert ckpttool(*consolidate(out)).code == 0
+    before = (out / "model.safetensors").read_bytes()
+    root = checkpoint_copy("zero2-dp2-bf16")
+    damage.mix_in(damage.model_file(root), "zero2-dp2-bf16-round-robin")
+    assert "two saves are mixed" in ckpttool("consolidate", root, out, "--to", "torch", "--overwrite").error
+    (out / "config.json").mkdir()
+    trainer = source("zero3-dp2-bf16-trainer")
+    error = ckpttool("consolidate", trainer, out, "--to", "safetensors", "--overwrite").error
+    assert error == f"Error: {out}/config.json: is a directory; move it out of the way"
+    assert remains(tmp_path / "out") == ["config.json", "model.safetensors"]
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_dry_run_writes_nothing_and_tells_the_same(tmp_path: Path) -> None:
+    out = tmp_path / "a/out"
+    planned = json.loads(ckpttool(*consolidate(out, "--dry-run", "--json", "--max-shard-size", "3kB")).stdout)
+    assert remains(tmp_path) == []
+    done = json.loads(ckpttool(*consolidate(out, "--json", "--max-shard-size", "3kB")).stdout)
+    assert planned.pop("dry_run")
+    assert not done.pop("dry_run")
+    assert (planned.pop("seconds"), done.pop("seconds")) > (0, 0)
+    assert planned == done
+    assert {f["name"]: f["nbytes"] for f in done["files"]} == {p.name: p.stat().st_size for p in out.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------- full disks
+
+
+def test_output_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs
+
+    def nearly_full(path: str) -> os.statvfs_result:
+        return os.statvfs_result((*real(path)[:4], 1, *real(path)[5:]))
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    error = ckpttool(*consolidate(tmp_path / "a/out")).error
+    assert error.startswith(f"Error: {tmp_path}/a/out: needs 12,455 bytes, but only 4,096 are free; free some space")
+    assert remains(tmp_path) == []
+    # What a killed run left there will be free.
+    (tmp_path / "a/out.partial").mkdir(parents=True)
+    (tmp_path / "a/out.partial/model.safetensors").write_bytes(b"x" * 12_288)
+    assert ckpttool(*consolidate(tmp_path / "a/out")).code == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system takes root's rights")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("inside", ["", "out"])
+def test_full_disk_is_an_error_and_nothing_stays(
+    small_disk: Path, inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small_disk / "ballast").write_bytes(b"x" * 24_000)
+    options = () if inside else ("--overwrite",)
+    out = small_disk / inside
+    assert "needs 12,455 bytes, but only " in ckpttool(*consolidate(out, *options)).error
+    whole = os.statvfs("/")
+    monkeypatch.setattr(os, "statvfs", lambda _: whole)  # other programs fill the disk in the meantime
+    for to in ("safetensors", "torch"):
+        error = ckpttool(*consolidate(out, "--to", to, *options)).error
+        assert error.endswith("no space left on the device; free some space or choose another place")
+        assert remains(small_disk) == ["ballast"]
+
+
+def test_mount_point_is_written_on_its_own_disk(small_disk: Path, tmp_path: Path) -> None:
+    assert ckpttool(*consolidate(small_disk)).code == 0
+    assert remains(small_disk) == ["model.safetensors"]
+    assert ckpttool(*consolidate(small_disk, "--overwrite", "--to", "torch")).code == 0
+    assert remains(small_disk) == ["pytorch_model.bin"]
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+def test_limit_on_the_size_of_files_is_an_error(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = ckpttool_process(*consolidate(tmp_path / "out"), preexec_fn=limit)
+    assert "model.safetensors: is larger than a file may be here; raise the limit" in done.error
+    assert remains(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------------- permissions
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can reach, unlike pytest's."""
+    directory = Path(tempfile.mkdtemp(prefix="ckpttool-test-"))
+    directory.chmod(0o777)
+    yield directory
+    for path in [directory, *directory.rglob("*")]:
+        if path.is_dir():
+            path.chmod(0o777)
+    shutil.rmtree(directory)
+
+
+def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
+    root = open_directory / "checkpoint"
+    shutil.copytree(CHECKPOINT, root)
+    for path in root.rglob("*"):
+        path.chmod(0o755)
+    secret = damage.optimizer_file(root, 1)
+    secret.chmod(0)
+    out = open_directory / "out"
+    for command in (["inspect", root], ["consolidate", root, out, "--to", "torch"]):
+        error = ckpttool_without_privileges(*command).error
+        assert error == f"Error: {secret}: permission denied; check who may read and write it"
+    checked = ckpttool_without_privileges("verify", root)
+    assert checked.code == 1
+    assert checked.stdout.startswith(f"{secret}: permission denied; ")
+    secret.chmod(0o644)
+    tag = damage.tag_of(root)
+    tag.chmod(0)
+    for options in [(), ("--tag", "global_step3")]:
+        error = ckpttool_without_privileges("inspect", root, *options).error
+        assert error == f"Error: {tag}: permission denied; check who may read and write it"
+    assert not out.exists()
+
+
+def test_directory_that_may_not_be_written_is_named(open_directory: Path) -> None:
+    closed = open_directory / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    for out in (closed / "out", closed / "a/b/out"):
+        done = ckpttool_without_privileges(*consolidate(out))
+        assert done.error == f"Error: {closed}: permission denied; cannot create {out} in it; choose another OUT"
+    assert remains(closed) == []
+
+
+def test_directory_made_by_somebody_else_is_enough(open_directory: Path) -> None:
+    out = open_directory / "closed/out"
+    out.mkdir(parents=True)
+    out.chmod(0o777)
+    out.parent.chmod(0o555)
+    assert ckpttool_without_privileges(*consolidate(out)).code == 0
+    assert remains(out) == ["model.safetensors"]
+    (out / ".partial").mkdir(mode=0o777)
+    (out / ".partial").chmod(0o777)
+    (out / "model.safetensors").unlink()
+    assert ckpttool_without_privileges(*consolidate(out)).code == 0
+    assert remains(out) == ["model.safetensors"]
+
+
+def test_output_is_what_the_engine_held(tmp_path: Path) -> None:
+    """The other tests here look at names; this one at what is in the file."""
+    assert ckpttool(*consolidate(tmp_path / "out")).code == 0
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        expected = truth("zero2-dp2-bf16").tensors["fp32/up.weight"]
+        assert (file.get_tensor("up.weight") == expected).all()
