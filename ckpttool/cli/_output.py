@@ -18,8 +18,12 @@ from ckpttool.storage import storage_error
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rich.progress import Progress as Bar
+
     from ckpttool.progress import Progress
 
+SECONDS_BEFORE_BAR = 0.5
+"""Work that is over sooner needs no bar."""
 SECONDS_BETWEEN_LINES = 5.0
 """How often progress is told where there is no terminal to draw a bar on."""
 
@@ -125,14 +129,33 @@ def progress_bar(what: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Progress]:
+    bar: Bar | None = None
+    began = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            if time.monotonic() - began < SECONDS_BEFORE_BAR:
+                return
+            bar = _started_bar(what)
+        bar.update(bar.task_ids[0], completed=done, total=total)
+
+    try:
+        yield tell
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _started_bar(what: str) -> Bar:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task(what)
+    bar.start()
+    return bar
 
 
 def _lines(what: str) -> Progress:

@@ -1,0 +1,353 @@
+"""What scripts and people rely on: exit codes, JSON, streams, help, and how little is imported."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+
+from ckpttool import __version__, api
+from ckpttool.cli import _output, cli
+from tests import damage
+from tests.cli.command import ckpttool, ckpttool_process
+from tests.truth import NAMES, source, tag_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ZERO3 = source("zero3-dp2-bf16")
+VIEWS = [(), ("--params",), ("--ranks",), ("--files",), ("--param", "up.weight"), ("--param", "head.weight")]
+
+
+# ------------------------------------------------------------------------------------------------- exit codes
+
+USAGE = [
+    [],
+    ["inspect"],
+    ["inspect", "a", "b"],
+    ["inspect", ZERO3, "--nonsense"],
+    ["inspect", ZERO3, "--params", "--param", "x"],
+    ["nonsense"],
+    ["consolidate", ZERO3, "out"],
+    ["consolidate", ZERO3, "--to", "torch"],
+    ["consolidate", ZERO3, "out", "--to", "onnx"],
+    ["consolidate", ZERO3, "out", "--to", "torch", "--dtype", "int8"],
+    ["consolidate", ZERO3, "out", "--to", "torch", "--max-shard-size", "lots"],
+    ["consolidate", ZERO3, "out", "--to", "torch", "--max-shard-size", "0"],
+    ["consolidate", ZERO3, "out", "--to", "torch", "--jobs", "0"],
+    ["verify", ZERO3, "--jobs", "many"],
+]
+
+
+@pytest.mark.parametrize("arguments", USAGE, ids=lambda a: " ".join(a[:1] + a[2:]).replace(ZERO3, "SRC") or "nothing")
+def test_wrong_usage_exits_with_2_and_says_how_it_is_right(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ckpttool(*arguments)
+    assert (done.code, done.stdout) == (2, "")
+    assert "Usage: ckpttool" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_success_exits_with_0_and_is_silent_on_stderr(tmp_path: Path) -> None:
+    for arguments in (
+        ["inspect", ZERO3],
+        ["verify", ZERO3, "--deep"],
+        ["consolidate", ZERO3, tmp_path / "out", "--to", "torch"],
+    ):
+        done = ckpttool_process(*arguments)
+        assert (done.code, done.stderr) == (0, "")
+        assert done.stdout
+
+
+def test_failure_exits_with_1_in_one_line(tmp_path: Path) -> None:
+    done = ckpttool_process("inspect", tmp_path)
+    assert done.error.startswith(f"Error: {tmp_path}: holds no DeepSpeed checkpoint; pass ")
+    assert done.error == ckpttool("inspect", tmp_path).error
+
+
+def test_findings_exit_with_1(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    damage.optimizer_file(root).unlink()
+    for options in ([], ["--deep"], ["--json"]):
+        done = ckpttool_process("verify", root, *options)
+        assert (done.code, done.stderr) == (1, "")
+        assert "is missing" in done.stdout
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = ckpttool_process("inspect", tmp_path, "--debug")
+    assert done.code == 1
+    assert done.stderr.startswith("Traceback")
+    assert "ckpttool.errors.LayoutError: " in done.stderr.splitlines()[-1]
+
+
+def test_parameter_that_is_not_there_is_an_error() -> None:
+    for options in ([], ["--json"]):
+        error = ckpttool("inspect", ZERO3, "--param", "up.weigth", *options).error
+        assert error.endswith("holds no parameter up.weigth; see ckpttool inspect --params for the names")
+        assert "holds no parameter ;" in ckpttool("inspect", ZERO3, "--param", "", *options).error
+
+
+def test_globs_that_match_nothing_are_an_error(tmp_path: Path) -> None:
+    error = ckpttool("consolidate", ZERO3, tmp_path / "out", "--to", "torch", "--include", "nothing.*").error
+    assert "no parameter is left to write; check --include, --exclude, --exclude-frozen" in error
+    assert os.listdir(tmp_path) == []
+
+
+def test_version() -> None:
+    assert ckpttool_process("--version").stdout == f"ckpttool, version {__version__}\n"
+
+
+# ------------------------------------------------------------------------------------------------- help
+
+
+def _commands() -> list[tuple[str, click.Command]]:
+    return [("", cli), *sorted(cli.commands.items())]
+
+
+@pytest.mark.parametrize(("name", "command"), _commands(), ids=lambda c: c or "ckpttool" if isinstance(c, str) else "")
+def test_everything_has_help(name: str, command: click.Command) -> None:
+    arguments = [name, "--help"] if name else ["--help"]
+    done = ckpttool(*arguments)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout == ckpttool(*arguments[:-1], "-h").stdout
+    assert done.stdout.startswith(f"Usage: ckpttool {name}".rstrip())
+    assert "..." not in done.stdout.replace("COMMAND [ARGS]...", ""), "a help text is cut"
+    assert (command.help or "").strip().endswith(".")
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            assert parameter.opts[-1] in done.stdout
+        else:
+            assert (parameter.name or "").upper() in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_options_are_called_as_the_functions_parameters(name: str) -> None:
+    """--json and --debug are about printing, and so are inspect's views; the library knows no such thing."""
+    printing = {"as_json", "debug", "view", "name"}
+    function = python_inspect.signature(getattr(api, name)).parameters
+    command = {p.name for p in cli.commands[name].params}
+    assert command - printing == set(function) - {"progress"}
+    for option in cli.commands[name].params:
+        if isinstance(option, click.Option) and option.name not in printing:
+            assert option.opts == [f"--{(option.name or '').replace('_', '-')}"]
+            assert option.default in {None, False, ()} or option.required or repr(option.default).endswith("UNSET")
+
+
+# ------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_of_every_checkpoint(name: str, tmp_path: Path) -> None:
+    told = _json("inspect", source(name))
+    assert list(told) == [
+        "location", "root", "tag", "stage", "topology", "dtype", "deepspeed_version", "step", "skipped_steps", "nbytes",
+        "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "loss_scaler", "client_state",
+        "ds_config", "files", "notes",
+    ]  # fmt: skip
+    assert told["location"] == tag_directory(name)
+    assert list(told["topology"]) == ["data_parallel", "tensor_parallel", "pipeline_parallel"]
+    assert list(told["parameters"][0]) == ["name", "shape", "numel", "group", "frozen", "states"]
+    assert list(told["files"][0]) == ["name", "nbytes", "kind", "rank"]
+    assert list(told["groups"][0]) == ["parameters", "hyperparameters", "scalars"]
+    one = _json("inspect", source(name), "--param", told["parameters"][0]["name"])
+    assert list(one) == ["name", "states"]
+    assert list(one["states"]["fp32"]) == ["dtype", "shape", "nbytes", "extents"]
+    assert list(one["states"]["fp32"]["extents"][0]) == [
+        "file", "rank", "offset", "nbytes", "start", "numel", "padding",
+    ]  # fmt: skip
+    assert list(_json("verify", source(name), "--deep")) == [
+        "location", "tag", "deep", "files", "nbytes", "tensors", "records_checked", "records_unrecorded", "findings",
+    ]  # fmt: skip
+    written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
+    assert list(written) == [
+        "out", "dry_run", "files", "tensors", "elements", "dtype", "nbytes_read", "nbytes_written", "seconds", "tied",
+        "companions", "overflowed",
+    ]  # fmt: skip
+
+
+def _json(*arguments: object) -> Any:
+    done = ckpttool(*arguments, "--json")
+    assert (done.code, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+# ------------------------------------------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=" ".join)
+@pytest.mark.parametrize("name", ["zero3-dp4-bf16", "zero2-dp2-bf16-trainer"])
+def test_pipe_gets_whole_names_and_no_decoration(name: str, view: tuple[str, ...]) -> None:
+    if "trainer" in name and "--param" in view:
+        view = ("--param", "model.layers.0.self_attn.q_proj.weight")
+    environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "20", "TERM": "xterm-256color"}
+    done = ckpttool_process("inspect", source(name), *view, env=environment)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout == ckpttool("inspect", source(name), *view).stdout
+    assert all(line == line.rstrip() and line.isprintable() for line in done.stdout.splitlines())
+    if view == ("--params",):
+        names = [p["name"] for p in _json("inspect", source(name))["parameters"]]
+        assert [line.split()[0] for line in done.stdout.splitlines()[1 : len(names) + 1]] == names
+    if view == ("--ranks",):
+        assert ("pp_rank_3_mp_rank_00_optim_states.pt" in done.stdout) == (name == "zero3-dp4-bf16")
+
+
+def test_narrow_terminal_folds_what_does_not_fit() -> None:
+    wide = _in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=200)
+    name = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    assert name in wide
+    assert "\x1b[1m" in wide
+    narrow = _plain(_in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=40))
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert name not in narrow
+    assert name in "".join(line.split()[0] for line in narrow.splitlines())
+    for view in VIEWS:
+        assert _in_terminal("inspect", ZERO3, *view, columns=1)
+    assert "ZeRO-3 over 2 ranks" in _in_terminal("inspect", ZERO3, columns=80)
+
+
+def test_terminal_gets_no_codes_from_names(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16")
+    damage.rename_parameter(root, "up.weight", "\x1b[2J[bold]x[/bold]")
+    shown = _in_terminal("inspect", root, "--params", columns=200)
+    assert "\\x1b[2J[bold]x[/bold]" in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_no_color_is_respected(checkpoint_copy: Callable[[str], Path]) -> None:
+    assert "\x1b[32m" in _in_terminal("verify", ZERO3, columns=80)
+    assert "\x1b" not in _in_terminal("verify", ZERO3, columns=80, NO_COLOR="1")
+
+
+def _in_terminal(*arguments: object, columns: int, **environment: str) -> str:
+    """What a command shows on a terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
+    settings = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
+    settings |= {"TERM": "xterm", "COLUMNS": str(columns), **environment}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=settings) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(ours)
+    assert process.returncode == 0
+    return shown.decode().replace("\r\n", "\n")
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_progress_is_told_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_output, "SECONDS_BETWEEN_LINES", 0)
+    for arguments in (["verify", ZERO3, "--deep"], ["consolidate", ZERO3, tmp_path / "out", "--to", "safetensors"]):
+        done = ckpttool(*arguments, "--json")
+        assert done.code == 0
+        assert json.loads(done.stdout)
+        lines = done.stderr.splitlines()
+        assert all(re.fullmatch(rf"{arguments[0]}: \d+ % \([\d.]+ k?B of [\d.]+ kB\)", line) for line in lines), lines
+        assert int(lines[-1].split()[1]) > 90
+
+
+def test_bar_is_drawn_on_stderr_for_work_that_takes_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[str] = []
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            bars.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with _output.progress_bar("verify") as progress:
+        progress(1, 2000)
+    assert bars == []
+    monkeypatch.setattr(_output, "SECONDS_BEFORE_BAR", 0)
+    with _output.progress_bar("verify") as progress:
+        progress(1000, 2000)
+    assert "1.0/2.0 kB" in "".join(bars)
+
+
+def test_reader_that_has_seen_enough_is_no_error() -> None:
+    for arguments in (["inspect", ZERO3, "--json"], ["inspect", ZERO3, "--params"], ["inspect", ZERO3]):
+        read, write = os.pipe()
+        os.close(read)
+        command = [sys.executable, "-m", "ckpttool", *arguments]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_stdout_on_a_full_disk_is_an_error() -> None:
+    for arguments in (["inspect", ZERO3, "--json"], ["verify", ZERO3]):
+        command = [sys.executable, "-m", "ckpttool", *arguments]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 1
+        assert (
+            done.stderr
+            == "Error: standard output: no space left on the device; free some space or choose another place\n"
+        )
+
+
+def test_terminal_without_unicode_gets_escapes(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16")
+    damage.rename_parameter(root, "up.weight", "é")
+    done = ckpttool_process("inspect", root, "--params", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.code == 0
+    assert "\n\\xe9 " in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------- imports
+
+HEAVY = ["torch", "deepspeed", "ray", "s3fs", "fsspec", "transformers", "safetensors", "pandas", "rich.table"]
+
+
+@pytest.mark.parametrize(
+    ("code", "more"),
+    [
+        ("import ckpttool", ["numpy", "click"]),
+        ("import ckpttool.cli", ["numpy", "rich"]),
+        ("run(['--help'])", ["numpy", "rich"]),
+        ("run(['inspect', SRC])", ["rich"]),
+        ("run(['inspect', SRC, '--json'])", ["rich"]),
+        ("run(['verify', SRC, '--deep'])", ["rich"]),
+        ("run(['consolidate', SRC, OUT, '--to', 'safetensors'])", ["rich"]),
+    ],
+)
+def test_little_is_imported(code: str, more: list[str], tmp_path: Path) -> None:
+    program = f"""
+import sys
+SRC, OUT = {ZERO3!r}, {str(tmp_path / "out")!r}
+def run(arguments):
+    import ckpttool.cli
+    from ckpttool.cli._errors import invoke
+    assert invoke(ckpttool.cli.cli, arguments) == 0
+{code}
+print([name for name in {HEAVY + more!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr == "[]\n"
