@@ -64,8 +64,8 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     """Yield a directory to write into; move it to ``out`` if the body succeeds, remove it if not.
 
     A new or empty OUT appears by one rename. Into an OUT that holds something, files are moved one by one: first the
-    old files that ``replaces`` names go, then the new ones come, and ``last`` (an index, say) comes at the very end, so
-    that no reader takes a mixture for a whole.
+    old files that ``replaces`` names go, then the new ones come, those that ``replaces`` names after the others, and
+    ``last`` (an index, say) at the very end, so that no reader takes a mixture for a whole.
 
     Args:
         out: The directory that is to appear.
@@ -117,8 +117,13 @@ def _is_at(path: str, fd: int) -> bool:
 
 
 def _lock(staging: str) -> int:
-    with translate_os_errors(staging):
-        fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with translate_os_errors(staging):
+            fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.rmdir(staging)  # it was made just now; what is not empty stays
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -141,12 +146,14 @@ def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Seque
     if not os.path.lexists(out) or (os.path.dirname(staging) != out and not os.listdir(out)):
         os.replace(staging, out)
         return
-    new = sorted(os.listdir(staging), key=lambda name: (last.index(name) + 1 if name in last else 0, name))
+    # What makes the output look whole comes last: weights after their companions, an index after the weights.
+    order = {name: i for i, name in enumerate(last)}
+    new = sorted(os.listdir(staging), key=lambda name: (order.get(name, -1), replaces(name), name))
     old = [name for name in os.listdir(out) if replaces(name) and not os.path.isdir(os.path.join(out, name))]
     for name in new:
         if os.path.isdir(os.path.join(out, name)):
             raise StorageError(os.path.join(out, name), "is a directory", "move it out of the way")
-    # The index goes first and comes last: without it nothing looks whole.
+    # And it goes first.
     for name in sorted(old, key=lambda name: (name not in last, name)):
         os.unlink(os.path.join(out, name))
     for name in new:

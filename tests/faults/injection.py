@@ -1,0 +1,69 @@
+"""Makes the operating system fail at a chosen operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WATCHED = (
+    "open", "mkdir", "ftruncate", "pwrite", "pread", "preadv", "copy_file_range", "replace", "unlink", "listdir",
+)  # fmt: skip
+"""Every operation by which ckpttool reads a source or changes a disk."""
+
+
+class Disk:
+    """Counts operations, and does something at one of them.
+
+    Args:
+        at: Number of the operation at which to act, counted from 0; -1 for none.
+        act: What to do instead of it.
+        only: Names of operations to count; default: all that are watched.
+    """
+
+    def __init__(self, at: int = -1, act: Callable[[], object] | None = None, only: tuple[str, ...] = WATCHED) -> None:
+        self.at = at
+        self.act = act
+        self.only = only
+        self.operations: list[str] = []
+        """Names of the operations so far."""
+        self.acted = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Disk]:
+        """Count and act on everything that the body does."""
+        with contextlib.ExitStack() as stack:
+            for name in self.only:
+                stack.enter_context(mock.patch.object(os, name, self._wrapped(name, getattr(os, name))))
+            yield self
+
+    def _wrapped(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            # What only cleans up (shutil.rmtree works relative to open directories) is the exit of a failure.
+            if self.acted or "dir_fd" in options or (arguments and isinstance(arguments[0], int) and name == "listdir"):
+                return operation(*arguments, **options)
+            self.operations.append(name)
+            if len(self.operations) - 1 == self.at and self.act is not None:
+                self.acted = True
+                self.act()
+            return operation(*arguments, **options)
+
+        return wrapper
+
+
+def failing(code: int) -> Callable[[], object]:
+    """An operation that fails."""
+
+    def act() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return act
+
+
+def interrupting() -> None:
+    """Ctrl-C at this moment."""
+    raise KeyboardInterrupt

@@ -1,0 +1,168 @@
+"""Whatever fails, and whenever: the output is whole, or the old one, or nothing that is taken for whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpttool import execute
+from ckpttool.cli._errors import INTERRUPTED
+from tests.cli.command import Outcome, ckpttool, remains
+from tests.faults.injection import Disk, failing, interrupting
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WHOLE = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"}
+"""Where one of these is, a reader takes the directory for whole."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command to break."""
+
+    id: str
+    checkpoint: str
+    options: tuple[str, ...]
+    old: tuple[str, ...] | None = None
+    """Options of the run whose output is overwritten; None: there is no output yet."""
+
+
+RUNS = [
+    Run("one file", "zero2-dp2-bf16", ("--to", "safetensors")),
+    Run("shards, cast", "zero3-dp2-bf16", ("--to", "torch", "--max-shard-size", "3kB", "--dtype", "bf16")),
+    Run("with companions", "zero2-dp2-bf16-trainer", ("--to", "safetensors", "--max-shard-size", "9kB")),
+    Run("one over shards", "zero3-dp2-bf16-trainer", ("--to", "safetensors", "--overwrite"),
+        ("--to", "safetensors", "--max-shard-size", "9kB")),
+    Run("shards over one", "zero2-dp2-bf16-trainer", ("--to", "torch", "--max-shard-size", "9kB", "--overwrite"),
+        ("--to", "safetensors")),
+]  # fmt: skip
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir()} if directory.exists() else {}
+
+
+def _prepare(run: Run, root: Path) -> dict[str, bytes]:
+    """The output as it is before the run that is broken."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    old = root.with_name("old")
+    if run.old is not None and not old.exists():
+        assert ckpttool("consolidate", source(run.checkpoint), old, *run.old).code == 0
+        (old / "notes.txt").write_text("mine")
+    if run.old is not None:
+        shutil.copytree(old, root / "out")
+    return _contents(root / "out")
+
+
+def _consolidate(run: Run, root: Path, disk: Disk, jobs: int = 1) -> Outcome:
+    with disk.watched():
+        return ckpttool("consolidate", source(run.checkpoint), root / "out", *run.options, "--jobs", jobs)
+
+
+def _assert_nothing_false(run: Run, root: Path, before: dict[str, bytes]) -> None:
+    assert [p.name for p in root.iterdir()] == (["out"] if run.old is not None else [])
+    after = _contents(root / "out")
+    if after != before:
+        assert not WHOLE & set(after)
+        assert after["notes.txt"] == b"mine"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: r.id)
+@pytest.mark.parametrize("act", [failing(errno.ENOSPC), interrupting], ids=["ENOSPC", "^C"])
+def test_failure_at_every_operation(run: Run, act: Callable[[], object], tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    _prepare(run, root)
+    recorded = Disk()
+    assert _consolidate(run, root, recorded).code == 0
+    good = _contents(root / "out")
+    assert {"open", "pwrite", "preadv", "replace"} <= set(recorded.operations)
+    for at in range(len(recorded.operations)):
+        before = _prepare(run, root)
+        disk = Disk(at, act)
+        done = _consolidate(run, root, disk)
+        assert disk.operations == recorded.operations[: at + 1]
+        if done.code == 0:
+            assert recorded.operations[at] == "mkdir", "it was there already"
+            assert _contents(root / "out") == good
+            continue
+        if act is interrupting:
+            assert (done.code, done.stdout) == (INTERRUPTED, "")
+            assert done.stderr.strip() == "Error: interrupted; nothing is left of the output"
+        else:
+            assert done.error
+        _assert_nothing_false(run, root, before)
+    # What is left after the last failure does not keep the next run from succeeding.
+    assert ckpttool("consolidate", source(run.checkpoint), root / "out", *run.options).code == 0
+    assert _contents(root / "out") == good
+
+
+@pytest.mark.parametrize("at", range(0, 40, 3))
+def test_failure_in_one_of_several_threads(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "TASK_ELEMENTS", 100)
+    run = Run("", "zero3-dp2-bf16", ("--to", "safetensors", "--dtype", "bf16"))
+    root = tmp_path / "root"
+    before = _prepare(run, root)
+    disk = Disk(at, failing(errno.EIO), only=("pwrite", "preadv"))
+    assert "input/output error; check the disk and try again" in _consolidate(run, root, disk, jobs=3).error
+    assert disk.acted
+    _assert_nothing_false(run, root, before)
+
+
+@pytest.mark.parametrize("change", ["touched", "grown", "cut off"])
+def test_source_that_changes_during_the_run(
+    change: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_copy("zero3-dp2-bf16")
+    path = checkpoint / "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    data = path.read_bytes()
+
+    def act() -> None:
+        if change == "touched":
+            os.utime(path, ns=(1, 1))
+        else:
+            path.write_bytes(data + b"x" if change == "grown" else data[:5000])
+
+    def consolidate(disk: Disk) -> Outcome:
+        with disk.watched():
+            return ckpttool("consolidate", checkpoint, tmp_path / "out", "--to", "safetensors", "--jobs", 1)
+
+    reads = ("preadv", "copy_file_range", "pwrite")
+    recorded = Disk(only=reads)
+    assert consolidate(recorded).code == 0
+    shutil.rmtree(tmp_path / "out")
+    for at in range(len(recorded.operations)):
+        path.write_bytes(data)
+        os.utime(path)
+        error = consolidate(Disk(at, act, only=reads)).error
+        assert error.startswith(f"Error: {path}: ")
+        assert "while it was being read" in error or "changed since its layout was read" in error
+        assert "wait until the save is over, then try again" in error
+        assert remains(tmp_path) == ["checkpoints", *(f"checkpoints/{name}" for name in remains(checkpoint.parent))]
+
+
+def test_source_that_is_replaced_between_inspection_and_copy_is_noticed(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A save that replaces its files (rename) leaves the old file open: its name must still lead to it."""
+    checkpoint = checkpoint_copy("zero3-dp2-bf16")
+    path = checkpoint / "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+    def act() -> None:
+        copy = tmp_path / "copy"
+        shutil.copyfile(path, copy)
+        copy.replace(path)
+
+    opened = Disk(only=("ftruncate",), at=0, act=act)
+    with opened.watched():
+        done = ckpttool("consolidate", checkpoint, tmp_path / "out", "--to", "safetensors", "--jobs", 1)
+    assert "changed since its layout was read" in done.error
+    assert not (tmp_path / "out").exists()
