@@ -5,6 +5,7 @@ What only one command or target needs is imported there: half of the time that a
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -71,9 +72,11 @@ class CopyReport:
     """Files carried along: configuration, tokenizer."""
     overflowed: int
     """Finite values that became infinite in ``dtype``."""
+    notes: tuple[str, ...]
+    """What was noticed about the checkpoint."""
 
 
-def inspect(src: str, *, tag: str | None = None) -> Checkpoint:
+def inspect(src: str | os.PathLike[str], *, tag: str | None = None) -> Checkpoint:
     """Read the layout of a checkpoint; no weights are read and nothing in it is run.
 
     Args:
@@ -83,12 +86,12 @@ def inspect(src: str, *, tag: str | None = None) -> Checkpoint:
     Raises:
         CkptError: There is no sound checkpoint; says which file, what is wrong and what to do.
     """
-    return open_checkpoint(src, tag=tag)
+    return open_checkpoint(os.fspath(src), tag=tag)
 
 
 def consolidate(
-    src: str,
-    out: str,
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     to: Literal["safetensors", "torch"],
     tag: str | None = None,
@@ -114,8 +117,8 @@ def consolidate(
         tag: As for ``inspect``.
         dtype: Type of the parameters, cast bit for bit as torch does.
         max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
-        include: Globs: only parameters whose full name matches one.
-        exclude: Globs: no parameter whose full name matches one.
+        include: Globs: only parameters and buffers whose full name matches one.
+        exclude: Globs: no parameter or buffer whose full name matches one.
         exclude_frozen: Leave out frozen parameters.
         dry_run: Plan, but write nothing.
         overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
@@ -125,8 +128,10 @@ def consolidate(
 
     Raises:
         CkptError: The checkpoint is not sound, ``out`` cannot be written, or nothing matches.
+        ValueError: ``max_shard_size`` is no size.
     """
     began = time.perf_counter()
+    src, out = os.fspath(src), os.fspath(out)
     if not dry_run:
         check_target(out, overwrite=overwrite)
     checkpoint = open_checkpoint(src, tag=tag)
@@ -136,7 +141,7 @@ def consolidate(
     selection = select_weights(
         checkpoint, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
     )
-    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    limit = parse_size(str(max_shard_size))
     if to == "safetensors":
         from ckpttool.targets.safetensors import INDEX
         from ckpttool.targets.safetensors import plan_safetensors as make_plan
@@ -159,11 +164,12 @@ def consolidate(
         tied=dict(selection.aliases),
         companions=tuple(c.name for c in companions),
         overflowed=overflowed,
+        notes=(*map(str, checkpoint.notes), *checkpoint.remarks),
     )
 
 
 def verify(
-    src: str,
+    src: str | os.PathLike[str],
     *,
     tag: str | None = None,
     deep: bool = False,
@@ -181,7 +187,7 @@ def verify(
     """
     from ckpttool.verification import verify_checkpoint
 
-    return verify_checkpoint(src, tag=tag, deep=deep, jobs=jobs, progress=progress)
+    return verify_checkpoint(os.fspath(src), tag=tag, deep=deep, jobs=jobs, progress=progress)
 
 
 def _write(plan: CopyPlan, out: str, index: str, jobs: int | None, progress: Progress | None) -> int:

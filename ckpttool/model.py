@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,9 +175,9 @@ class Checkpoint:
     deepspeed_version: str | None
     """As recorded when it was saved."""
     step: int
-    """Optimizer steps of the engine (``global_steps``)."""
+    """Steps of the engine (``global_steps``), those skipped included."""
     skipped_steps: int
-    """Steps skipped for overflow."""
+    """Steps that the optimizer did not take because gradients had overflowed."""
     parameters: tuple[Parameter, ...]
     """In the order of the module's state dict, tied names left out."""
     buffers: tuple[Buffer, ...]
@@ -200,7 +201,9 @@ class Checkpoint:
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
     notes: tuple[LayoutError, ...] = ()
-    """What the reader noticed that did not keep it from reading."""
+    """What the reader noticed that did not keep it from reading, and may mean that something is wrong."""
+    remarks: tuple[str, ...] = ()
+    """What a user should know of it, though nothing is wrong."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():
@@ -209,7 +212,8 @@ class Checkpoint:
     def problems(self) -> Iterator[LayoutError]:
         """Every state whose extents do not fill its shape exactly once, or lie outside their file."""
         sizes = np.array([f.nbytes for f in self.files], dtype=np.uint64)
-        for name, key, state in self.states():
+        duplicates = ((name, "second copy", state) for name, state in self.duplicates.items())
+        for name, key, state in chain(self.states(), duplicates):
             rows = state.extents
             gap = exact_cover_problem(rows["start"], rows["numel"], state.numel)
             if gap is not None:

@@ -70,6 +70,7 @@ def _everything(c: Checkpoint) -> dict[str, Any]:
         "ds_config": plain(c.ds_config),
         "files": [{"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank} for f in c.files],
         "notes": [str(n) for n in c.notes],
+        "remarks": list(c.remarks),
     }
 
 

@@ -32,7 +32,7 @@ def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None)
         _print_files(checkpoint)
     else:
         _print_summary(checkpoint)
-    for note in checkpoint.notes:
+    for note in (*checkpoint.notes, *checkpoint.remarks):
         print_line(f"note: {note}", color="yellow")
 
 

@@ -23,6 +23,8 @@ def print_copy_report(report: CopyReport) -> None:
     print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in report.files], right=["size"])
     for alias, name in report.tied.items():
         print_line(f"{alias} is tied to {name}: stored once")
+    for note in report.notes:
+        print_line(f"note: {note}", color="yellow")
     if report.overflowed:
         print_line(
             f"warning: {report.overflowed:,} values are too large for {report.dtype} and became infinite; "

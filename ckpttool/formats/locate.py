@@ -10,7 +10,7 @@ from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.zero_names import parse_name
 
 if TYPE_CHECKING:
-    from ckpttool.storage import LocalStorage
+    from ckpttool.storage import Entry, LocalStorage
 
 LATEST = "latest"
 """The file beside the tags that names the newest one."""
@@ -45,49 +45,64 @@ def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     entries = storage.list(src)
     if any(parse_name(e.name) for e in entries if not e.is_dir):
-        name = posixpath.basename(posixpath.abspath(src))
+        # "." has a name and a parent, too.
+        whole = posixpath.abspath(src) if posixpath.basename(src) in {".", ".."} else src
+        root, name = posixpath.dirname(whole) or ".", posixpath.basename(whole)
         if tag is not None and tag != name:
-            raise LayoutError(
-                src, f"is the directory of tag {name}, not of {tag}", f"pass {posixpath.dirname(src) or '.'}"
-            )
-        return Location(posixpath.dirname(src) or ".", src, name)
-    tags = sorted(
-        (e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(src, e.name))), key=natural_order
-    )
-    if tag is None and any(e.name == LATEST and not e.is_dir for e in entries):
-        tag = _read_latest(storage, posixpath.join(src, LATEST), tags)
-    elif tag is None and len(tags) == 1:
+            raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {root}")
+        return Location(root, src, name)
+    if tag is not None:
+        if not _is_there(storage, src, tag):
+            raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(_tags(storage, src, entries)))
+    elif any(e.name == LATEST and not e.is_dir for e in entries):
+        tag = _read_latest(storage, src, entries)
+    else:
+        tags = _tags(storage, src, entries)
+        if not tags:
+            raise LayoutError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
+        if len(tags) > 1:
+            raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", _choose(tags))
         tag = tags[0]
-    elif tag is None and tags:
-        raise LayoutError(
-            src, f"holds {len(tags)} checkpoints and no latest", f"choose one with --tag: {', '.join(tags)}"
-        )
-    elif tag is None:
-        nested = [e.name for e in entries if e.is_dir and e.name.startswith("checkpoint-")]
-        inside = (
-            f"pass one of its checkpoints: {', '.join(sorted(nested, key=natural_order))}"
-            if nested
-            else ("pass a checkpoint root (with a file named latest) or a tag's directory")
-        )
-        raise LayoutError(src, "holds no DeepSpeed checkpoint", inside)
-    elif tag not in tags and not _is_closed(storage, posixpath.join(src, tag)):
-        raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(tags))
     return Location(src, posixpath.join(src, tag), tag)
 
 
-def _read_latest(storage: LocalStorage, path: str, tags: list[str]) -> str:
+def _read_latest(storage: LocalStorage, src: str, entries: list[Entry]) -> str:
+    path = posixpath.join(src, LATEST)
     tag = storage.read_text(path).strip()
-    if not tag or "/" in tag or tag in {".", ".."} or not tag.isprintable():
-        raise LayoutError(path, "does not name a tag", _choose(tags))
-    if tag not in tags and not _is_closed(storage, posixpath.join(posixpath.dirname(path), tag)):
-        raise LayoutError(path, f"names {tag!r:.200}, which is not there", _choose(tags))
+    if not _is_name(tag):
+        raise LayoutError(path, "does not name a tag", _choose(_tags(storage, src, entries)))
+    if not _is_there(storage, src, tag):
+        raise LayoutError(path, f"names {tag!r:.200}, which is not there", _choose(_tags(storage, src, entries)))
     return tag
 
 
+def _tags(storage: LocalStorage, src: str, entries: list[Entry]) -> list[str]:
+    """All checkpoints in a directory. Slow where there are many: asked for only when no tag is named."""
+    names = (e.name for e in entries if e.is_dir)
+    return sorted((n for n in names if _is_tag(storage, posixpath.join(src, n))), key=natural_order)
+
+
+def _look_elsewhere(entries: list[Entry]) -> str:
+    nested = sorted((e.name for e in entries if e.is_dir and e.name.startswith("checkpoint-")), key=natural_order)
+    if nested:
+        return f"pass one of its checkpoints: {', '.join(nested)}"
+    return "pass a checkpoint root (with a file named latest) or a tag's directory"
+
+
 def _choose(tags: list[str]) -> str:
-    return (
-        f"choose one with --tag: {', '.join(tags)}" if tags else "no other checkpoint is there: restore it from a copy"
-    )
+    if not tags:
+        return "no other checkpoint is there: restore it from a copy"
+    return f"choose one with --tag: {', '.join(tags)}"
+
+
+def _is_name(tag: str) -> bool:
+    """Whether a tag stays inside its root. DeepSpeed takes any text, so "epoch1/step5" is one."""
+    return tag.isprintable() and not any(part in {"", ".", ".."} for part in tag.split("/"))
+
+
+def _is_there(storage: LocalStorage, src: str, tag: str) -> bool:
+    directory = posixpath.join(src, tag)
+    return _is_name(tag) and (_is_tag(storage, directory) or _is_closed(storage, directory))
 
 
 def _is_tag(storage: LocalStorage, directory: str) -> bool:

@@ -58,13 +58,16 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
             RESTORE,
         )
     base = [_base_state(f, s) for f, s in zip(files.optimizer, states, strict=True)]
+    end_paddings = [s.integers("group_paddings") if "group_paddings" in s else None for s in states]
+    alignments = [s.values.get("param_alignment_paddings") for s in states]
+    check_agreement(files.optimizer, "param_alignment_paddings", alignments, report)
     result = Partitions()
     for g, shapes in enumerate(param_shapes):
         what = f"group {g}"
         pieces = [m[g] for m in masters]
-        alignment = _alignment_paddings(states, g, len(shapes))
+        alignment = _alignment_paddings(states[0], g, len(shapes))
         offsets, total = _offsets(shapes, alignment)
-        partition = _partition_size(files, states, g, pieces, total)
+        partition = _partition_size(files, states, end_paddings, g, pieces, total)
         flat_states = [flat_state(b, g) for b in base]
         buffer = read_flat_buffer(files, shapes, pieces, flat_states, partition, what, report)
         _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, g)
@@ -95,21 +98,18 @@ def _param_group(base: Fields, group: int) -> Fields:
     return Fields(base.path, f"{base.place} > param_groups[{group}]", groups[group])
 
 
-def _alignment_paddings(states: Sequence[Fields], group: int, count: int) -> list[int]:
+def _alignment_paddings(states: Fields, group: int, count: int) -> list[int]:
     """Elements of padding behind each parameter; since 0.19.8, all 0 unless ``parameter_alignment`` is on."""
-    recorded = states[0].optional("param_alignment_paddings", list)
+    recorded = states.optional("param_alignment_paddings", list)
     if recorded is None:
         return [0] * count
-    for s in states[1:]:
-        if s.values.get("param_alignment_paddings") != recorded:
-            raise s.error("param_alignment_paddings", "differs from rank 0's: two saves are mixed")
     paddings = recorded[group] if group < len(recorded) else None
     if (
         not isinstance(paddings, list)
         or len(paddings) != count
         or not all(isinstance(p, int) and 0 <= p < 1 << 16 for p in paddings)
     ):
-        raise states[0].error("param_alignment_paddings", f"does not fit the {count} parameters of group {group}")
+        raise states.error("param_alignment_paddings", f"does not fit the {count} parameters of group {group}")
     return paddings
 
 
@@ -122,7 +122,12 @@ def _offsets(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]) -> 
 
 
 def _partition_size(
-    files: ZeroFiles, states: Sequence[Fields], group: int, pieces: Sequence[TensorRef], total: int
+    files: ZeroFiles,
+    states: Sequence[Fields],
+    recorded: Sequence[list[int] | None],
+    group: int,
+    pieces: Sequence[TensorRef],
+    total: int,
 ) -> int:
     """Elements of each rank's partition, padding included; everything about lengths must agree.
 
@@ -134,7 +139,6 @@ def _partition_size(
     """
     ranks = files.ranks
     padded = "zero_stage" not in states[0]
-    recorded = [s.integers("group_paddings") if "group_paddings" in s else None for s in states]
     if any(r is not None and len(r) <= group for r in recorded):
         raise states[0].error("group_paddings", f"lacks group {group}")
     paddings = [0 if r is None else r[group] for r in recorded]

@@ -127,7 +127,8 @@ def _groups(
         names = tuple(name for i in members for name in param_shapes[i])
         for i in members[1:]:
             if scalars[i] != scalars[members[0]]:
-                raise fields[0].error("params", f"joins sub-groups {members[0]} and {i}, whose states {scalars} differ")
+                problem = f"joins sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
+                raise fields[0].error("params", problem)
         shared = scalars[members[0]] if members else {}
         result.append(read_group(files, fields, names, shared, f"group {g}", report))
     return result
@@ -168,6 +169,11 @@ def _frozen_state(
             raise LayoutError(file.path, f"holds {held} elements of frozen parameter {name}, not {piece}", RESTORE)
         dtypes.add(ref.dtype)
         table[r] = (rows["start"][r], rows["numel"][r], file.index, file.torch.locate(ref).start, rows["padding"][r])
+    if dtypes == {"I8"}:
+        problem = f"frozen parameter {name} is quantised to 8 bit (ZeRO++), and its scale was not saved"
+        raise LayoutError(
+            files.model[0].path, problem, "it cannot be known; save without zero_quantized_nontrainable_weights"
+        )
     if len(dtypes) != 1:
         raise LayoutError(files.model[0].path, f"frozen parameter {name} has several dtypes: {sorted(dtypes)}", RESTORE)
     return State(shape, dtypes.pop(), table)

@@ -30,6 +30,7 @@ Report = Callable[[CkptError], None]
 
 MAX_RANKS = 1 << 20
 """No run has more."""
+SUPPORTED = "this version reads data-parallel ZeRO 1, 2 and 3"
 MAX_NAMED = 20
 """Missing files that are named one by one."""
 RESTORE = "restore it from a copy, or choose another tag"
@@ -100,7 +101,10 @@ def read_zero_files(storage: LocalStorage, location: Location, report: Report) -
     Raises:
         CkptError: What is wrong, unless ``report`` collects it and reading can go on.
     """
-    named = [p for e in storage.list(location.directory) if not e.is_dir and (p := parse_name(e.name))]
+    entries = storage.list(location.directory)
+    named = [p for e in entries if not e.is_dir and (p := parse_name(e.name))]
+    if any(e.is_dir and e.name == "zero" for e in entries):
+        raise LayoutError(location.directory, "is a universal checkpoint, which is not supported yet", SUPPORTED)
     _refuse_unsupported(location, named)
     opener = _Opener(storage, location, report)
     by_rank = {p.data_rank or 0: p for p in named if p.kind == "optimizer"}
@@ -204,17 +208,20 @@ def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int]
 def _refuse_unsupported(location: Location, named: list[ZeroName]) -> None:
     kinds = {p.kind for p in named}
     parallel = [p.name for p in named if p.model_rank > 0]
-    hint = "this version reads data-parallel ZeRO 1, 2 and 3"
     if "layer" in kinds:
-        raise LayoutError(location.directory, "is pipeline-parallel (layer files), which is not supported yet", hint)
+        raise LayoutError(
+            location.directory, "is pipeline-parallel (layer files), which is not supported yet", SUPPORTED
+        )
     if kinds & {"expert", "expert optimizer"}:
-        raise LayoutError(location.directory, "holds expert-parallel (MoE) files, which is not supported yet", hint)
+        raise LayoutError(
+            location.directory, "holds expert-parallel (MoE) files, which is not supported yet", SUPPORTED
+        )
     if parallel:
         problem = f"is tensor- or pipeline-parallel ({parallel[0]}), which is not supported yet"
-        raise LayoutError(location.directory, problem, hint)
+        raise LayoutError(location.directory, problem, SUPPORTED)
     if "optimizer" not in kinds:
         problem = "holds no ZeRO optimizer files: it is of stage 0, or was saved without the optimizer"
-        raise LayoutError(location.directory, problem, hint)
+        raise LayoutError(location.directory, problem, SUPPORTED)
 
 
 def _single_prefix(location: Location, optimizer: list[ZeroName]) -> str:

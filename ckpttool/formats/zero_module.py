@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import shape_of
-from ckpttool.model import Buffer, State, one_extent
+from ckpttool.model import State, extents, one_extent
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -60,16 +63,37 @@ def read_module(file: RankFile) -> dict[str, TensorRef]:
     return file.fields.tensor_mapping("module")
 
 
-def read_buffers(file: RankFile, module: Mapping[str, TensorRef]) -> tuple[Buffer, ...]:
-    """The persistent buffers, which every rank keeps whole."""
-    names = {n for n in file.fields.optional("buffer_names", list) or [] if isinstance(n, str)}
-    return tuple(Buffer(name, whole_tensor(file, ref)) for name, ref in module.items() if name in names)
+MAX_STRIDED = 1 << 20
+"""Elements of a tensor that is not contiguous: each may need an extent of its own."""
+
+
+def read_buffer_names(file: RankFile) -> set[str]:
+    """Names of the persistent buffers."""
+    return {n for n in file.fields.optional("buffer_names", list) or [] if isinstance(n, str)}
 
 
 def whole_tensor(file: RankFile, ref: TensorRef) -> State:
-    """A tensor that lies whole in one file."""
-    where = file.torch.locate(ref)
-    return State(ref.shape, ref.dtype, one_extent(ref.numel, file.index, where.start))
+    """A tensor that lies whole in one file, in whatever order of strides.
+
+    Raises:
+        LayoutError: Its elements lie scattered, and there are very many.
+    """
+    if ref.contiguous:
+        return State(ref.shape, ref.dtype, one_extent(ref.numel, file.index, file.torch.locate(ref).start))
+    if ref.numel > MAX_STRIDED:
+        problem = f"a tensor of shape {ref.shape} is stored with strides {ref.stride}"
+        raise LayoutError(file.path, problem, "save it contiguous")
+    place = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(ref.shape, ref.stride, strict=True):
+        place = (place[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    first = np.flatnonzero(np.concatenate([[True], np.diff(place) != 1]))  # where a run of neighbours begins
+    table = extents(len(first))
+    table["start"] = first
+    table["numel"] = np.diff(np.append(first, len(place)))
+    table["file"] = file.index
+    base = file.torch.storages[ref.storage.key].start
+    table["offset"] = base + (ref.offset + place[first]) * itemsize(ref.dtype)
+    return State(ref.shape, ref.dtype, table)
 
 
 def read_aliases(
@@ -91,10 +115,14 @@ def read_aliases(
     Raises:
         LayoutError: ``shared_params`` ties tensors of different shapes, or names nothing.
     """
+    excluded = file.fields.values.get("frozen_param_shapes") is None
     aliases: dict[str, str] = {}
     duplicates: dict[str, State] = {}
     for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
-        if not isinstance(alias, str) or not isinstance(name, str) or name not in known:
+        named = isinstance(alias, str) and isinstance(name, str)
+        if named and excluded and alias not in module and name not in module and name not in trained:
+            continue  # both were left out when it was saved
+        if not named or name not in known:
             raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
         if alias in trained:
             raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, but the optimizer holds both")

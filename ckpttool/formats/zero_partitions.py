@@ -16,7 +16,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.zero_files import RESTORE
-from ckpttool.model import MASTER, ParamGroup, ScalarState, State, extents
+from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, extents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,6 +106,8 @@ def read_flat_buffer(
         if numbers[0] is not None:
             check_agreement(files.optimizer, f"{key} of {what}", [n and n.value for n in numbers], report)
             scalars[str(key)] = numbers[0]
+        elif key in {MASTER, MODULE} or not isinstance(key, str):
+            unsliceable.append(f"{what}: {key}")  # a name that stands for something else here
         elif all(isinstance(v, TensorRef) and v.shape == (partition,) for v in values):
             tensors[str(key)] = [v for v in values if isinstance(v, TensorRef)]
         elif any(v is not None for v in values):

@@ -43,10 +43,10 @@ def _edit_config(text: str, dtype: str) -> bytes | None:
     """``config.json`` with the type of the weights; None if it is to be copied as it is."""
     try:
         config = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     keys = [k for k in _DTYPE_KEYS if k in config] if isinstance(config, dict) else []
     if not keys or all(config[k] == DTYPES[dtype].torch for k in keys):
         return None
     config |= dict.fromkeys(keys, DTYPES[dtype].torch)
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(config, indent=2, ensure_ascii="\\u" in text) + "\n").encode()

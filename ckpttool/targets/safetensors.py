@@ -31,10 +31,10 @@ def plan_safetensors(checkpoint: Checkpoint, selection: WeightSelection, *, max_
     Raises:
         PlanError: A tensor has a name that the format cannot hold.
     """
-    if any(w.name == "__metadata__" for w in selection.weights):
-        raise PlanError(
-            checkpoint.location, "a tensor is named __metadata__", "safetensors cannot hold it; --exclude it"
-        )
+    for name in [*(w.name for w in selection.weights), *selection.aliases]:
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            problem = f"a tensor is named {name!r}"
+            raise PlanError(checkpoint.location, problem, "safetensors cannot hold it; --exclude it")
     builder = CopyBuilder(checkpoint)
     shards = split_into_shards(selection.weights, max_shard_bytes)
     names = shard_names("model", "safetensors", len(shards))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpttool.casts import castable
-from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.dtypes import DTYPES, SHORT_NAMES, itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan import COPY, merge_copies
@@ -56,8 +56,8 @@ def select_weights(
     """Choose the tensors.
 
     Trainable parameters come from their masters, frozen ones from the module's copy, both cast to ``dtype``. Buffers
-    keep the type that the model had: narrowing a rotary table or a running variance would lose what nobody asked to
-    lose.
+    keep the type that the model had (narrowing a rotary table or a running variance would lose what nobody asked to
+    lose), and so does what is no floating-point number.
 
     Args:
         checkpoint: The source.
@@ -77,6 +77,9 @@ def select_weights(
     for parameter in checkpoint.parameters:
         if parameter.name in wanted:
             state = parameter.states.get(MASTER) or parameter.states[MODULE]
+            if not DTYPES[state.dtype].floating:
+                weights.append(Weight(parameter.name, state, state.dtype))  # codes of a quantised layer, say
+                continue
             if not castable(state.dtype, dtype):
                 problem = f"{parameter.name} is {state.dtype} and cannot be cast to {SHORT_NAMES[dtype]}"
                 raise PlanError(checkpoint.location, problem, "leave it out with --exclude")
@@ -99,6 +102,9 @@ def _all_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def _matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
+    # A text is a sequence too, of letters; what is meant is one glob.
+    include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
+
     def matches(name: str) -> bool:
         wanted = not include or any(fnmatch.fnmatchcase(name, glob) for glob in include)
         return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in exclude)

@@ -139,7 +139,7 @@ def test_name_that_safetensors_cannot_hold_is_refused(checkpoint_copy: Callable[
     root = checkpoint_copy(ZERO2)
     damage.rename_parameter(root, "up.weight", "__metadata__")
     error = ckpttool("consolidate", root, tmp_path / "out", "--to", "safetensors").error
-    assert "a tensor is named __metadata__; safetensors cannot hold it; --exclude it" in error
+    assert "a tensor is named '__metadata__'; safetensors cannot hold it; --exclude it" in error
     assert not (tmp_path / "out").exists()
     assert ckpttool("consolidate", root, tmp_path / "out", "--to", "torch").code == 0
 
@@ -206,10 +206,13 @@ def _remove(states: Any, place: tuple[Any, ...]) -> None:
     del states[place[-1]]
 
 
-def _three(root: Path) -> list[tuple[object, ...]]:
-    """The commands that between them read and use everything."""
+def _assert_harmless_to_all(root: Path) -> None:
+    """As above, of the commands that between them read and use everything; soon over where the first one refuses."""
     commands = _commands(root, root.parent)
-    return [(*commands[3],), (*commands[4], "--overwrite"), (*commands[7],)]
+    done = _assert_harmless(root, [commands[3]])[0]
+    if done.code == 0:
+        _assert_harmless(root, [(*commands[4], "--overwrite")])
+    _assert_harmless(root, [commands[7]])
 
 
 @pytest.mark.parametrize(("name", "place"), MODEL_PLACES, ids=lambda p: p if isinstance(p, str) else str(p[-1]))
@@ -240,7 +243,7 @@ def test_value_without_end_comes_to_an_end(
     root = checkpoint_copy(ZERO3)
     for path in files_of(root, kind):
         edit(path, functools.partial(_put, place=place, value=ENDLESS[junk]))
-    _assert_harmless(root, _three(root)[:2])
+    _assert_harmless(root, [_commands(root, root.parent)[i] for i in (3, 4)])
 
 
 def _assert_harmless_at(root: Path, place: tuple[Any, ...], junk: dict[str, Any], kind: str) -> None:
@@ -251,7 +254,7 @@ def _assert_harmless_at(root: Path, place: tuple[Any, ...], junk: dict[str, Any]
         for path, data in good.items():
             path.write_bytes(data)
             edit(path, change)
-        _assert_harmless(root, _three(root))
+        _assert_harmless_to_all(root)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,14 +341,14 @@ def test_tensors_that_overlap_are_no_danger(checkpoint_copy: Callable[[str], Pat
     _assert_harmless(root, _commands(root, root.parent))
 
 
-def test_tensor_that_steps_over_memory_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+def test_tensor_that_repeats_its_memory_is_read_as_torch_reads_it(checkpoint_copy: Callable[[str], Path]) -> None:
     def widen(states: dict[str, Any]) -> None:
         states["module"]["positions"] = dataclasses.replace(states["module"]["positions"], stride=(0,))
 
     root = checkpoint_copy(ZERO2)
     edit_model(root, widen)
     for done in _assert_harmless(root, _commands(root, root.parent))[:6]:
-        assert "a tensor of shape (7,) is stored with strides (0,)" in done.error
+        assert done.code == 0
 
 
 def test_client_state_without_end_is_shown_up_to_a_limit(checkpoint_copy: Callable[[str], Path]) -> None:

@@ -157,7 +157,7 @@ def test_json_of_every_checkpoint(name: str, tmp_path: Path) -> None:
     assert list(told) == [
         "location", "root", "tag", "stage", "topology", "dtype", "deepspeed_version", "step", "skipped_steps", "nbytes",
         "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "loss_scaler", "client_state",
-        "ds_config", "files", "notes",
+        "ds_config", "files", "notes", "remarks",
     ]  # fmt: skip
     assert told["location"] == tag_directory(name)
     assert list(told["topology"]) == ["data_parallel", "tensor_parallel", "pipeline_parallel"]
@@ -176,7 +176,7 @@ def test_json_of_every_checkpoint(name: str, tmp_path: Path) -> None:
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
     assert list(written) == [
         "out", "dry_run", "files", "tensors", "elements", "dtype", "nbytes_read", "nbytes_written", "seconds", "tied",
-        "companions", "overflowed",
+        "companions", "overflowed", "notes",
     ]  # fmt: skip
 
 

@@ -99,3 +99,16 @@ def test_file_names_are_understood(name: str, kind: str, data_rank: int | None, 
 )
 def test_other_files_are_not_taken_for_checkpoint_files(name: str) -> None:
     assert parse_name(name) is None
+
+
+def test_a_tag_may_have_parts(tmp_path: Path) -> None:
+    """DeepSpeed takes any text for a tag."""
+    shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / "epoch1" / "step5")
+    (tmp_path / "latest").write_text("epoch1/step5")
+    assert locate(STORAGE, str(tmp_path), None).directory == str(tmp_path / "epoch1" / "step5")
+    assert locate(STORAGE, str(tmp_path), "epoch1/step5").tag == "epoch1/step5"
+
+
+def test_the_root_of_the_current_directory_is_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tag_directory("zero3-dp2-bf16-trainer"))
+    assert locate(STORAGE, ".", None).root == source("zero3-dp2-bf16-trainer")

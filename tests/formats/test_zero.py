@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -213,3 +213,87 @@ def test_extents_beyond_the_end_of_a_file_are_no_checkpoint() -> None:
     parameter = replace(sound.parameters[0], states={MASTER: broken})
     with pytest.raises(LayoutError, match="lies beyond its end"):
         replace(sound, parameters=(parameter,))
+
+
+def _edit_model(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    for path in (root / "global_step3").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        change(state)
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero3-dp2-bf16"])
+def test_buffers_of_any_strides_are_read(name: str, checkpoint_copy: Callable[[str], Path]) -> None:
+    whole = torch.arange(60, dtype=torch.float32).view(3, 4, 5)
+    buffers = {"t": whole.permute(2, 0, 1), "sliced": whole[1:, ::2, 1:4], "expanded": whole[0, 0, :1].expand(7)}
+
+    def add(state: dict[str, Any]) -> None:
+        state["module"].update(buffers)
+        state["buffer_names"] += list(buffers)
+
+    root = checkpoint_copy(name)
+    _edit_model(root, add)
+    checkpoint = open_checkpoint(str(root))
+    for buffer in checkpoint.buffers:
+        if buffer.name in buffers:
+            assert gather(checkpoint, buffer.state) == raw_bytes(buffers[buffer.name])
+
+
+@pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16"])
+def test_what_is_neither_parameter_nor_buffer_keeps_its_type(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Scales of quantised layers and ``_extra_state`` stand in state dicts, too."""
+    extra = {"up.weight.absmax": torch.tensor([1.2345678]), "up._extra_state": torch.tensor([1, 2], dtype=torch.uint8)}
+    root = checkpoint_copy(name)
+    _edit_model(root, lambda state: state["module"].update(extra))
+    ckpttool.consolidate(root, tmp_path / "out", to="torch", dtype="bf16")
+    written = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    for key, value in extra.items():
+        assert written[key].dtype == value.dtype
+        assert torch.equal(written[key], value)
+    assert written["frozen_proj.weight"].dtype == torch.bfloat16
+
+
+def test_frozen_and_tied_weights_that_were_left_out_are_remarked_on(checkpoint_copy: Callable[[str], Path]) -> None:
+    """As ``exclude_frozen_parameters`` saves a LoRA run on a model with tied, frozen embeddings."""
+    root = checkpoint_copy("zero2-dp2-bf16")
+
+    def leave_out(state: dict[str, Any]) -> None:
+        state["frozen_param_shapes"] = state["frozen_param_fragments"] = None
+        state["shared_params"] = {"lm.weight": "wte.weight"}
+        for key in ("frozen_proj.weight", "frozen_proj.bias", "head.weight"):
+            del state["module"][key]
+
+    _edit_model(root, leave_out)
+    checkpoint = open_checkpoint(str(root))
+    assert not checkpoint.aliases
+    assert not any(p.frozen for p in checkpoint.parameters)
+    assert "exclude_frozen_parameters" in checkpoint.remarks[0]
+    assert ckpttool.verify(root, deep=True).findings == ()
+    assert open_checkpoint(source("zero2-dp2-bf16")).remarks == ()
+
+
+def test_model_states_of_another_step_than_the_optimizers_are_noticed(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16")
+    _edit_model(root, lambda state: state.update(global_steps=5))
+    (note,) = open_checkpoint(str(root)).notes
+    assert "group 0 took 3.0 steps, but the model states are of step 5" in note.problem
+    assert len(ckpttool.verify(root).findings) == 1
+
+
+@pytest.mark.parametrize("key", ["fp32", "module", 7])
+def test_an_optimizer_state_with_a_name_that_means_something_else_poses_as_nothing(
+    key: Any, checkpoint_copy: Callable[[str], Path]
+) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        state = file["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]
+        state[key] = torch.full_like(state["exp_avg"], 7.0)
+        torch.save(file, path)
+    checkpoint = open_checkpoint(str(root))
+    assert checkpoint.unsliceable == (f"sub-group 0: {key}",)
+    embed = next(p for p in checkpoint.parameters if p.name == "embed.weight")
+    assert gather(checkpoint, embed.states[MASTER]) == raw_bytes(truth("zero3-dp2-bf16").tensors["fp32/embed.weight"])
+    assert set(embed.states) == {"fp32", "exp_avg", "exp_avg_sq"}
