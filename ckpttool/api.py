@@ -18,7 +18,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import find_companions
 from ckpttool.progress import Meter
 from ckpttool.sizes import parse_size
-from ckpttool.staging import check_space, check_target, staged
+from ckpttool.staging import check_apart, check_space, check_target, staged
 from ckpttool.storage import open_storage
 from ckpttool.targets.companions import with_companions
 from ckpttool.targets.weights import select_weights
@@ -135,6 +135,8 @@ def consolidate(
     if not dry_run:
         check_target(out, overwrite=overwrite)
     checkpoint = open_checkpoint(src, tag=tag)
+    if not dry_run:
+        check_apart(out, checkpoint.location)
     if to not in {"safetensors", "torch"} or dtype not in TRAINING_DTYPES:
         raise PlanError(out, f"cannot be written as {to} in {dtype}", "choose safetensors or torch, fp32, bf16 or fp16")
     target = TRAINING_DTYPES[dtype]

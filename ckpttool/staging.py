@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 SUFFIX = ".partial"
 """What is being written lies in ``OUT.partial`` until it is whole."""
+MARK = ".ckpttool-staging"
+"""Says that a directory was made here, and may be cleared away."""
+ASIDE = ".ckpttool-replaced"
+"""Where files of an existing OUT wait until those that replace them are in place."""
+ATTEMPTS = 10
+"""How often to try again when other runs come and go."""
 
 
 def check_target(out: str, *, overwrite: bool) -> None:
@@ -59,13 +65,27 @@ def check_space(out: str, nbytes: int) -> None:
         )
 
 
+def check_apart(out: str, source: str) -> None:
+    """Refuse to write where the source lies.
+
+    Raises:
+        StorageError: OUT, or the directory it is staged in, is the source or holds it.
+    """
+    inside = os.path.realpath(source)
+    for path in (os.path.realpath(out), _staging(out)):
+        if os.path.commonpath([path, inside]) == path:
+            raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
+
+
 @contextlib.contextmanager
 def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = ()) -> Iterator[str]:
     """Yield a directory to write into; move it to ``out`` if the body succeeds, remove it if not.
 
-    A new or empty OUT appears by one rename. Into an OUT that holds something, files are moved one by one: first the
-    old files that ``replaces`` names go, then the new ones come, those that ``replaces`` names after the others, and
-    ``last`` (an index, say) at the very end, so that no reader takes a mixture for a whole.
+    A new OUT appears by one rename. Into an OUT that is there, files are moved one by one, those that ``replaces``
+    names after the others and ``last`` (an index, say) at the very end, so that no reader takes a mixture for a whole;
+    if that fails, what was there is put back.
+
+    Nothing is synced to disk, as ``cp`` does not: this is for outputs that can be made again after a power cut.
 
     Args:
         out: The directory that is to appear.
@@ -79,22 +99,15 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     staging = _staging(out)
     with translate_os_errors(staging):
         os.makedirs(os.path.dirname(out), exist_ok=True)
-        os.makedirs(staging, exist_ok=True)
-        if os.path.islink(staging):
-            raise StorageError(staging, "is a link", "move it out of the way")
-    lock = _lock(staging)
+    lock = _enter(staging)
     try:
-        # A killed run may have left something: the lock says that nobody is writing it any more.
-        _empty(staging)
-        try:
-            yield staging
-            with translate_os_errors(out):
-                _commit(staging, out, replaces, last)
-        finally:
-            # Once it was moved, another run may have made a directory of that name.
-            if _is_at(staging, lock):
-                shutil.rmtree(staging, ignore_errors=True)
+        yield staging
+        with translate_os_errors(out):
+            _commit(staging, out, replaces, last)
     finally:
+        # Once it was moved, another run may have made a directory of that name.
+        if _is_at(staging, lock):
+            shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
 
 
@@ -116,14 +129,59 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _lock(staging: str) -> int:
+def _enter(staging: str) -> int:
+    """Make the staging directory, empty and ours alone; returns the lock on it.
+
+    What a killed run has left is cleared away. A directory without the mark of this tool is somebody else's: it is left
+    as it is.
+    """
+    for _ in range(ATTEMPTS):
+        with translate_os_errors(staging):
+            made = _make(staging)
+        try:
+            with translate_os_errors(staging):
+                lock = _lock(staging)
+        except BaseException:
+            if made:
+                _discard(staging)
+            raise
+        # Between opening and locking, the run that held it may have moved it away.
+        if _is_at(staging, lock):
+            break
+        os.close(lock)
+    else:
+        raise StorageError(staging, "other runs keep writing it", "wait for them, or choose another OUT")
     try:
         with translate_os_errors(staging):
-            fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            _claim(staging, made=made)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.rmdir(staging)  # it was made just now; what is not empty stays
+        if made:
+            _discard(staging)
+        os.close(lock)
         raise
+    return lock
+
+
+def _discard(staging: str) -> None:
+    """Remove what was made just now."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(staging, MARK))
+    with contextlib.suppress(OSError):
+        os.rmdir(staging)
+
+
+def _make(staging: str) -> bool:
+    try:
+        os.mkdir(staging)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _lock(staging: str) -> int:
+    if os.path.islink(staging):
+        raise StorageError(staging, "is a link", "move it out of the way")
+    fd = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -134,30 +192,48 @@ def _lock(staging: str) -> int:
     return fd
 
 
-def _empty(staging: str) -> None:
-    with translate_os_errors(staging):
-        for entry in sorted(os.scandir(staging), key=lambda e: e.is_file(follow_symlinks=False)):
-            if not entry.is_file(follow_symlinks=False):
-                raise StorageError(entry.path, "was not written by ckpttool", f"move {staging} out of the way")
-            os.unlink(entry.path)
+def _claim(staging: str, *, made: bool) -> None:
+    mark = os.path.join(staging, MARK)
+    held = os.listdir(staging)
+    if held and not made and not os.path.isfile(mark):
+        raise StorageError(staging, "was not made by ckpttool", "move it out of the way, or choose another OUT")
+    for name in held:
+        path = os.path.join(staging, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif name != MARK:
+            os.unlink(path)
+    os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
 
 
 def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Sequence[str]) -> None:
-    if not os.path.lexists(out) or (os.path.dirname(staging) != out and not os.listdir(out)):
+    if not os.path.lexists(out):
+        os.unlink(os.path.join(staging, MARK))
         os.replace(staging, out)
         return
     # What makes the output look whole comes last: weights after their companions, an index after the weights.
     order = {name: i for i, name in enumerate(last)}
-    new = sorted(os.listdir(staging), key=lambda name: (order.get(name, -1), replaces(name), name))
-    old = [name for name in os.listdir(out) if replaces(name) and not os.path.isdir(os.path.join(out, name))]
-    for name in new:
+    new = [n for n in os.listdir(staging) if n != MARK]
+    new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
+    old = [n for n in os.listdir(out) if (replaces(n) or n in new) and n != SUFFIX]
+    old.sort(key=lambda name: (name not in last, not replaces(name), name))  # and it goes first
+    for name in old:
         if os.path.isdir(os.path.join(out, name)):
             raise StorageError(os.path.join(out, name), "is a directory", "move it out of the way")
-    # And it goes first.
-    for name in sorted(old, key=lambda name: (name not in last, name)):
-        os.unlink(os.path.join(out, name))
-    for name in new:
-        os.replace(os.path.join(staging, name), os.path.join(out, name))
+    aside = os.path.join(staging, ASIDE)
+    os.mkdir(aside)
+    moves = [(os.path.join(out, n), os.path.join(aside, n)) for n in old]
+    moves += [(os.path.join(staging, n), os.path.join(out, n)) for n in new]
+    done: list[tuple[str, str]] = []
+    try:
+        for source, target in moves:
+            done.append((source, target))
+            os.replace(source, target)
+    except BaseException:
+        for source, target in reversed(done):
+            with contextlib.suppress(FileNotFoundError):  # the move that failed
+                os.replace(target, source)
+        raise
 
 
 def _existing_parent(out: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors import safe_open
 
+from ckpttool import staging
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, remains
 from tests.truth import source, truth
@@ -98,10 +99,13 @@ def test_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_is_not_ours_beside_the_output_is_not_removed(tmp_path: Path) -> None:
-    for kind in ("directory", "file", "link"):
+    for kind in ("directory", "plain files", "file", "link"):
         root = tmp_path / kind
         (root / "out.partial/work").mkdir(parents=True)
-        if kind != "directory":
+        if kind == "plain files":
+            (root / "out.partial/work").rmdir()
+            (root / "out.partial/thesis.txt").touch()
+        elif kind != "directory":
             shutil.rmtree(root / "out.partial")
             (root / "else").mkdir()
             (root / "else/mine").touch()
@@ -112,8 +116,29 @@ def test_what_is_not_ours_beside_the_output_is_not_removed(tmp_path: Path) -> No
         assert remains(root) == before
 
 
+def test_checkpoint_is_not_written_over(checkpoint_copy: Callable[[str], Path]) -> None:
+    """Neither by its own name nor by the name of the directory that OUT is staged in."""
+    root = checkpoint_copy("zero2-dp2-bf16")
+    shutil.move(root / "global_step3", root / "x.partial")
+    before = remains(root.parent)
+    for out in (root, root / "x", root / "x.partial", root.parent):
+        done = ckpttool("consolidate", root / "x.partial", out, "--to", "safetensors", "--overwrite")
+        assert f"{out}: would be written over the checkpoint in" in done.error
+        assert remains(root.parent) == before
+
+
+def test_directory_that_is_there_stays_the_same_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir(mode=0o700)
+    inode = out.stat().st_ino
+    assert ckpttool(*consolidate(out)).code == 0
+    assert (out.stat().st_ino, out.stat().st_mode & 0o777) == (inode, 0o700)
+    assert remains(tmp_path) == ["out", "out/model.safetensors"]
+
+
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / staging.MARK).touch()
     (tmp_path / "out.partial/model-00001-of-00002.safetensors").write_bytes(b"x" * 1000)
     assert ckpttool(*consolidate(tmp_path / "out")).code == 0
     assert remains(tmp_path) == ["out", "out/model.safetensors"]
@@ -213,6 +238,7 @@ def test_output_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest
     assert remains(tmp_path) == []
     # What a killed run left there will be free.
     (tmp_path / "a/out.partial").mkdir(parents=True)
+    (tmp_path / "a/out.partial" / staging.MARK).touch()
     (tmp_path / "a/out.partial/model.safetensors").write_bytes(b"x" * 12_288)
     assert ckpttool(*consolidate(tmp_path / "a/out")).code == 0
 

@@ -60,13 +60,17 @@ def _last_line(run: subprocess.Popen[str]) -> str:
     return err.splitlines()[-1]
 
 
+STAGED = ["out.partial", "out.partial/.ckpttool-staging", "out.partial/model.safetensors"]
+"""What is there while the output is being written."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16", "--jobs", "3")], ids=["alone", "threads"])
 def test_run_that_is_told_to_stop_leaves_nothing(
     number: signal.Signals, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     with slow_run(tmp_path / "out", *options) as run:
-        assert remains(tmp_path) == ["out.partial", "out.partial/model.safetensors"]
+        assert remains(tmp_path) == STAGED
         run.send_signal(number)
         assert _last_line(run) == "Error: interrupted; nothing is left of the output"
     assert run.returncode == INTERRUPTED
@@ -79,7 +83,7 @@ def test_run_that_is_killed_leaves_what_the_next_one_removes(tmp_path: Path) -> 
         run.kill()
         run.communicate()
     assert run.returncode == -signal.SIGKILL
-    assert remains(tmp_path) == ["out.partial", "out.partial/model.safetensors"]
+    assert remains(tmp_path) == STAGED
     assert ckpttool_process("inspect", out).error.endswith("does not exist; check the path")
     assert ckpttool("consolidate", CHECKPOINT, out, "--to", "torch").code == 0
     assert remains(tmp_path) == ["out", "out/pytorch_model.bin"]
