@@ -17,6 +17,7 @@ from ckpttool.execute import run
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import find_companions
 from ckpttool.progress import Meter
+from ckpttool.proofs import sample_proofs
 from ckpttool.sizes import parse_size
 from ckpttool.staging import check_apart, check_space, check_target, staged
 from ckpttool.storage import open_storage
@@ -96,6 +97,7 @@ def consolidate(
     to: Literal["safetensors", "torch"],
     tag: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    weights: Literal["masters", "module"] = "masters",
     max_shard_size: int | str = "5GB",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -116,6 +118,8 @@ def consolidate(
         to: Kind of file.
         tag: As for ``inspect``.
         dtype: Type of the parameters, cast bit for bit as torch does.
+        weights: Which weights of trainable parameters: the optimizer's masters, or the copies that the model computed
+            with, which stages 1 and 2 save too and which may have been changed after the last step.
         max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
@@ -137,11 +141,13 @@ def consolidate(
     checkpoint = open_checkpoint(src, tag=tag)
     if not dry_run:
         check_apart(out, checkpoint.location)
+    if weights not in {"masters", "module"}:
+        raise PlanError(out, f"cannot be written from {weights}", "choose masters or module")
     if to not in {"safetensors", "torch"} or dtype not in TRAINING_DTYPES:
         raise PlanError(out, f"cannot be written as {to} in {dtype}", "choose safetensors or torch, fp32, bf16 or fp16")
     target = TRAINING_DTYPES[dtype]
     selection = select_weights(
-        checkpoint, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
+        checkpoint, source=weights, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
     )
     limit = parse_size(str(max_shard_size))
     if to == "safetensors":
@@ -150,8 +156,9 @@ def consolidate(
     else:
         from ckpttool.targets.torch import INDEX
         from ckpttool.targets.torch import plan_torch as make_plan
+    proofs = sample_proofs(checkpoint) if weights == "masters" else None
     companions = find_companions(open_storage(src), checkpoint.root)
-    plan = with_companions(make_plan(checkpoint, selection, max_shard_bytes=limit), companions, target)
+    plan = with_companions(make_plan(checkpoint, selection, max_shard_bytes=limit, proofs=proofs), companions, target)
     overflowed = 0 if dry_run else _write(plan, out, INDEX, jobs, progress)
     return CopyReport(
         out=out,

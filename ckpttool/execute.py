@@ -104,7 +104,8 @@ def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None =
                     proofs.sources[int(row["copy_source"])].path,
                     f"the {copy} copy of {proofs.names[name]} is not what its {master} master in "
                     f"{os.path.basename(proofs.sources[int(row['source'])].path)} says",
-                    "two saves are mixed or the layout is not understood: restore the checkpoint from a copy",
+                    "two saves are mixed (restore it from a copy), or the model was changed after the optimizer's last "
+                    "step (then --weights module writes the model's own copies)",
                 )
     finally:
         if sources is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -26,17 +26,6 @@ class ByteRange:
     def nbytes(self) -> int:
         """Length of the span."""
         return self.end - self.start
-
-
-def coalesce(ranges: Iterable[ByteRange], *, max_gap: int) -> list[ByteRange]:
-    """Merge ranges that touch, overlap or lie within ``max_gap`` bytes of each other; every input stays covered."""
-    merged: list[ByteRange] = []
-    for r in sorted(ranges):
-        if merged and r.start <= merged[-1].end + max_gap:
-            merged[-1] = ByteRange(merged[-1].start, max(merged[-1].end, r.end))
-        else:
-            merged.append(r)
-    return merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,8 @@ def _deep(checkpoint: Checkpoint, jobs: int, advance: Advance) -> tuple[list[Ckp
 
 
 def _check_sums(sources: Sources, index: int, advance: Advance) -> tuple[list[CkptError], int, int]:
-    reader = sources[index]
     try:
+        reader = sources[index]
         file = read_torch_file(reader)
         recorded = [r for r in file.records if r.crc_recorded]
         found = [error for record in recorded if (error := _check_sum(reader, record))]
@@ -191,7 +191,8 @@ def _scan(
                         continue
                     count = counts.setdefault(file, [0, 0])
                     count[0] += int(np.isnan(values).sum())
-                    count[1] += int(np.isinf(values).sum())
+                    if key != "buffer":  # a mask of -inf is what it should be
+                        count[1] += int(np.isinf(values).sum())
         except CkptError as error:
             return [error]
     what = name if key == "buffer" else f"{key} of {name}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpttool.ranges import ByteRange, CoverProblem, coalesce, exact_cover_problem
+from ckpttool.ranges import CoverProblem, exact_cover_problem
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,3 @@ CASES = [
 def test_exact_cover(case: CoverCase) -> None:
     starts, lengths = [s for s, _ in case.spans], [n for _, n in case.spans]
     assert exact_cover_problem(starts, lengths, case.total) == case.problem
-
-
-def test_ranges_within_the_gap_are_merged_and_others_are_not() -> None:
-    ranges = [ByteRange(20, 30), ByteRange(0, 10), ByteRange(12, 15), ByteRange(0, 10)]
-    assert coalesce(ranges, max_gap=2) == [ByteRange(0, 15), ByteRange(20, 30)]
-    assert coalesce(ranges, max_gap=5) == [ByteRange(0, 30)]

@@ -39,7 +39,7 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
         click.echo(f"Error: {error}", err=True)
         return 1
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Error: interrupted; nothing is left of the output", err=True)
+        click.echo("Error: interrupted; nothing was left half-written", err=True)
         return INTERRUPTED
     return code if isinstance(code, int) else 0
 

@@ -27,6 +27,11 @@ class _Size(click.ParamType[int]):
 @click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Kind of file to write.")
 @options.tag_option
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the parameters.  [default: fp32]")
+@click.option(
+    "--weights",
+    type=click.Choice(["masters", "module"]),
+    help="From the optimizer's masters, or the model's own copies (stages 1 and 2).  [default: masters]",
+)
 @click.option("--max-shard-size", type=_Size(), help="Split into files of at most this size.  [default: 5GB]")
 @click.option("--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable).")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No parameters whose name matches (repeatable).")
@@ -42,6 +47,7 @@ def consolidate(
     to: str,
     tag: str | None,
     dtype: str | None,
+    weights: str | None,
     max_shard_size: int | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -60,7 +66,7 @@ def consolidate(
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_copy_report
 
-    given = options.chosen(dtype=dtype, max_shard_size=max_shard_size, jobs=jobs)
+    given = options.chosen(dtype=dtype, weights=weights, max_shard_size=max_shard_size, jobs=jobs)
     with progress_bar("consolidate") as progress:
         report = api.consolidate(
             src,

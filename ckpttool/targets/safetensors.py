@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ckpttool.containers import safetensors
 from ckpttool.errors import PlanError
 from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.proofs import sample_proofs
 from ckpttool.targets.index import index_file
 from ckpttool.targets.weights import CopyBuilder, Weight, WeightSelection, shard_names, split_into_shards
 
@@ -15,12 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
+    from ckpttool.plan import Proofs
 
 INDEX = "model.safetensors.index.json"
 """Name of the index over several files."""
 
 
-def plan_safetensors(checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int) -> CopyPlan:
+def plan_safetensors(
+    checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int, proofs: Proofs | None
+) -> CopyPlan:
     """Plan ``model.safetensors``, or shards and ``model.safetensors.index.json``.
 
     A tied tensor is stored once, under the name that owns it, as ``save_pretrained`` does; the header's metadata tells
@@ -41,7 +43,7 @@ def plan_safetensors(checkpoint: Checkpoint, selection: WeightSelection, *, max_
     files = [_file(builder, name, shard, selection) for name, shard in zip(names, shards, strict=True)]
     if len(files) > 1:
         files.append(index_file(INDEX, names, shards, selection))
-    return CopyPlan(builder.sources, builder.casts, tuple(files), sample_proofs(checkpoint))
+    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
 
 
 def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:

@@ -9,7 +9,6 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import OrderedDict, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.proofs import sample_proofs
 from ckpttool.targets.index import index_file
 from ckpttool.targets.weights import CopyBuilder, Weight, WeightSelection, shard_names, split_into_shards
 
@@ -17,12 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
+    from ckpttool.plan import Proofs
 
 INDEX = "pytorch_model.bin.index.json"
 """Name of the index over several files."""
 
 
-def plan_torch(checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int) -> CopyPlan:
+def plan_torch(
+    checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int, proofs: Proofs | None
+) -> CopyPlan:
     """Plan ``pytorch_model.bin``, or shards and ``pytorch_model.bin.index.json``.
 
     Each file is a state dict. Tied names are in it, sharing one storage, as ``torch.save`` writes them.
@@ -33,7 +35,7 @@ def plan_torch(checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_
     files = [_file(builder, name, shard, selection) for name, shard in zip(names, shards, strict=True)]
     if len(files) > 1:
         files.append(index_file(INDEX, names, shards, selection, aliases=True))
-    return CopyPlan(builder.sources, builder.casts, tuple(files), sample_proofs(checkpoint))
+    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
 
 
 def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.model import Checkpoint, State
+    from ckpttool.model import Checkpoint, Parameter, State
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,13 @@ class WeightSelection:
 
 
 def select_weights(
-    checkpoint: Checkpoint, *, dtype: str, include: Sequence[str], exclude: Sequence[str], exclude_frozen: bool
+    checkpoint: Checkpoint,
+    *,
+    source: str,
+    dtype: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    exclude_frozen: bool,
 ) -> WeightSelection:
     """Choose the tensors.
 
@@ -61,6 +67,7 @@ def select_weights(
 
     Args:
         checkpoint: The source.
+        source: "masters", or "module" for the copies that the model computed with.
         dtype: safetensors' spelling: "F32", "BF16" or "F16".
         include: Globs on full names; empty means all.
         exclude: Globs on full names; they win over ``include``.
@@ -76,7 +83,7 @@ def select_weights(
     weights = []
     for parameter in checkpoint.parameters:
         if parameter.name in wanted:
-            state = parameter.states.get(MASTER) or parameter.states[MODULE]
+            state = _weights_of(checkpoint, parameter, source)
             if not DTYPES[state.dtype].floating:
                 weights.append(Weight(parameter.name, state, state.dtype))  # codes of a quantised layer, say
                 continue
@@ -91,6 +98,14 @@ def select_weights(
         )
     aliases = {a: n for a, n in checkpoint.aliases.items() if n in wanted and matches(a)}
     return WeightSelection(tuple(weights), aliases)
+
+
+def _weights_of(checkpoint: Checkpoint, parameter: Parameter, source: str) -> State:
+    first, second = (MASTER, MODULE) if source == "masters" else (MODULE, MASTER)
+    if source == "module" and MODULE not in parameter.states:
+        problem = f"keeps no copy of {parameter.name} but the master: stage 3 saves none"
+        raise PlanError(checkpoint.location, problem, "leave --weights at masters")
+    return parameter.states.get(first) or parameter.states[second]
 
 
 def _all_names(checkpoint: Checkpoint) -> list[str]:

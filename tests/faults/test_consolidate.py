@@ -91,7 +91,7 @@ def test_failure_at_every_operation(run: Run, act: Callable[[], object], tmp_pat
             continue
         if act is interrupting:
             assert (done.code, done.stdout) == (INTERRUPTED, "")
-            assert done.stderr.strip() == "Error: interrupted; nothing is left of the output"
+            assert done.stderr.strip() == "Error: interrupted; nothing was left half-written"
         else:
             assert done.error
         _assert_nothing_false(run, root, before)

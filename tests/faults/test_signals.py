@@ -72,7 +72,7 @@ def test_run_that_is_told_to_stop_leaves_nothing(
     with slow_run(tmp_path / "out", *options) as run:
         assert remains(tmp_path) == STAGED
         run.send_signal(number)
-        assert _last_line(run) == "Error: interrupted; nothing is left of the output"
+        assert _last_line(run) == "Error: interrupted; nothing was left half-written"
     assert run.returncode == INTERRUPTED
     assert remains(tmp_path) == []
 

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import COPY, merge_copies
-from ckpttool.ranges import ByteRange, coalesce, exact_cover_problem
-
-RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: ByteRange(t[0], t[0] + t[1])))
-
-
-@given(RANGES, st.integers(0, 10))
-def test_coalescing_keeps_every_input_covered_and_leaves_wider_gaps_alone(ranges: list[ByteRange], gap: int) -> None:
-    merged = coalesce(ranges, max_gap=gap)
-    for r in ranges:
-        assert any(m.start <= r.start and r.end <= m.end for m in merged)
-    assert all(b.start - a.end > gap for a, b in itertools.pairwise(merged))
-    covered = {i for r in ranges for i in range(r.start, r.end)}
-    extra = {i for m in merged for i in range(m.start, m.end)} - covered
-    borders = {r.end for r in ranges} | {r.start for r in ranges}
-    for i in extra:  # what is read without need lies in a gap that is allowed
-        assert any(abs(i - b) <= gap for b in borders)
+from ckpttool.ranges import exact_cover_problem
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8), st.integers(0, 30))

@@ -313,3 +313,52 @@ def test_what_is_neither_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="choose safetensors or torch"):
         ckpttool.consolidate(source("zero1-dp1-bf16"), str(tmp_path / "out"), to="gguf")  # type: ignore[arg-type]
     shutil.rmtree(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- masters or copies
+
+
+@pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp2-fp16"])
+def test_a_model_changed_after_the_last_step_is_written_from_its_own_copies_when_asked(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Clamped or averaged weights: masters and copies differ, and only the user can know which count."""
+    root = checkpoint_copy(name)
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["up.weight"].clamp_(-0.01, 0.01)
+    torch.save(state, path)
+    with pytest.raises(LayoutError, match="--weights module writes the model's own copies"):
+        ckpttool.consolidate(root, tmp_path / "out", to="safetensors")
+    ckpttool.consolidate(root, tmp_path / "out", to="safetensors", weights="module")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["up.weight"], state["module"]["up.weight"].float())
+    assert torch.equal(written["embed.weight"], truth(name).tensors["module/embed.weight"].float())
+
+
+def test_stage_3_has_no_copies_to_write(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="stage 3 saves none"):
+        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", weights="module")
+
+
+def test_an_infinite_mask_is_no_finding_and_an_infinite_moment_is(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero3-dp1-bf16")
+    model = next((root / "global_step3").glob("*model_states.pt"))
+    state = torch.load(model, weights_only=False)
+    state["module"]["positions"][3:] = float("-inf")
+    torch.save(state, model)
+    assert ckpttool.verify(root, deep=True).findings == ()
+    optimizer = next((root / "global_step3").glob("*optim_states.pt"))
+    file = torch.load(optimizer, weights_only=False)
+    moments = file["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"]
+    moments[4:6] = float("inf")
+    moments[2] = float("nan")
+    torch.save(file, optimizer)
+    (finding,) = ckpttool.verify(root, deep=True).findings
+    assert finding.path == str(optimizer)
+    assert "exp_avg of embed.weight has 1 NaN and 2 infinite values" in finding.problem
+
+
+def test_one_glob_may_be_given_as_it_is(tmp_path: Path) -> None:
+    ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", include="norm.*")
+    assert _names(tmp_path / "out") == {"norm.weight", "norm.bias"}
