@@ -47,5 +47,5 @@ def print_verify_report(report: VerifyReport) -> None:
             looked += f" ({report.records_unrecorded} not recorded)"
     count = len(report.findings)
     verdict = "sound" if not count else f"{count} finding{'s' if count > 1 else ''}"
-    how = "every byte read" if report.deep else "structure only; --deep reads every byte"
+    how = "every byte read" if report.deep else "structure and samples; --deep reads every byte"
     print_line(f"{report.location}: {verdict} ({looked}; {how})", color="red" if count else "green")

@@ -54,7 +54,7 @@ def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
     if tag is not None:
         if not _is_there(storage, src, tag):
             raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(_tags(storage, src, entries)))
-    elif any(e.name == LATEST and not e.is_dir for e in entries):
+    elif storage.exists(posixpath.join(src, LATEST)) and not storage.is_dir(posixpath.join(src, LATEST)):
         tag = _read_latest(storage, src, entries)
     else:
         tags = _tags(storage, src, entries)

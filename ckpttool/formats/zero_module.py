@@ -119,10 +119,11 @@ def read_aliases(
     aliases: dict[str, str] = {}
     duplicates: dict[str, State] = {}
     for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
-        named = isinstance(alias, str) and isinstance(name, str)
-        if named and excluded and alias not in module and name not in module and name not in trained:
+        if not isinstance(alias, str) or not isinstance(name, str):
+            raise file.fields.error("shared_params", "ties what are no names")
+        if excluded and alias not in module and name not in module and name not in trained:
             continue  # both were left out when it was saved
-        if not named or name not in known:
+        if name not in known:
             raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
         if alias in trained:
             raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, but the optimizer holds both")

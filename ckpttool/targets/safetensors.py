@@ -49,7 +49,7 @@ def plan_safetensors(
 def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:
     tensors = [safetensors.Tensor(w.name, w.dtype, w.state.shape) for w in shard]
     here = {w.name for w in shard}
-    metadata = {"format": "pt", **{a: n for a, n in selection.aliases.items() if n in here}}
+    metadata = {**{a: n for a, n in selection.aliases.items() if n in here}, "format": "pt"}
     header, begin = safetensors.build(tensors, metadata)
     copies = builder.copies([(w, begin[w.name]) for w in shard])
     return TargetFile(name, len(header) + sum(w.nbytes for w in shard), ((0, header),), copies)
