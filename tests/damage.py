@@ -180,6 +180,19 @@ def _write(path: Path, file: TorchFile, payloads: dict[str, bytes]) -> None:
     path.write_bytes(out)
 
 
+def swap_equals(root: Path) -> None:
+    """Swap two parameters of one size in ``param_shapes``: lengths still add up, and the order is wrong."""
+
+    def swap(states: dict[str, Any]) -> None:
+        shapes = states["param_shapes"][1]
+        names = list(shapes)
+        i, j = names.index("norm.weight"), names.index("norm.bias")
+        names[i], names[j] = names[j], names[i]
+        states["param_shapes"][1] = type(shapes)((name, shapes[name]) for name in names)
+
+    edit_model(root, swap)
+
+
 def rename_parameter(root: Path, old: str, new: str) -> None:
     """Give a parameter another name, wherever it stands in any file."""
     for path in files_of(root, "model") + files_of(root, "optim"):

@@ -12,6 +12,7 @@ import ckpttool
 from ckpttool.errors import LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import MASTER, MODULE, State, one_extent
+from tests import damage
 from tests.truth import NAMES, gather, raw_bytes, source, truth
 
 if TYPE_CHECKING:
@@ -113,15 +114,7 @@ def test_an_order_that_the_storage_offsets_contradict_is_refused(
     name: str, checkpoint_copy: Callable[[str], Path]
 ) -> None:
     root = checkpoint_copy(name)
-    path = root / "global_step3" / "mp_rank_00_model_states.pt"
-    state = torch.load(path, weights_only=False)
-    shapes = state["param_shapes"][1]
-    # Two parameters of one size: only where their copies lie can tell the order.
-    names = list(shapes)
-    i, j = names.index("norm.weight"), names.index("norm.bias")
-    names[i], names[j] = names[j], names[i]
-    state["param_shapes"][1] = type(shapes)((n, shapes[n]) for n in names)
-    torch.save(state, path)
+    damage.swap_equals(root)
     with pytest.raises(LayoutError, match=r"param_shapes puts norm\..* but its 16-bit copy lies at element"):
         open_checkpoint(str(root))
 

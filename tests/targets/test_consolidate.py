@@ -14,6 +14,7 @@ from safetensors.torch import load_file, load_model
 
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError, PlanError
+from tests import damage
 from tests.truth import NAMES, WITH_MASTER_AND_COPY, source, truth
 
 if TYPE_CHECKING:
@@ -270,12 +271,7 @@ def test_an_order_that_only_values_contradict_is_refused(
     state["module"] = type(state["module"])((k, v.clone()) for k, v in state["module"].items())
     torch.save(state, path)
     ckpttool.inspect(str(root))
-    shapes = state["param_shapes"][1]
-    names = list(shapes)
-    i, j = names.index("norm.weight"), names.index("norm.bias")
-    names[i], names[j] = names[j], names[i]
-    state["param_shapes"][1] = type(shapes)((n, shapes[n]) for n in names)
-    torch.save(state, path)
+    damage.swap_equals(root)
     with pytest.raises(LayoutError, match=r"copy of norm\..* is not what its fp32 master"):
         ckpttool.consolidate(str(root), str(tmp_path / "out"), to="safetensors")
     assert not (tmp_path / "out").exists()
