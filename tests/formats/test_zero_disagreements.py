@@ -67,6 +67,10 @@ def _larger_shape(file: dict[str, Any]) -> None:
     file["param_shapes"][0]["up.weight"] = torch.Size([37, 19])
 
 
+def _one_parameter_less(file: dict[str, Any]) -> None:
+    del file["param_shapes"][0]["down.weight"]
+
+
 def _other_world_size(file: dict[str, Any]) -> None:
     file["dp_world_size"] = 4
 
@@ -88,6 +92,7 @@ def _tie_two_trained(file: dict[str, Any]) -> None:
         (MODEL, _one_group_less, "lists 1 groups, but the optimizer files hold 2"),
         (MODEL, _two_for_one_name, "names 'embed.weight' twice"),
         (MODEL, _larger_shape, "partitions of 1216 elements on 2 ranks, but its parameters have 2468 elements"),
+        (MODEL, _one_parameter_less, "partitions of 1216 elements on 2 ranks, but its parameters have 1765 elements"),
         (MODEL, _other_world_size, "was saved by 4 ranks, but .*rank_0.* by 2"),
         (MODEL, _tie_two_trained, "ties 'norm.bias' to 'norm.weight', but the optimizer holds both"),
     ],
@@ -166,6 +171,21 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, _other_sub_group_step)
     with pytest.raises(LayoutError, match="joins sub-groups 0 and 1"):
+        open_checkpoint(str(root))
+
+
+def test_frozen_weights_quantised_by_zero_are_refused_for_their_scale_is_lost(
+    checkpoint_copy: Callable[[str], Path],
+) -> None:
+    root = checkpoint_copy("zero3-dp2-bf16")
+
+    def quantise(file: dict[str, Any]) -> None:
+        fragments = file["frozen_param_fragments"]
+        fragments["frozen_proj.bias"] = fragments["frozen_proj.bias"].to(torch.int8)
+
+    for path in (root / "global_step3").glob("*model_states.pt"):
+        _edit(path, quantise)
+    with pytest.raises(LayoutError, match=r"frozen_proj\.bias is quantised to 8 bit .* its scale was not saved"):
         open_checkpoint(str(root))
 
 
