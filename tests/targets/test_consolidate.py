@@ -280,6 +280,19 @@ def test_an_order_that_only_values_contradict_is_refused(
     assert all("copy of norm." in p for p in problems)
 
 
+@pytest.mark.parametrize("at", [0, 255, -256, -1])
+def test_a_changed_element_near_a_border_is_found_by_any_verification(
+    at: int, checkpoint_copy: Callable[[str], Path]
+) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"]["embed.weight"].view(-1)[at] += 1
+    torch.save(state, path)
+    (finding,) = ckpttool.verify(str(root)).findings
+    assert "bf16 copy of embed.weight" in finding.problem
+
+
 def test_one_changed_element_far_from_every_border_is_found_by_a_deep_verification(
     checkpoint_copy: Callable[[str], Path],
 ) -> None:
