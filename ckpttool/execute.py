@@ -94,10 +94,11 @@ def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None =
     """Make every comparison and yield an error for each parameter that fails one."""
     opened = sources or Sources(proofs.sources)
     failed: set[int] = set()
+    sides = Scratch(), Scratch()
     try:
         for row in proofs.rows:
             name = int(row["name"])
-            if name not in failed and not _holds(proofs, opened, row, advance):
+            if name not in failed and not _holds(proofs, opened, row, sides, advance):
                 failed.add(name)
                 master, copy = (SHORT_NAMES.get(d, d) for d in proofs.casts[int(row["cast"])])
                 yield LayoutError(
@@ -112,14 +113,13 @@ def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None =
             opened.close()
 
 
-def _holds(proofs: Proofs, sources: Sources, row: Any, advance: Advance) -> bool:
+def _holds(proofs: Proofs, sources: Sources, row: Any, sides: tuple[Scratch, Scratch], advance: Advance) -> bool:
     master, copy = proofs.casts[int(row["cast"])]
     start, copy_start, left = int(row["start"]), int(row["copy_start"]), int(row["numel"])
-    left_side, right_side = Scratch(), Scratch()
     while left:
         count = min(left, CAST_ELEMENTS)
-        ours = left_side.read(sources[int(row["source"])], start, count, master)
-        theirs = right_side.read(sources[int(row["copy_source"])], copy_start, count, copy)
+        ours = sides[0].read(sources[int(row["source"])], start, count, master)
+        theirs = sides[1].read(sources[int(row["copy_source"])], copy_start, count, copy)
         if not same_values(cast(ours, copy), theirs).all():
             return False
         advance(ours.nbytes + theirs.nbytes)
