@@ -10,7 +10,6 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -314,6 +313,9 @@ def in_threads(tasks: Iterator[Callable[[], T]], jobs: int) -> Generator[T, None
         for task in tasks:
             yield task()
         return
+    # Imported here, where it is needed: it takes a tenth of the start-up time.
+    from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
     with ThreadPoolExecutor(jobs) as pool:
         running: set[Future[T]] = set()
         try:
