@@ -100,15 +100,23 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     with translate_os_errors(staging):
         os.makedirs(os.path.dirname(out), exist_ok=True)
     lock = _enter(staging)
+    keep = False
     try:
         yield staging
         with translate_os_errors(out):
             _commit(staging, out, replaces, last)
+    except _NotPutBackError:
+        keep = True
+        raise
     finally:
         # Once it was moved, another run may have made a directory of that name.
-        if _is_at(staging, lock):
+        if not keep and _is_at(staging, lock):
             shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
+
+
+class _NotPutBackError(StorageError):
+    """Replacing files of OUT failed, and so did putting them back: the staging directory holds the only copies."""
 
 
 def _staging(out: str) -> str:
@@ -230,10 +238,21 @@ def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Seque
             done.append((source, target))
             os.replace(source, target)
     except BaseException:
+        _put_back(staging, done)
+        raise
+
+
+def _put_back(staging: str, done: Sequence[tuple[str, str]]) -> None:
+    try:
         for source, target in reversed(done):
             with contextlib.suppress(FileNotFoundError):  # the move that failed
                 os.replace(target, source)
-        raise
+    except OSError as error:
+        # Without the mark no later run clears it away.
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(staging, MARK))
+        problem = "holds files of OUT that could be neither replaced nor put back"
+        raise _NotPutBackError(staging, problem, f"move those in {ASIDE} back to OUT by hand") from error
 
 
 def _existing_parent(out: str) -> str:

@@ -44,7 +44,8 @@ def read_zero(storage: LocalStorage, location: Location, report: Report) -> Chec
     aliases, duplicates = read_aliases(first, module, own, partitions.states)
     frozen = _frozen_names(files, module, partitions, {*buffer_names, *aliases}, dtype)
     parameters = _parameters(files, module, partitions, frozen)
-    others = [n for n in module if n in buffer_names or n not in {*partitions.states, *frozen, *aliases}]
+    accounted = {*partitions.states, *frozen, *aliases}
+    others = [n for n in module if n in buffer_names or n not in accounted]
     _check_values_are_there(files, module, others, buffer_names)
     step = first.fields.optional("global_steps", int) or 0
     skipped = first.fields.optional("skipped_steps", int) or 0

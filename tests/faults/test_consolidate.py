@@ -161,3 +161,27 @@ def test_source_that_is_replaced_between_inspection_and_copy_is_noticed(
         done = ckpttool("consolidate", checkpoint, tmp_path / "out", "--to", "safetensors", "--jobs", 1)
     assert "changed since its layout was read" in done.error
     assert not (tmp_path / "out").exists()
+
+
+def test_old_output_that_cannot_be_put_back_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails in the middle of replacing, and goes on failing: the old weights must not be lost."""
+    out = tmp_path / "out"
+    arguments = ("consolidate", source("zero2-dp2-bf16"), out, "--to", "safetensors", "--overwrite")
+    assert ckpttool(*arguments).code == 0
+    old = _contents(out)
+    replace, calls = os.replace, 0
+
+    def fail_from_the_second_on(a: str, b: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", fail_from_the_second_on)
+    error = ckpttool(*arguments).error
+    assert "out.partial: holds files of OUT that could be neither replaced nor put back" in error
+    assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
+    monkeypatch.undo()
+    assert "was not made by ckpttool; move it out of the way" in ckpttool(*arguments).error
+    assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
