@@ -177,10 +177,12 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
 def test_padding_that_no_alignment_explains_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
     """As files of releases that recorded no paddings would look with a parameter missing at the end."""
     root = checkpoint_copy("zero2-dp2-bf16")
-    _edit(root / "global_step3" / MODEL, _one_parameter_less)
+    _edit(root / "global_step3" / MODEL, lambda file: file["param_shapes"][1].pop("norm.bias"))
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, lambda file: _states(file).pop("param_alignment_paddings"))
-    with pytest.raises(LayoutError, match="partitions of 1216 elements on 2 ranks, but its parameters have 1765"):
+    with pytest.raises(
+        LayoutError, match="group 1 has partitions of 40 elements on 2 ranks, but its parameters have 59"
+    ):
         open_checkpoint(str(root))
 
 
