@@ -28,6 +28,23 @@ class ByteRange:
         return self.end - self.start
 
 
+def coalesced(ranges: Sequence[ByteRange], *, gap: int, limit: int = 1 << 62) -> list[ByteRange]:
+    """Fewer, longer ranges that hold all of these, in ascending order.
+
+    Args:
+        ranges: In any order; they may overlap.
+        gap: Bytes between two ranges that are worth reading to save a request.
+        limit: No range is made longer than this.
+    """
+    result: list[ByteRange] = []
+    for where in sorted(ranges):
+        if result and where.start - result[-1].end <= gap and where.end - result[-1].start <= limit:
+            result[-1] = ByteRange(result[-1].start, max(result[-1].end, where.end))
+        elif not result or where.end > result[-1].end:
+            result.append(where)
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class CoverProblem:
     """Where a set of spans fails to fill [0, total) exactly once."""

@@ -1,72 +1,34 @@
-"""The storage seam: list, open and read ranges of files, and move bytes between files.
-
-Paths are ``str``: ``pathlib.Path`` would turn ``s3://`` into ``s3:/``.
-"""
+"""Files on local disk: read and written by offset, copied by the kernel where it can."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import os
 import stat as stat_module
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
+from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
+from ckpttool.storage.errors import storage_error, translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
-
-MAX_TEXT_BYTES = 1 << 20
-"""Small text files (``latest``) larger than this are not what their name says."""
-
-WAIT = "wait until the save is over, then try again"
+    from ckpttool.storage.base import Reader
 
 KERNEL_COPY_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
 """What ``copy_file_range`` answers where this pair of file systems cannot do it; plain reads and writes can."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One name in a directory."""
-
-    name: str
-    """The last component of the path."""
-    is_dir: bool
-    """True for a directory, or a link to one."""
-    nbytes: int
-    """Size of a file in bytes; 0 for a directory."""
-
-
-class RangeReader(Protocol):
-    """An open file of which ranges can be read. Threads may share it."""
-
-    path: str
-    """What error messages call the file."""
-    nbytes: int
-    """Size of the file when it was opened."""
-    version: str
-    """Differs when the file was written anew: its modification time, or what a remote store has in its place."""
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return the bytes [start, end).
-
-        Raises:
-            StorageError: The range cannot be read whole.
-        """
-
-    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order; one call, so that a remote store may coalesce and overlap them."""
-
-    def close(self) -> None:
-        """Release the file."""
-
-
 class LocalReader:
     """A file on local disk, opened once, read with ``pread``."""
+
+    distant = False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -78,7 +40,7 @@ class LocalReader:
             self.close()
             raise StorageError(path, "is not a regular file", "remove it or choose another checkpoint")
         self.nbytes = info.st_size
-        self.version = str(info.st_mtime_ns)
+        self.version = _version(info)
 
     def __enter__(self) -> LocalReader:
         return self
@@ -116,16 +78,21 @@ class LocalReader:
             StorageError: The file ends too early, or the disk fails.
         """
         done = 0
-        with translate_os_errors(self.path):
-            while done < len(buffer):
-                got = os.preadv(self.fd, [buffer[done:]], start + done)
-                if got == 0:
-                    raise self._shrunk(start + done)
-                done += got
+        while done < len(buffer):
+            try:  # as in ``read``
+                got = os.preadv(self.fd, [buffer[done:] if done else buffer], start + done)
+            except OSError as error:
+                raise storage_error(self.path, error) from error
+            if got == 0:
+                raise self._shrunk(start + done)
+            done += got
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order."""
         return [self.read(r.start, r.end) for r in ranges]
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Nothing is distant here."""
 
     def check_unchanged(self) -> None:
         """Make sure that the file is still the one that was opened.
@@ -135,7 +102,7 @@ class LocalReader:
         """
         with translate_os_errors(self.path):
             info = os.fstat(self.fd)
-        if (info.st_size, str(info.st_mtime_ns)) != (self.nbytes, self.version):
+        if (info.st_size, _version(info)) != (self.nbytes, self.version):
             raise StorageError(self.path, "changed while it was being read", WAIT)
 
     def close(self) -> None:
@@ -148,10 +115,16 @@ class LocalReader:
         return StorageError(self.path, f"ended at byte {position} while it was being read", WAIT)
 
 
+def _version(info: os.stat_result) -> str:
+    return f"{info.st_mtime_ns}-{info.st_ino}"
+
+
 class LocalStorage:
     """Files on local disk."""
 
-    def list(self, path: str) -> list[Entry]:
+    distant = False
+
+    def listing(self, path: str) -> list[Entry]:
         """The names in a directory, sorted.
 
         Raises:
@@ -163,8 +136,13 @@ class LocalStorage:
                 is_dir = item.is_dir()
                 # A dangling link has no size; opening it later says what is wrong.
                 with contextlib.suppress(FileNotFoundError):
-                    entries.append(Entry(item.name, is_dir, 0 if is_dir else item.stat().st_size))
+                    info = item.stat()
+                    nbytes = 0 if is_dir else info.st_size
+                    entries.append(Entry(item.name, is_dir, nbytes, _version(info), info.st_mtime))
         return sorted(entries, key=lambda e: e.name)
+
+    def list_tree(self, path: str) -> None:
+        """Nothing is distant here."""
 
     def is_dir(self, path: str) -> bool:
         """Whether the path is a directory that can be looked at."""
@@ -174,7 +152,7 @@ class LocalStorage:
         """Whether there is anything at the path, a dangling link included."""
         return os.path.lexists(path)
 
-    def open(self, path: str) -> LocalReader:
+    def open(self, path: str, *, ahead: bool = False) -> LocalReader:
         """Open a file for reading ranges.
 
         Raises:
@@ -189,55 +167,17 @@ class LocalStorage:
             StorageError: It cannot be read, is larger than 1 MiB or is not text.
         """
         with self.open(path) as reader:
-            if reader.nbytes > MAX_TEXT_BYTES:
-                raise StorageError(path, f"is {reader.nbytes} bytes long, too large for a text file", "is it damaged?")
-            data = reader.read(0, reader.nbytes)
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise StorageError(path, "is not text", "is it damaged? pass --tag to choose a checkpoint") from error
+            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
+
+    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
+        """The bytes [start, end) of each reader."""
+        return [reader.read(start, end) for reader, start, end in wanted]
+
+    def refresh(self, paths: Sequence[str]) -> None:
+        """Nothing is remembered here."""
 
 
-def open_storage(url: str) -> LocalStorage:
-    """The storage that a path or URL lives in.
-
-    Raises:
-        StorageError: The URL's scheme is not supported.
-    """
-    scheme, separator, _ = url.partition("://")
-    if separator and scheme.isalnum():
-        raise StorageError(url, f"{scheme}:// is not supported yet", "use a local directory")
-    return LocalStorage()
-
-
-@contextlib.contextmanager
-def translate_os_errors(path: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StorageError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(path, error) from error
-
-
-def storage_error(path: str, error: OSError) -> StorageError:
-    """Say an OSError in plain words."""
-    if error.errno == errno.ENOENT:
-        return StorageError(path, "does not exist", "check the path")
-    if error.errno in {errno.EACCES, errno.EPERM}:
-        return StorageError(path, "permission denied", "check who may read and write it")
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return StorageError(path, "no space left on the device", "free some space or choose another place")
-    if error.errno == errno.ENOTDIR:
-        return StorageError(path, "is not a directory", "pass a checkpoint's directory")
-    if error.errno == errno.EROFS:
-        return StorageError(path, "is on a read-only file system", "choose another place")
-    if error.errno in {errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY}:
-        return StorageError(path, (error.strerror or "is in the way").lower(), "move it out of the way")
-    if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
-        return StorageError(path, (error.strerror or "cannot be found").lower(), "choose another path")
-    if error.errno == errno.EFBIG:
-        return StorageError(path, "is larger than a file may be here", "raise the limit or choose another place")
-    return StorageError(path, (error.strerror or str(error)).lower(), "check the disk and try again")
+LOCAL = LocalStorage()
 
 
 def copy_range(source: LocalReader, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
@@ -265,6 +205,60 @@ def copy_range(source: LocalReader, start: int, target_fd: int, target_start: in
     return True
 
 
+@functools.cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """Linux's own call; None elsewhere.
+
+    Not os.posix_fallocate: where the file system cannot do it, the C library writes to every block instead.
+    """
+    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return found
+
+
+def reserve(fd: int, nbytes: int, target: str) -> None:
+    """Give a new file its size, and its place on the disk where the file system can do so at once.
+
+    Writing then costs a third less, the file lies in one piece, and a disk that is too small says so now.
+
+    Raises:
+        StorageError: There is no room; names the target.
+    """
+    with translate_os_errors(target):
+        os.ftruncate(fd, nbytes)
+        fallocate = _fallocate()
+        if fallocate is None or not nbytes:
+            return
+        if fallocate(fd, 0, 0, nbytes) and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def write_new(path: str, parts: Sequence[bytes | memoryview], *, overwrite: bool) -> None:
+    """Write a small file whole or not at all.
+
+    Raises:
+        StorageError: It is there already and not to be replaced, or cannot be written.
+    """
+    if not overwrite and os.path.lexists(path):
+        raise StorageError(path, "exists already", "choose another name, or pass --overwrite")
+    partial = f"{path}.partial"
+    with translate_os_errors(path):
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            at = 0
+            for part in parts:
+                write_at(fd, part, at, path)
+                at += len(part)
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+        finally:
+            os.close(fd)
+
+
 def write_at(fd: int, data: bytes | memoryview, start: int, target: str) -> None:
     """Write all of ``data`` at an offset.
 
@@ -273,6 +267,8 @@ def write_at(fd: int, data: bytes | memoryview, start: int, target: str) -> None
     """
     view = memoryview(data)
     done = 0
-    with translate_os_errors(target):
-        while done < len(view):
-            done += os.pwrite(fd, view[done:], start + done)
+    while done < len(view):
+        try:  # not translate_os_errors: this is called for every buffer
+            done += os.pwrite(fd, view[done:] if done else view, start + done)
+        except OSError as error:
+            raise storage_error(target, error) from error

@@ -1,0 +1,37 @@
+"""The storage seam: list, open and read ranges of files on local disk, in a bucket, or wherever fsspec reaches."""
+
+from __future__ import annotations
+
+from ckpttool.storage.base import MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
+from ckpttool.storage.errors import storage_error, translate_os_errors
+from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage, copy_range, reserve, write_at, write_new
+from ckpttool.storage.removal import HALF_REMOVED, is_half_removed, remove_directory
+from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_secrets
+
+__all__ = [
+    "HALF_REMOVED",
+    "LOCAL",
+    "MARK",
+    "WAIT",
+    "Entry",
+    "LocalReader",
+    "LocalStorage",
+    "RangeReader",
+    "Reader",
+    "Storage",
+    "copy_range",
+    "is_half_removed",
+    "is_url",
+    "local_path",
+    "open_storage",
+    "parent",
+    "remove_directory",
+    "reserve",
+    "scheme_of",
+    "storage_error",
+    "translate_os_errors",
+    "walk",
+    "without_secrets",
+    "write_at",
+    "write_new",
+]

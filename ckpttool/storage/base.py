@@ -1,0 +1,190 @@
+"""What the rest of ckpttool knows of storages: directories to list, and files of which ranges can be read.
+
+Paths are ``str``: ``pathlib.Path`` would turn ``s3://`` into ``s3:/``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ckpttool.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from ckpttool.ranges import ByteRange
+
+MAX_TEXT_BYTES = 1 << 20
+"""Small text files (``latest``) larger than this are not what their name says."""
+
+MARK = ".ckpttool-staging"
+"""Says that a directory was made here, and may be cleared away; holds what it is to become."""
+MAX_DEPTH = 32
+"""Directories within directories: no checkpoint has more, a link to a directory above it endlessly many."""
+WAIT = "wait until the save is over, then try again"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a directory."""
+
+    name: str
+    """The last component of the path."""
+    is_dir: bool
+    """True for a directory, or a link to one."""
+    nbytes: int
+    """Size of a file in bytes; 0 for a directory."""
+    version: str = ""
+    """Differs when the file was written anew: its modification time, or what a remote store has in its place."""
+    modified: float | None = None
+    """When it was last written, in seconds since 1970; None where nothing tells."""
+
+
+class RangeReader(Protocol):
+    """An open file of which ranges can be read. Threads may share it."""
+
+    path: str
+    """What error messages call the file."""
+    nbytes: int
+    """Size of the file when it was opened."""
+    version: str
+    """As ``Entry.version``, when it was opened."""
+    distant: bool
+    """Whether each read costs a round trip: better to read little often than not."""
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end).
+
+        Raises:
+            StorageError: The range cannot be read whole.
+        """
+
+    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of each range, in order; one call, so that a remote store may coalesce and overlap them."""
+
+    def close(self) -> None:
+        """Release the file."""
+
+
+class Reader(RangeReader, Protocol):
+    """A file as a storage opens it."""
+
+    def __enter__(self) -> Reader: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on.
+
+        Raises:
+            StorageError: The range cannot be read whole.
+        """
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Be ready to read these ranges, where it is faster to ask for all of them at once."""
+
+    def check_unchanged(self) -> None:
+        """Make sure that the file is still the one that was opened.
+
+        Raises:
+            StorageError: It was written anew since.
+        """
+
+
+class Storage(Protocol):
+    """A place where files lie."""
+
+    distant: bool
+    """Whether each call costs a round trip, and many at once cost no more."""
+
+    def listing(self, path: str) -> list[Entry]:
+        """The names in a directory, sorted.
+
+        Raises:
+            StorageError: There is no such directory, or it cannot be read.
+        """
+
+    def list_tree(self, path: str) -> None:
+        """Be ready to list a directory and all below it, where one request can do that."""
+
+    def is_dir(self, path: str) -> bool:
+        """Whether the path is a directory that can be looked at."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything at the path."""
+
+    def open(self, path: str, *, ahead: bool = False) -> Reader:
+        """Open a file for reading ranges.
+
+        Args:
+            path: The file.
+            ahead: Where reads are distant, read more than is asked for at both ends and keep it: for who looks at the
+                structure of a file.
+
+        Raises:
+            StorageError: It is missing, not a file, or not permitted.
+        """
+
+    def read_text(self, path: str) -> str:
+        """The content of a small text file.
+
+        Raises:
+            StorageError: It cannot be read, is larger than 1 MiB or is not text.
+        """
+
+    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
+        """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
+
+    def refresh(self, paths: Sequence[str]) -> None:
+        """Look anew: forget what was listed, and see at once to these files where that is faster."""
+
+
+def walk(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
+    """Every file below a directory, by its name relative to it, in order.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    storage.list_tree(path)
+    stack = [""]
+    seen: set[str] = set()
+    while stack:
+        prefix = stack.pop()
+        if not storage.distant:  # links may lead back to where they are
+            place = os.path.realpath(f"{path}/{prefix}")
+            if place in seen:
+                continue
+            seen.add(place)
+        for entry in storage.listing(f"{path}/{prefix}".rstrip("/")):
+            if not entry.is_dir:
+                yield prefix + entry.name, entry
+            elif prefix.count("/") < MAX_DEPTH:
+                stack.append(f"{prefix}{entry.name}/")
+
+
+def check_text(path: str, nbytes: int) -> int:
+    """The size of a small text file, if it can be one.
+
+    Raises:
+        StorageError: It is larger than 1 MiB.
+    """
+    if nbytes > MAX_TEXT_BYTES:
+        raise StorageError(path, f"is {nbytes} bytes long, too large for a text file", "is it damaged?")
+    return nbytes
+
+
+def decode_text(path: str, data: bytes) -> str:
+    """A small file's content.
+
+    Raises:
+        StorageError: It is not text.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StorageError(path, "is not text", "is it damaged? pass --tag to choose a checkpoint") from error

@@ -1,0 +1,42 @@
+"""What operating systems say, in plain words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def translate_os_errors(path: str) -> Iterator[None]:
+    """Turn an OSError of the body into a StorageError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def storage_error(path: str, error: OSError) -> StorageError:
+    """Say an OSError in plain words."""
+    if error.errno == errno.ENOENT:
+        return StorageError(path, "does not exist", "check the path")
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return StorageError(path, "permission denied", "check who may read and write it")
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return StorageError(path, "no space left on the device", "free some space or choose another place")
+    if error.errno == errno.ENOTDIR:
+        return StorageError(path, "is not a directory", "pass a checkpoint's directory")
+    if error.errno == errno.EROFS:
+        return StorageError(path, "is on a read-only file system", "choose another place")
+    if error.errno in {errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY}:
+        return StorageError(path, (error.strerror or "is in the way").lower(), "move it out of the way")
+    if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+        return StorageError(path, (error.strerror or "cannot be found").lower(), "choose another path")
+    if error.errno == errno.EFBIG:
+        return StorageError(path, "is larger than a file may be here", "raise the limit or choose another place")
+    return StorageError(path, (error.strerror or str(error)).lower(), "check the disk and try again")

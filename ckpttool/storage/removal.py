@@ -1,0 +1,83 @@
+"""Removes a directory so that what is left of it if that fails is not taken for whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.storage.base import MARK, walk
+from ckpttool.storage.errors import translate_os_errors
+from ckpttool.storage.urls import is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.storage.base import Storage
+    from ckpttool.storage.remote import RemoteStorage
+
+
+def remove_directory(url: str, options: Mapping[str, Any] | None = None) -> None:
+    """Remove a directory and all in it.
+
+    Raises:
+        StorageError: Something in it cannot be removed.
+    """
+    if is_url(url):
+        from ckpttool.storage.remote import open_remote
+
+        remove_remote(open_remote(url, options or {}), url.rstrip("/"))
+    else:
+        remove_local(url.rstrip("/"))
+
+
+REMOVED = ".removed"
+"""What a directory that is being removed is called: its name with a dot before it and this behind it."""
+
+
+_ASIDE = re.compile(rf"\..+{re.escape(REMOVED)}")
+REMOVAL_MARK = '{"key": "removed", "files": []}'
+"""What the mark in a bucket says where a directory is being removed."""
+HALF_REMOVED = "half removed by a run that was killed"
+"""What is wrong with such a directory."""
+
+
+def is_half_removed(storage: Storage, path: str) -> bool:
+    """Whether a run that was killed has left a directory that it was removing.
+
+    Raises:
+        StorageError: It cannot be looked at.
+    """
+    if not storage.distant:
+        return _ASIDE.fullmatch(os.path.basename(path)) is not None
+    mark = f"{path}/{MARK}"
+    return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK
+
+
+def remove_local(path: str) -> None:
+    """Remove a directory on local disk.
+
+    Raises:
+        StorageError: It cannot be removed.
+    """
+    above, name = os.path.split(path)
+    aside = path if _ASIDE.fullmatch(name) else os.path.join(above, f".{name}{REMOVED}")
+    with translate_os_errors(path):
+        if aside != path:
+            if os.path.isdir(aside):
+                shutil.rmtree(aside)  # a run before this one was killed
+            os.rename(path, aside)
+        shutil.rmtree(aside)
+
+
+def remove_remote(storage: RemoteStorage, path: str) -> None:
+    """Remove all objects below a path; the mark that makes readers refuse it first comes, and goes last.
+
+    Raises:
+        StorageError: One cannot be removed.
+    """
+    names = [name for name, _ in walk(storage, path)]
+    storage.put(f"{path}/{MARK}", REMOVAL_MARK.encode())
+    storage.delete([f"{path}/{name}" for name in names if name != MARK])
+    storage.delete([f"{path}/{MARK}"])

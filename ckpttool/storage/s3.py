@@ -1,0 +1,243 @@
+"""Amazon's S3 and what speaks its language, through s3fs: reads of one version, and uploads in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import CkptError
+from ckpttool.storage.failures import NO_BUCKET, ShortReadError, call, explain
+from ckpttool.storage.remote import CONNECTIONS, RemoteStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+MAX_PARTS = 10_000
+"""S3's own limits: parts of one upload,"""
+MIN_PART_BYTES = 5 << 20
+"""and bytes of each but the last."""
+
+
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """s3fs's options with what suits ranges and retries of our own; what the user says counts more.
+
+    Raises:
+        ValueError: An option has the wrong form.
+    """
+    config = {
+        "max_pool_connections": 2 * CONNECTIONS,  # botocore's own default is 10
+        "connect_timeout": 10,
+        "read_timeout": 20,
+        "retries": {"total_max_attempts": 1},  # failures.call tries again, once for all reasons
+        **dict(options.get("config_kwargs", {})),
+    }
+    return {**options, "config_kwargs": config}
+
+
+class S3Storage(RemoteStorage):
+    """A bucket.
+
+    Args:
+        fs: s3fs's file system.
+    """
+
+    def __init__(self, fs: Any) -> None:
+        super().__init__(fs)
+        fs.retries = 1
+
+    def get(self, path: str, start: int, end: int, version: str) -> bytes:
+        """The bytes [start, end) of one version of an object; one request.
+
+        The ETag goes along, so that an object that was written anew is not taken for the one that was listed.
+        """
+        from fsspec.asyn import sync
+
+        only = {"IfMatch": f'"{version}"'} if version else {}
+        return bytes(sync(self.fs.loop, self._get, *self._names(path), start, end, only))
+
+    async def _get(self, bucket: str, key: str, start: int, end: int, only: dict[str, str]) -> bytes:
+        wanted = f"bytes={start}-{end - 1}"
+        response = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=wanted, **only)
+        try:
+            # Looked at first: a server that knows no ranges would send all of a file that may be larger than memory.
+            if response["ContentLength"] != end - start:
+                raise ShortReadError(f"{response['ContentLength']:,} bytes instead of {end - start:,}")
+            return bytes(await response["Body"].read())
+        finally:
+            response["Body"].close()
+
+    def create(self, path: str, nbytes: int, key: str = "") -> S3Upload:
+        """Begin an upload in parts, or go on with one that was begun."""
+        bucket, name = self._names(path)
+        return S3Upload(self, path, bucket, name, part_bytes(nbytes), key)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small object whole.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        bucket, name = self._names(path)
+        call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data)))
+        self.forget()
+
+    def part_bytes(self, nbytes: int) -> int:
+        """How large the parts of an object of this size are."""
+        return part_bytes(nbytes)
+
+    def object_name(self, path: str) -> str:
+        """The key of an object in its bucket."""
+        return self._names(path)[1]
+
+    def uploads(self, path: str) -> dict[str, str]:
+        """Uploads that were begun below a path and not ended: key of the object to number of its newest upload."""
+        bucket, prefix = self._names(path)
+        return dict(self.pending(path, bucket, f"{prefix}/" if prefix else ""))
+
+    def pending(self, path: str, bucket: str, prefix: str) -> list[tuple[str, str]]:
+        """Key and number of every upload that was begun and not ended; of one object there may be several."""
+        markers = ("KeyMarker", "UploadIdMarker")
+        pages = self._pages(path, "list_multipart_uploads", markers, Bucket=bucket, Prefix=prefix)
+        return [(u["Key"], u["UploadId"]) for page in pages for u in page.get("Uploads", [])]
+
+    def abort_uploads(self, path: str, names: Iterable[str]) -> None:
+        """Give up all uploads of these files below a path that were begun and not ended."""
+        bucket, prefix = self._names(path)
+        keys = {f"{prefix}/{name}" if prefix else name for name in names}
+        found = self.pending(path, bucket, f"{prefix}/" if prefix else "")
+        self.at_once([partial(self.abort, path, bucket, *one) for one in found if one[0] in keys])
+
+    def abort(self, path: str, bucket: str, name: str, number: str) -> bool:
+        """Give up an upload; what it stored so far is removed. Whether there still was one."""
+        return call(path, partial(self._abort, bucket, name, number))
+
+    def _abort(self, bucket: str, name: str, number: str) -> bool:
+        try:
+            self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=number)
+        except FileNotFoundError as error:
+            found = explain(name, error)
+            if found is not None and found.problem == NO_BUCKET:
+                raise
+            return False  # it is complete, or an attempt before this one was heard
+        return True
+
+    def parts(self, path: str, bucket: str, name: str, number: str) -> dict[int, tuple[str, int]]:
+        """The parts of an upload that are stored: number to ETag and size."""
+        pages = self._pages(path, "list_parts", ("PartNumberMarker",), Bucket=bucket, Key=name, UploadId=number)
+        return {p["PartNumber"]: (p["ETag"], p["Size"]) for page in pages for p in page.get("Parts", [])}
+
+    def _pages(self, path: str, method: str, markers: tuple[str, ...], **given: Any) -> Iterator[dict[str, Any]]:
+        after: dict[str, Any] = {}
+        while True:
+            page = call(path, partial(self.fs.call_s3, method, **given, **after))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            after = {m: page[f"Next{m}"] for m in markers}
+
+    def _names(self, path: str) -> tuple[str, str]:
+        bucket, key, _ = self.fs.split_path(self.key(path))
+        return bucket, key
+
+
+def part_bytes(nbytes: int) -> int:
+    """How large the parts of an object of this size are; a multiple of 64, so that no element is cut."""
+    return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
+
+
+class S3Upload:
+    """An upload in parts, in any order. Nobody sees the object before it is committed.
+
+    Args:
+        storage: Where.
+        path: URL of the object.
+        bucket: Its bucket.
+        name: Its key there.
+        part_bytes: Size of every part but the last.
+        number: Of an upload to go on with; "" for a new one.
+    """
+
+    def __init__(self, storage: S3Storage, path: str, bucket: str, name: str, part_bytes: int, number: str) -> None:
+        self._storage = storage
+        self.path = path
+        self._where = {"Bucket": bucket, "Key": name}
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._attempts = 0
+        self._parts: dict[int, tuple[str, int]] = {}
+        if number:
+            self._parts = storage.parts(path, bucket, name, number)
+        else:
+            number = call(path, self._begin)
+            if self._attempts > 1:
+                self._abort_others(number)
+        self._where["UploadId"] = number
+        self._committing = False
+
+    def _abort_others(self, number: str) -> None:
+        """Give up what attempts have begun whose answer was lost; it may lack the rights to see them."""
+        bucket, name = self._where["Bucket"], self._where["Key"]
+        with contextlib.suppress(CkptError):
+            for key, other in self._storage.pending(self.path, bucket, name):
+                if key == name and other != number:
+                    self._storage.abort(self.path, bucket, name, other)
+
+    def _begin(self) -> str:
+        self._attempts += 1
+        return str(self._storage.fs.call_s3("create_multipart_upload", **self._where)["UploadId"])
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Whether the part that begins at a byte is there already."""
+        return self._parts.get(start // self._part_bytes + 1, ("", -1))[1] == nbytes
+
+    def write(self, start: int, data: bytes | bytearray) -> None:
+        """Write the part that begins at a byte.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        number = start // self._part_bytes + 1
+        answer = call(self.path, partial(self._send, number, data))
+        with self._lock:
+            self._parts[number] = (answer["ETag"], len(data))
+
+    def _send(self, number: int, data: bytes | bytearray) -> dict[str, Any]:
+        # As a stream: bytes would be sent in one go, and nothing else be done meanwhile.
+        body = io.BytesIO(data)
+        answer = self._storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **self._where)
+        return dict(answer)
+
+    def commit(self) -> None:
+        """Let the object be seen."""
+        parts = [{"PartNumber": n, "ETag": etag} for n, (etag, _) in sorted(self._parts.items())]
+        self._committing = True
+        call(self.path, partial(self._complete, {"Parts": parts}))
+        self._storage.forget()
+
+    def _complete(self, parts: dict[str, Any]) -> None:
+        try:
+            self._storage.fs.call_s3("complete_multipart_upload", MultipartUpload=parts, **self._where)
+        except FileNotFoundError:
+            # The answer to an attempt before this one was lost: the upload is gone because it is complete.
+            if not self._is_whole():
+                raise
+
+    def _is_whole(self) -> bool:
+        """Whether the object is there, and as long as its parts together."""
+        try:
+            found = self._storage.fs.info(self._storage.key(self.path))
+        except FileNotFoundError:
+            return False
+        return bool(found["size"] == sum(size for _, size in self._parts.values()))
+
+    def give_up(self, error: BaseException) -> None:
+        """Parts come in any order: nobody waits."""
+
+    def discard(self) -> None:
+        """Give it up, and leave nothing of it."""
+        aborted = self._storage.abort(self.path, self._where["Bucket"], self._where["Key"], self._where["UploadId"])
+        if not aborted and self._committing and call(self.path, self._is_whole):
+            self._storage.delete([self.path])

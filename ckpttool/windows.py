@@ -1,0 +1,120 @@
+"""Puts a window of a target file together in memory, from wherever its bytes lie.
+
+For storages that are written in parts or read by requests: each window is one part, and all that it needs is asked for
+at once. Between local files ``execute`` copies without bringing bytes together.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.casts import cast, count_overflowed
+from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.gather import Gatherer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.sources import Sources
+
+
+class Windows:
+    """The windows of one target file. Threads may share it.
+
+    Args:
+        plan: What the file is part of.
+        file: The file.
+        sources: What it is made of.
+    """
+
+    def __init__(self, plan: CopyPlan, file: TargetFile, sources: Sources) -> None:
+        self._casts: Sequence[tuple[str, str]] = plan.casts
+        self._sources = sources
+        # What is empty may lie in the middle of others, whose order by their ends would be lost with it.
+        rows = file.copies[file.copies["numel"] > 0]
+        self._rows: NDArray[np.void] = rows[np.argsort(rows["target"], kind="stable")]
+        widths = np.array([itemsize(target) for _, target in plan.casts], dtype=np.uint64)
+        self._ends = self._rows["target"] + self._rows["numel"] * widths[self._rows["cast"]]
+        self._literals = sorted(literal for literal in file.literals if literal[1])
+        self._pairs = {plan.casts[i] for i in set(self._rows["cast"].tolist())}
+        self._pairs |= {(g.state.dtype, g.dtype) for g in file.gathers}
+        self._gathers = sorted(file.gathers, key=lambda g: g.target)
+
+    def cost(self, nbytes: int) -> int:
+        """Bytes of memory that putting together and writing so many bytes of the file takes, at the most.
+
+        What is fetched is there twice, as it comes from the connection and in one piece, and so is what is written.
+        """
+        fetched = max((itemsize(a) / itemsize(b) for a, b in self._pairs), default=1.0)
+        return int(2 * nbytes * (1 + max(1.0, fetched)))
+
+    def assemble(self, start: int, end: int) -> tuple[bytearray, int]:
+        """The bytes [start, end) of the file, and how many finite values became infinite in a narrower type.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        window = bytearray(end - start)
+        for offset, data in self._literals[self._first_literal(start) :]:
+            if offset >= end:
+                break
+            _put(window, start, offset, data)
+        overflowed = self._copy(window, start, end)
+        for gather in self._gathers:
+            width = itemsize(gather.dtype)
+            first, last = _elements(gather.target, gather.numel, width, start, end)
+            if first < last:
+                at = gather.target + first * width
+                whole = Gatherer(self._sources).chunks(gather.state, gather.first + first, gather.first + last)
+                for _, values in whole:
+                    result = cast(values, gather.dtype)
+                    _put(window, start, at, result.view(np.uint8).data)
+                    overflowed += count_overflowed(values, result)
+                    at += result.nbytes
+        return window, overflowed
+
+    def _first_literal(self, start: int) -> int:
+        """The last literal that begins at or before a byte: it may reach beyond it."""
+        return max(0, bisect.bisect_right(self._literals, start, key=lambda literal: literal[0]) - 1)
+
+    def _copy(self, window: bytearray, start: int, end: int) -> int:
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._rows["target"], end, side="left"))
+        spans: list[tuple[int, int, int]] = []
+        places: list[tuple[int, int]] = []
+        for row in self._rows[first:last]:
+            source, target = self._casts[int(row["cast"])]
+            low, high = _elements(int(row["target"]), int(row["numel"]), itemsize(target), start, end)
+            begin, width = int(row["start"]), itemsize(source)
+            spans.append((int(row["source"]), begin + low * width, begin + high * width))
+            places.append((int(row["target"]) + low * itemsize(target), int(row["cast"])))
+        overflowed = 0
+        for data, (at, index) in zip(self._sources.fetch(spans), places, strict=True):
+            source, target = self._casts[index]
+            if source == target:
+                _put(window, start, at, data)
+                continue
+            values: NDArray[Any] = np.frombuffer(data, dtype=numpy_dtype(source))
+            result = cast(values, target)
+            _put(window, start, at, result.view(np.uint8).data)
+            overflowed += count_overflowed(values, result)
+        return overflowed
+
+
+def _elements(target: int, numel: int, width: int, start: int, end: int) -> tuple[int, int]:
+    """The elements that lie in [start, end) of the file, those that are cut by its borders included."""
+    return max(0, (start - target) // width), min(numel, -((target - end) // width))
+
+
+def _put(window: bytearray, start: int, at: int, data: bytes | memoryview) -> None:
+    """Put bytes in their place; what lies outside the window is left out."""
+    skip = max(0, start - at)
+    room = start + len(window) - at
+    if skip < min(len(data), room):
+        window[at + skip - start : at + min(len(data), room) - start] = memoryview(data)[skip:room]
