@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +14,14 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.ranges import exact_cover_problem
+from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from ckpttool.storage import Storage
 
 EXTENT = np.dtype(
     [
@@ -28,14 +30,22 @@ EXTENT = np.dtype(
         ("file", "<u4"),  # index into Checkpoint.files
         ("offset", "<u8"),  # first byte, counted from the start of that file
         ("padding", "<u8"),  # elements of padding stored right behind them
+        ("runs", "<u8"),  # how often that repeats: 1, but for a tensor that is cut across its rows
+        ("pitch", "<u8"),  # elements of the tensor from the start of one run to that of the next
+        ("stride", "<u8"),  # elements of the file from the start of one run to that of the next
     ]
 )
-"""One row: a run of elements that lies in one piece in one file. Rows are in ascending ``start``."""
+"""One row: a run of elements that lies in one piece in one file, or many such runs at equal distances (the columns of a
+tensor-parallel rank). Rows are in ascending ``start``."""
 
 MASTER = "fp32"
 """The state that the optimizer updates. fp32 unless the run kept its masters in 16 bit; the dtype tells."""
 MODULE = "module"
 """The copy that the model computes with: 16-bit under mixed precision."""
+
+
+UNKNOWN_GROUP = -1
+"""Instead of a group's index: without ZeRO an optimizer only numbers its parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +62,9 @@ class State:
     """safetensors' spelling: "F32", "BF16"."""
     extents: NDArray[np.void]
     """Rows of EXTENT in ascending start; read-only."""
+    mean_with: tuple[State, ...] = ()
+    """Other states of the same shape and type, if the values are the mean of all of them: tensor-parallel copies of one
+    parameter that have drifted apart."""
 
     def __post_init__(self) -> None:
         self.extents.flags.writeable = False
@@ -66,6 +79,44 @@ class State:
         """Bytes of the whole tensor, without padding."""
         return self.numel * itemsize(self.dtype)
 
+    @property
+    def plain(self) -> bool:
+        """Whether its extents are single runs and hold the values as they are: copying them is all there is to do."""
+        return not self.mean_with and bool((self.extents["runs"] <= 1).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Twin:
+    """Two places of one thing. What they hold must be equal, once ``state`` is cast to the type of ``copy``."""
+
+    name: str
+    """The parameter or buffer, by its own or a tied name."""
+    state: State
+    """What counts."""
+    copy: State
+    """The other one: the model's 16-bit copy of a master, a tied tensor stored twice, a tensor-parallel replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """How tensor parallelism slices a parameter, whatever the number of ranks.
+
+    Source: DeepSpeed 0.19, checkpoint/universal_checkpoint.py (``load_hp_checkpoint_state``).
+    """
+
+    dim: int = 0
+    """The dimension along which it is cut."""
+    parts: int = 1
+    """Equal parts along that dimension, each cut by itself."""
+    view: tuple[int | tuple[int, ...], ...] = ()
+    """The shape to see it in first; the sizes of its parts, where they differ, stand in the place of ``dim``."""
+    vocabulary: bool = False
+    """Whether each number of ranks pads its rows anew."""
+
+
+BY_ROWS = Slicing()
+"""What holds where nothing tells otherwise."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parameter:
@@ -76,9 +127,11 @@ class Parameter:
     shape: tuple[int, ...]
     """The whole tensor before partitioning."""
     group: int | None
-    """Index of its parameter group; None for a frozen parameter."""
+    """Index of its parameter group; None for a frozen parameter, UNKNOWN_GROUP where that cannot be told."""
     states: Mapping[str, State]
     """By name: "fp32" (the master), "module" (the model's copy), and the optimizer's own: "exp_avg", ..."""
+    slicing: Slicing = BY_ROWS
+    """How tensor parallelism slices it."""
 
     @property
     def frozen(self) -> bool:
@@ -127,12 +180,19 @@ class ParamGroup:
 class Topology:
     """Over how many ranks the checkpoint is spread, and how."""
 
-    data_parallel: int
+    data_parallel: int = 1
     """Ranks that share the optimizer's states (sequence-parallel ranks included)."""
     tensor_parallel: int = 1
     """Ranks that share each layer."""
     pipeline_parallel: int = 1
     """Stages of layers."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of a mixture."""
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +204,15 @@ class CheckpointFile:
     nbytes: int
     """Size in bytes."""
     kind: str
-    """"model" or "optimizer": which states it holds."""
+    """Which states it holds: "model", "optimizer", "layer", "expert", "swapped", "weights"."""
     rank: int | None
     """Data-parallel rank that wrote it; None where one file serves all ranks."""
     version: str
-    """Differs when the file was written anew; see ``storage.RangeReader``."""
+    """Differs when the file was written anew; see ``storage.Entry``."""
+    model_rank: int | None = None
+    """Tensor- and pipeline-parallel rank that wrote it; None where there is but one, or one file serves all."""
+    directory: str | None = None
+    """The directory it lies in, if that is not the checkpoint's location: another node's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -165,17 +229,21 @@ class Checkpoint:
     root: str
     """Directory that holds the tag, ``latest`` and, for the Hugging Face Trainer, the model's configuration."""
     tag: str
-    """Name of the checkpoint: "global_step1000"."""
-    stage: int
-    """ZeRO stage: 1, 2 or 3."""
+    """Name of the checkpoint: "global_step1000"; the directory's name for a format without tags."""
+    format: str
+    """"zero" (what DeepSpeed saves, ZeRO off included), "universal", "safetensors" or "dcp"."""
+    stage: int | None
+    """ZeRO stage: 0 (no ZeRO), 1, 2 or 3; None for a format that has none."""
     topology: Topology
     """Ranks."""
     dtype: str
     """What the module computes in, safetensors' spelling."""
     deepspeed_version: str | None
     """As recorded when it was saved."""
-    step: int
-    """Steps of the engine (``global_steps``), those skipped included."""
+    step: int | None
+    """Steps of the engine (``global_steps``), those skipped included; None where nothing tells."""
+    samples: int | None = None
+    """Samples that were trained on (``global_samples``); None where nothing tells."""
     skipped_steps: int
     """Steps that the optimizer did not take because gradients had overflowed."""
     parameters: tuple[Parameter, ...]
@@ -196,14 +264,18 @@ class Checkpoint:
     """What the user's code saved along."""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """DeepSpeed's configuration of the run."""
-    duplicates: Mapping[str, State] = field(default_factory=dict)
-    """Tied names that the module stores a second time: alias to where. They must equal what they are tied to."""
+    carried: Mapping[str, State] = field(default_factory=dict)
+    """Where the bytes of tensors inside ``client_state`` and ``scheduler`` lie: storage key to the whole storage."""
+    twins: tuple[Twin, ...] = ()
+    """What is stored twice."""
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
     notes: tuple[LayoutError, ...] = ()
     """What the reader noticed that did not keep it from reading, and may mean that something is wrong."""
     remarks: tuple[str, ...] = ()
     """What a user should know of it, though nothing is wrong."""
+    storage: Storage = field(default=LOCAL, repr=False, compare=False)
+    """Where its files lie."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():
@@ -212,9 +284,11 @@ class Checkpoint:
     def problems(self) -> Iterator[LayoutError]:
         """Every state whose extents do not fill its shape exactly once, or lie outside their file."""
         sizes = np.array([f.nbytes for f in self.files], dtype=np.uint64)
-        duplicates = ((name, "second copy", state) for name, state in self.duplicates.items())
-        for name, key, state in chain(self.states(), duplicates):
-            rows = state.extents
+        copies = ((t.name, "a copy", copy) for t in self.twins for copy in (t.state, t.copy))
+        everything = [*self.states(), *copies]
+        for i in _suspects([state for _, _, state in everything], sizes):
+            name, key, state = everything[i]
+            rows = single_runs(state.extents, itemsize(state.dtype))
             gap = exact_cover_problem(rows["start"], rows["numel"], state.numel)
             if gap is not None:
                 what = f"{key} of {name}: {gap.kind} at elements {gap.start} to {gap.end} of {state.numel}"
@@ -238,7 +312,8 @@ class Checkpoint:
 
     def path(self, file: int) -> str:
         """Full path of a file by its index."""
-        return f"{self.location}/{self.files[file].name}"
+        entry = self.files[file]
+        return f"{entry.directory or self.location}/{entry.name}"
 
     @property
     def nbytes(self) -> int:
@@ -246,14 +321,61 @@ class Checkpoint:
         return sum(f.nbytes for f in self.files)
 
 
+def _suspects(states: Sequence[State], sizes: NDArray[np.uint64]) -> list[int]:
+    """Indices of the states that are not, at one look at all of them, whole, in order and inside their files."""
+    if not states:
+        return []
+    number = np.repeat(np.arange(len(states)), [len(s.extents) for s in states])
+    rows = np.concatenate([s.extents for s in states])
+    woven = number[rows["runs"] > 1]
+    item = np.array([itemsize(s.dtype) for s in states], dtype=np.uint64)
+    bad = rows["offset"] + rows["numel"] * item[number] > sizes[rows["file"]]
+    wrong = np.zeros(len(states), dtype=bool)
+    wrong[number[bad]] = wrong[woven] = True
+    # Of what is not empty, each run begins where the one before it ended, and all of them reach the end.
+    held = rows["numel"] > 0
+    number, start, end = number[held], rows["start"][held], (rows["start"] + rows["numel"])[held]
+    first = np.diff(number, prepend=-1) > 0
+    wrong[number[start != np.where(first, 0, np.roll(end, 1))]] = True
+    total = np.zeros(len(states), dtype=np.uint64)
+    total[number] = end  # the last run of a state wins
+    wrong |= total != np.array([s.numel for s in states], dtype=np.uint64)
+    return [int(i) for i in np.flatnonzero(wrong)]
+
+
 def extents(rows: int) -> NDArray[np.void]:
-    """An empty table of extents to be filled in."""
-    return np.zeros(rows, dtype=EXTENT)
+    """An empty table of extents to be filled in, each a single run."""
+    table = np.zeros(rows, dtype=EXTENT)
+    table["runs"] = 1
+    return table
+
+
+def single_runs(table: NDArray[np.void], width: int) -> NDArray[np.void]:
+    """The same extents with a row for each run, in ascending start; ``width`` is the bytes of an element."""
+    if not (table["runs"] > 1).any():
+        return table
+    runs = table["runs"].astype(np.int64)
+    rows = np.repeat(table, runs)
+    number = (np.arange(len(rows)) - np.repeat(np.cumsum(runs) - runs, runs)).astype(np.uint64)
+    rows["start"] += number * rows["pitch"]
+    rows["offset"] += number * rows["stride"] * np.uint64(width)
+    rows["padding"][:-1][np.diff(np.repeat(np.arange(len(table)), runs)) == 0] = 0  # it lies behind the last run
+    rows["runs"] = 1
+    return rows[np.argsort(rows["start"], kind="stable")]
+
+
+def stored_blocks(table: NDArray[np.void], width: int) -> NDArray[np.void]:
+    """The same bytes as blocks that lie in one piece, where in the tensor they belong left aside."""
+    table = table.copy()
+    dense = (table["runs"] > 1) & (table["stride"] == table["numel"])
+    table["numel"][dense] *= table["runs"][dense]
+    table["runs"][dense] = 1
+    return single_runs(table, width)
 
 
 def one_extent(numel: int, file: int, offset: int) -> NDArray[np.void]:
     """A table of one row: the whole tensor in one piece."""
     table = extents(1 if numel else 0)
     if numel:
-        table[0] = (0, numel, file, offset, 0)
+        table["numel"], table["file"], table["offset"] = numel, file, offset
     return table

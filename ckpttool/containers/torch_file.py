@@ -73,6 +73,13 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     """
     if reader.nbytes == 0:
         raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
+    if reader.distant:
+        # Its end tells where everything lies; the beginning is looked at only if that does not help.
+        try:
+            return _read_zip(reader, {} if known is None else known)
+        except ContainerError:
+            if reader.read(0, min(reader.nbytes, 4)) == torch_zip.MAGIC:
+                raise
     head = reader.read(0, min(reader.nbytes, 512))
     if head.startswith(torch_zip.MAGIC):
         return _read_zip(reader, {} if known is None else known)
@@ -121,6 +128,8 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
 def _check_byte_order(reader: RangeReader, record: torch_zip.Record | None) -> None:
     if record is None:
         return  # torch before 2.1, which was little-endian only
+    if (record.crc32, record.where.nbytes) == (zlib.crc32(b"little"), len(b"little")):
+        return  # no need to read it
     order = reader.read(record.where.start, min(record.where.end, record.where.start + 16))
     if order == b"big":
         raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")

@@ -43,6 +43,7 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
     """
     saved, keys, position = _parse_pickles(reader, max_pickle_bytes)
     ranges: dict[str, ByteRange] = {}
+    counts: list[tuple[str, ByteRange, int]] = []
     for key in keys:
         ref = saved.storages.get(key) if isinstance(key, str) else None
         if ref is None or key in ranges:
@@ -50,13 +51,17 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
         start = position + _NUMEL.size
         if start + ref.nbytes > reader.nbytes:
             raise ContainerError(reader.path, f"storage {key!r:.100} reaches beyond the end of the file", _HINT)
-        (numel,) = _NUMEL.unpack(reader.read(position, start))
-        if numel != ref.numel:
-            raise ContainerError(
-                reader.path, f"storage {key!r:.100} holds {numel} elements, but {ref.numel} were saved", _HINT
-            )
+        counts.append((key, ByteRange(position, start), ref.numel))
         position = start + ref.nbytes
         ranges[key] = ByteRange(start, position)
+    if reader.distant:
+        counts = counts[-1:]  # it is where it should be only if all before it have the lengths that they should
+    for (key, _, expected), data in zip(counts, reader.read_many([where for _, where, _ in counts]), strict=True):
+        (numel,) = _NUMEL.unpack(data)
+        if numel != expected:
+            raise ContainerError(
+                reader.path, f"storage {key!r:.100} holds {numel} elements, but {expected} were saved", _HINT
+            )
     missing = saved.storages.keys() - ranges.keys()
     if missing:
         raise ContainerError(reader.path, f"storage {min(missing)!r:.100} is missing", _HINT)

@@ -37,6 +37,9 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8 = 0x800
+_DESCRIBED = 0x8
+_MAX_EXTRA = 36
+"""Bytes in a local header's extra field that are no fill: ZIP64 sizes, and the heads of two fields."""
 _ENCRYPTED = 0x2041  # plainly, strongly, or with masked headers
 _DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
@@ -72,18 +75,15 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     """
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
+    starts = _inferred_starts(entries, directory.start) if reader.distant else {}
     # A local header's length is not in the central directory: its extra field differs there.
-    headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in entries])
+    unknown = [e for e in entries if e.header not in starts]
+    headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in unknown])
+    starts |= {e.header: _payload_start(reader, e, header) for e, header in zip(unknown, headers, strict=True)}
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
-    for entry, header in zip(entries, headers, strict=True):
-        magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
-        local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
-        if magic != MAGIC or method != 0 or local_name != entry.raw_name:
-            raise ContainerError(
-                reader.path, f"zip record {entry.name!r:.100} has a broken local header", _DAMAGED_HINT
-            )
-        start = entry.header + _LOCAL.size + name_length + extra_length
+    for entry in entries:
+        start = starts[entry.header]
         if start + entry.nbytes > directory.start:
             raise ContainerError(reader.path, f"zip record {entry.name!r:.100} reaches beyond the data", _DAMAGED_HINT)
         if entry.name in records:
@@ -106,6 +106,64 @@ class _Entry:
     header: int
     nbytes: int
     crc32: int
+    described: bool
+    """Whether a data descriptor, 16 bytes or 24, follows the payload."""
+
+    @property
+    def least_start(self) -> int:
+        """Where the payload begins if nothing lies between it and the record's name."""
+        return self.header + _LOCAL.size + len(self.raw_name)
+
+
+def _payload_start(reader: RangeReader, entry: _Entry, header: bytes) -> int:
+    magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
+    local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
+    if magic != MAGIC or method != 0 or local_name != entry.raw_name:
+        raise ContainerError(reader.path, f"zip record {entry.name!r:.100} has a broken local header", _DAMAGED_HINT)
+    return entry.least_start + int(extra_length)
+
+
+def _inferred_starts(entries: list[_Entry], end: int) -> dict[int, int]:
+    """Where payloads begin, by the place of their local header, without a round trip for each of these.
+
+    A payload ends where the next header begins, but for its data descriptor, and torch puts its first byte on a
+    multiple of 64 with a fill shorter than that. What does not fit both in exactly one way is left out. So is the first
+    record: its header is the beginning of the file, which must be seen to be an archive.
+    """
+    starts: dict[int, int] = {}
+    ordered = sorted(entries, key=lambda e: e.header)
+    for entry, following in zip(ordered, [*(e.header for e in ordered[1:]), end], strict=True):
+        ends = (following - 16, following - 24) if entry.described else (following,)
+        fits = [
+            at
+            for at in (e - entry.nbytes for e in ends)
+            if at % ALIGNMENT == 0 and 0 <= at - entry.least_start < ALIGNMENT + _MAX_EXTRA
+        ]
+        if len(fits) == 1 and entry.header > 0:
+            starts[entry.header] = fits[0]
+    return starts
+
+
+def bytes_with_crc(crc32: int) -> bytes:
+    """The only four bytes that have a CRC-32: a number can be known without reading it."""
+    remainder = crc32 ^ _MAX32
+    for _ in range(4):
+        index = _CRC_INDEX[remainder >> 24]
+        remainder = ((remainder ^ _CRC_TABLE[index]) << 8 | index) & _MAX32
+    return (remainder ^ _MAX32).to_bytes(4, "little")
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = (value >> 1) ^ (0xEDB88320 if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+_CRC_TABLE = _crc_table()
+_CRC_INDEX = {value >> 24: index for index, value in enumerate(_CRC_TABLE)}
 
 
 def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
@@ -177,7 +235,7 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[
             raise ContainerError(reader.path, f"zip record {name!r:.100} points outside the archive", _FOREIGN_HINT)
         if header + _LOCAL.size + len(raw_name) > where.start:
             raise ContainerError(reader.path, f"zip record {name!r:.100} lies outside the file", _DAMAGED_HINT)
-        entries.append(_Entry(name, raw_name, header, nbytes, crc32))
+        entries.append(_Entry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
         at = following
     if at != len(data):
         raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)

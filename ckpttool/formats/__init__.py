@@ -1,31 +1,109 @@
-"""Readers: a directory -> Checkpoint. One module for each thing that DeepSpeed describes in its own way."""
+"""Readers: a directory -> Checkpoint. One module for each thing that describes tensors in its own way."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import posixpath
+from typing import TYPE_CHECKING, Any
 
-from ckpttool.formats.locate import locate
-from ckpttool.formats.zero import read_zero
-from ckpttool.formats.zero_files import raise_at_once
-from ckpttool.storage import open_storage
+from ckpttool.errors import LayoutError, StorageError
+from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished
+from ckpttool.formats.zero.files import raise_at_once
+from ckpttool.formats.zero.reader import read_zero
+from ckpttool.storage import WAIT, local_path, open_storage, parent, scheme_of, without_secrets
 
 if TYPE_CHECKING:
-    from ckpttool.formats.zero_files import Report
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.formats.zero.files import Report
     from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
 
 __all__ = ["open_checkpoint"]
 
 
-def open_checkpoint(src: str, *, tag: str | None = None, report: Report = raise_at_once) -> Checkpoint:
-    """Read the layout of a checkpoint.
+def open_checkpoint(
+    src: str | Sequence[str],
+    *,
+    tag: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    report: Report = raise_at_once,
+    unfinished: bool = False,
+) -> Checkpoint:
+    """Read the layout of a checkpoint, whatever its format.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several of
+            them, which each hold the files of some ranks.
         tag: Which checkpoint of a root; default: the one that ``latest`` names.
+        options: What to tell the storage's fsspec class.
+        unfinished: Read also what ckpttool has not finished writing.
         report: Takes findings that need not end the reading; the default raises the first.
 
     Raises:
         CkptError: There is no sound checkpoint.
     """
-    storage = open_storage(src)
-    return read_zero(storage, locate(storage, src, tag), report)
+    paths = [src] if isinstance(src, str) else list(src)
+    storage = open_storage(paths[0], options)
+    if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
+        problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
+        raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
+    checkpoint = _open([without_secrets(local_path(p)) for p in paths], storage, tag, report, unfinished)
+    if storage.distant:  # one listing tells whether it changed meanwhile; local files are looked at when they are read
+        files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
+        storage.refresh(files)
+        for path, file in zip(files, checkpoint.files, strict=True):
+            if storage.open(path).version != file.version:
+                raise StorageError(path, "changed while it was being read", WAIT)
+    return checkpoint
+
+
+def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Report, unfinished: bool) -> Checkpoint:
+    first, *others = paths
+    if not unfinished and storage.exists(first):
+        refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
+    if not others and (found := _without_tags(storage, first.rstrip("/") or first, tag)) is not None:
+        return found
+    try:
+        location = locate(storage, first, tag)
+    except NoCheckpointError:
+        found = None if others else _weights(storage, first.rstrip("/") or first)
+        if found is None:
+            raise
+        return found
+    if others:
+        directories = [locate(storage, other, location.tag if tag else None).directory for other in others]
+        for directory in directories:
+            if posixpath.basename(directory) != posixpath.basename(location.directory):
+                problem = f"is of another tag than {location.directory}"
+                raise LayoutError(directory, problem, "pass directories of one checkpoint, or choose with --tag")
+        location = Location(location.root, location.directory, location.tag, tuple(directories))
+    for directory in {location.root, location.directory} if not unfinished else ():
+        refuse_unfinished(storage, directory)
+    if storage.is_dir(posixpath.join(location.directory, "zero")):
+        from ckpttool.formats.universal import read_universal
+
+        return read_universal(storage, location, report)
+    return read_zero(storage, location, report)
+
+
+def _without_tags(storage: Storage, src: str, tag: str | None) -> Checkpoint | None:
+    """A file of weights, or a distributed checkpoint of torch."""
+    if tag is not None or not storage.exists(src):
+        return None
+    if not storage.is_dir(src):
+        return _weights(storage, src)
+    if not storage.exists(posixpath.join(src, ".metadata")):
+        return None
+    from ckpttool.formats.dcp import read_dcp
+
+    return read_dcp(storage, Location(src, src, posixpath.basename(src)))
+
+
+def _weights(storage: Storage, src: str) -> Checkpoint | None:
+    from ckpttool.formats.weights import find_weights, read_weights
+
+    found = find_weights(storage, src)
+    if found is None:
+        return None
+    directory = src if storage.is_dir(src) else parent(src)
+    return read_weights(storage, Location(directory, directory, posixpath.basename(src)), *found)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckpttool.storage import LocalStorage
+    from collections.abc import Sequence
+
+    from ckpttool.storage import Storage
 
 # Source: transformers 5, what ``save_pretrained`` of models, tokenizers and processors writes.
 PATTERNS = (
@@ -17,6 +19,19 @@ PATTERNS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "*.model",
     "sentencepiece.bpe.model", "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py",
 )  # fmt: skip
+BESIDE = (
+    *PATTERNS, "trainer_state.json", "training_args.bin", "scheduler.pt", "scheduler.bin", "sampler*.bin",
+    "custom_checkpoint_*.pkl", "adapter_config.json",
+)  # fmt: skip
+"""What a framework keeps beside a checkpoint, the same for all ranks, to resume from it."""
+RANDOM = ("rng_state.pth", "rng_state_*.pth", "random_states_*.pkl")
+"""Random number states, one file for each rank: of the Hugging Face Trainer, of Accelerate."""
+POSITION = ("dl_state_dict*.bin",)
+"""Where Accelerate's data loaders were, in batches of so many ranks."""
+STEPS_OF_RANKS = "scheduler.bin"
+"""Accelerate's scheduler, which takes a step for each rank (``AcceleratedScheduler.step``) unless it splits batches."""
+OWN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", ".*")
+"""What DeepSpeed or a system puts there, which nothing is resumed from."""
 MAX_BYTES = 1 << 28
 """Larger files are no companions."""
 
@@ -32,24 +47,31 @@ class Companion:
     nbytes: int
     """Size in bytes."""
     version: str
-    """Differs when the file was written anew; see ``storage.RangeReader``."""
+    """Differs when the file was written anew; see ``storage.Entry``."""
+    storage: Storage
+    """Where it lies."""
     text: str | None
     """Content of ``config.json``, which is edited; the others are copied."""
 
 
-def find_companions(storage: LocalStorage, root: str) -> tuple[Companion, ...]:
+def find_companions(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[Companion, ...]:
     """The companions in a directory.
+
+    Args:
+        storage: Where it is.
+        root: The directory.
+        patterns: Globs on file names.
 
     Raises:
         StorageError: The directory or ``config.json`` cannot be read.
     """
     found = []
-    for entry in storage.list(root):
-        if entry.is_dir or entry.nbytes > MAX_BYTES or not any(fnmatch.fnmatchcase(entry.name, p) for p in PATTERNS):
+    for entry in storage.listing(root):
+        if entry.is_dir or entry.nbytes > MAX_BYTES or not any(fnmatch.fnmatchcase(entry.name, p) for p in patterns):
             continue
         path = posixpath.join(root, entry.name)
         with storage.open(path) as reader:
             nbytes, version = reader.nbytes, reader.version
         text = storage.read_text(path) if entry.name == "config.json" else None
-        found.append(Companion(entry.name, path, nbytes, version, text))
+        found.append(Companion(entry.name, path, nbytes, version, storage, text))
     return tuple(found)

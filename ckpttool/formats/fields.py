@@ -87,7 +87,7 @@ def shape_of(value: object) -> tuple[int, ...] | None:
     return tuple(value) if math.prod(value) <= MAX_ELEMENTS else None
 
 
-def fingerprint(value: object, limit: int = 1_000_000) -> list[object]:
+def fingerprint(value: object, limit: int = 300_000) -> list[object]:
     """What a value says, for comparing values of two files.
 
     Equality itself will not do: an Opaque equals only itself, NaN not even that, and what a pickle says in a few bytes
@@ -115,8 +115,14 @@ def fingerprint(value: object, limit: int = 1_000_000) -> list[object]:
     return parts
 
 
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+"""Members of DeepSpeed's ``ZeroStageEnum``, which some Pythons pickle by name."""
+
+
 def enum_value(value: object) -> int | None:
     """The number of an enum (DeepSpeed's ``ZeroStageEnum``) or of a plain integer."""
+    if isinstance(value, Opaque) and value.how == "global":
+        return STAGES.get(value.name.rpartition(".")[2])
     if isinstance(value, Opaque) and value.how == "call" and len(value.args) == 1:
         value = value.args[0]
     return value if isinstance(value, int) and not isinstance(value, bool) else None

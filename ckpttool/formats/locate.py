@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.formats.zero_names import parse_name
+from ckpttool.formats.zero.names import parse_name
+from ckpttool.storage import MARK, is_url, parent
 
 if TYPE_CHECKING:
-    from ckpttool.storage import Entry, LocalStorage
+    from ckpttool.storage import Entry, Storage
 
 LATEST = "latest"
 """The file beside the tags that names the newest one."""
+LATEST_UNIVERSAL = "latest_universal"
+"""The same for universal checkpoints; it counts where there is no other."""
+
+
+class NoCheckpointError(LayoutError):
+    """There is nothing of DeepSpeed's at a place; perhaps something else is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +33,11 @@ class Location:
     """Directory of the tag."""
     tag: str
     """Its name."""
+    others: tuple[str, ...] = ()
+    """Directories of the same tag on other nodes, each with the files of some ranks."""
 
 
-def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
+def locate(storage: Storage, src: str, tag: str | None) -> Location:
     """Find the tag that is meant.
 
     ``src`` is a checkpoint root with ``latest`` (a Hugging Face Trainer's ``checkpoint-N`` is one), or a tag's
@@ -43,31 +52,46 @@ def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
         raise StorageError(src, "does not exist", "check the path")
     if not storage.is_dir(src):
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
-    entries = storage.list(src)
+    entries = storage.listing(src)
     if any(parse_name(e.name) for e in entries if not e.is_dir):
         # "." has a name and a parent, too.
-        whole = posixpath.abspath(src) if posixpath.basename(src) in {".", ".."} else src
-        root, name = posixpath.dirname(whole) or ".", posixpath.basename(whole)
+        whole = posixpath.abspath(src) if not is_url(src) and posixpath.basename(src) in {".", ".."} else src
+        root, name = parent(whole), posixpath.basename(whole)
         if tag is not None and tag != name:
             raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {root}")
         return Location(root, src, name)
     if tag is not None:
         if not _is_there(storage, src, tag):
             raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(_tags(storage, src, entries)))
-    elif storage.exists(posixpath.join(src, LATEST)) and not storage.is_dir(posixpath.join(src, LATEST)):
-        tag = _read_latest(storage, src, entries)
+    elif latest := next((n for n in (LATEST, LATEST_UNIVERSAL) if _is_file(storage, posixpath.join(src, n))), None):
+        tag = _read_latest(storage, src, entries, latest)
     else:
         tags = _tags(storage, src, entries)
         if not tags:
-            raise LayoutError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
+            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", _choose(tags))
         tag = tags[0]
     return Location(src, posixpath.join(src, tag), tag)
 
 
-def _read_latest(storage: LocalStorage, src: str, entries: list[Entry]) -> str:
-    path = posixpath.join(src, LATEST)
+def refuse_unfinished(storage: Storage, directory: str) -> None:
+    """Refuse what is being written, or was left half-written by a killed run.
+
+    Raises:
+        LayoutError: It has ckpttool's mark.
+    """
+    if storage.exists(posixpath.join(directory, MARK)):
+        problem = "is being written, or was left half-written by a run that was killed"
+        raise LayoutError(directory, problem, "wait for that run, or write it again")
+
+
+def _is_file(storage: Storage, path: str) -> bool:
+    return storage.exists(path) and not storage.is_dir(path)
+
+
+def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) -> str:
+    path = posixpath.join(src, latest)
     tag = storage.read_text(path).strip()
     if not _is_name(tag):
         raise LayoutError(path, "does not name a tag", _choose(_tags(storage, src, entries)))
@@ -76,7 +100,7 @@ def _read_latest(storage: LocalStorage, src: str, entries: list[Entry]) -> str:
     return tag
 
 
-def _tags(storage: LocalStorage, src: str, entries: list[Entry]) -> list[str]:
+def _tags(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
     """All checkpoints in a directory. Slow where there are many: asked for only when no tag is named."""
     names = (e.name for e in entries if e.is_dir)
     return sorted((n for n in names if _is_tag(storage, posixpath.join(src, n))), key=natural_order)
@@ -100,23 +124,23 @@ def _is_name(tag: str) -> bool:
     return tag.isprintable() and not any(part in {"", ".", ".."} for part in tag.split("/"))
 
 
-def _is_there(storage: LocalStorage, src: str, tag: str) -> bool:
+def _is_there(storage: Storage, src: str, tag: str) -> bool:
     directory = posixpath.join(src, tag)
     return _is_name(tag) and (_is_tag(storage, directory) or _is_closed(storage, directory))
 
 
-def _is_tag(storage: LocalStorage, directory: str) -> bool:
+def _is_tag(storage: Storage, directory: str) -> bool:
     try:
-        return any(parse_name(e.name) for e in storage.list(directory) if not e.is_dir)
+        return any(parse_name(e.name) for e in storage.listing(directory) if not e.is_dir)
     except StorageError:
         return False  # a directory that may not be listed is not what the user asked for
 
 
-def _is_closed(storage: LocalStorage, directory: str) -> bool:
+def _is_closed(storage: Storage, directory: str) -> bool:
     """A directory that may not be listed. Where it was asked for, reading it will say so."""
     try:
         if storage.is_dir(directory):
-            storage.list(directory)
+            storage.listing(directory)
     except StorageError:
         return True
     return False

@@ -1,11 +1,12 @@
 """The optimizer side of a ZeRO checkpoint: flat buffers split over the ranks, and the parameters' fragments in them.
 
 Stages 1 and 2 split one flat buffer for each parameter group; stage 3 splits every parameter and lays the pieces into
-flat buffers, its sub-groups. Where the fragments lie is for ``zero12`` and ``zero3`` to say; the rest is here.
+flat buffers, its sub-groups. Where the fragments lie is for ``stage12`` and ``stage3`` to say; the rest is here.
 """
 
 from __future__ import annotations
 
+import posixpath
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
-from ckpttool.formats.zero_files import RESTORE
-from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, extents
+from ckpttool.formats.zero.files import RESTORE
+from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero_files import RankFile, Report, ZeroFiles
+    from ckpttool.formats.zero.files import RankFile, Report, SwappedFile, ZeroFiles
 
 FRAGMENT = np.dtype(
     [
@@ -38,21 +39,42 @@ FRAGMENT = np.dtype(
 """One row: a run of a parameter's elements in one rank's partition of a flat buffer."""
 
 
+@dataclass(frozen=True, slots=True)
+class SwappedTensor:
+    """A rank's partition that was offloaded to NVMe: raw elements in a file of its own."""
+
+    file: SwappedFile
+    """The file."""
+    dtype: str
+    """safetensors' spelling."""
+    numel: int
+    """Elements; the file may be longer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One dimension."""
+        return (self.numel,)
+
+
+Stored = TensorRef | SwappedTensor
+"""A rank's partition, in its optimizer file or beside it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
     """One flat buffer and what the optimizer keeps for it."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """The parameters in it, in order."""
-    tensors: Mapping[str, Sequence[TensorRef]]
+    tensors: Mapping[str, Sequence[Stored]]
     """State name to the partition of each rank."""
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole buffer."""
-    unsliceable: tuple[str, ...]
-    """States whose shape does not follow the partition."""
+    odd: Mapping[str, Sequence[object]]
+    """States whose shape does not follow the partition: name to what each rank holds."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Partitions:
     """What the optimizer files hold."""
 
@@ -64,6 +86,19 @@ class Partitions:
     """Parameter groups."""
     unsliceable: list[str] = field(default_factory=list)
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
+    twins: list[Twin] = field(default_factory=list)
+    """What several ranks hold."""
+    unassigned: bool = False
+    """Whether there are groups whose parameters cannot be told."""
+
+    def add(self, other: Partitions) -> None:
+        """Take in what another one holds."""
+        self.states.update(other.states)
+        self.frozen.update(other.frozen)
+        self.groups.extend(other.groups)
+        self.unsliceable.extend(u for u in other.unsliceable if u not in self.unsliceable)
+        self.twins.extend(other.twins)
+        self.unassigned |= other.unassigned
 
 
 def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
@@ -77,7 +112,7 @@ def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
 def read_flat_buffer(
     files: ZeroFiles,
     shapes: Mapping[str, tuple[int, ...]],
-    masters: Sequence[TensorRef],
+    masters: Sequence[Stored],
     states: Sequence[Mapping[Any, Any]],
     partition: int,
     what: str,
@@ -85,8 +120,8 @@ def read_flat_buffer(
 ) -> FlatBuffer:
     """Sort the optimizer's states of one flat buffer by how they follow the partition.
 
-    A 1-D tensor as long as the partition can be sliced; a number or 0-dim tensor belongs to the whole buffer; all else
-    is particular to the optimizer (Muon's whole matrices, 8-bit blocks).
+    A 1-D tensor as long as the partition (in elastic checkpoints, as the master's) can be sliced; a number or 0-dim
+    tensor belongs to the whole buffer; all else is particular to the optimizer (Muon's whole matrices, 8-bit blocks).
 
     Args:
         files: The checkpoint.
@@ -97,9 +132,9 @@ def read_flat_buffer(
         what: What to call the buffer in errors.
         report: Takes findings.
     """
-    tensors: dict[str, Sequence[TensorRef]] = {MASTER: masters}
+    tensors: dict[str, Sequence[Stored]] = {MASTER: masters}
     scalars: dict[str, ScalarState] = {}
-    unsliceable: list[str] = []
+    odd: dict[str, Sequence[object]] = {}
     for key in dict.fromkeys(key for state in states for key in state):
         values = [state.get(key) for state in states]
         numbers = [file.scalar(value) for file, value in zip(files.optimizer, values, strict=True)]
@@ -107,14 +142,17 @@ def read_flat_buffer(
             check_agreement(files.optimizer, f"{key} of {what}", [n and n.value for n in numbers], report)
             scalars[str(key)] = numbers[0]
         elif key in {MASTER, MODULE} or not isinstance(key, str):
-            unsliceable.append(f"{what}: {key}")  # a name that stands for something else here
-        elif all(isinstance(v, TensorRef) and v.shape == (partition,) for v in values):
-            tensors[str(key)] = [v for v in values if isinstance(v, TensorRef)]
+            odd[f"{key} (the optimizer's)"] = values  # a name that stands for something else here
+        elif all(
+            isinstance(v, TensorRef | SwappedTensor) and v.shape in {(partition,), (own.numel,)}
+            for v, own in zip(values, masters, strict=True)
+        ):
+            tensors[str(key)] = [v for v in values if isinstance(v, TensorRef | SwappedTensor)]
         elif any(v is not None for v in values):
-            unsliceable.append(f"{what}: {key}")
+            odd[key] = values
     for key, pieces in tensors.items():
         check_agreement(files.optimizer, f"dtype of {key} of {what}", [p.dtype for p in pieces], report)
-    return FlatBuffer(shapes, tensors, scalars, tuple(unsliceable))
+    return FlatBuffer(shapes, tensors, scalars, odd)
 
 
 def locate_states(
@@ -126,12 +164,10 @@ def locate_states(
         LayoutError: A partition ends before a fragment in it does.
     """
     result: dict[str, dict[str, State]] = {name: {} for name in buffer.shapes}
-    index = np.array([f.index for f in files.optimizer], dtype=np.uint32)
     for key, pieces in buffer.tensors.items():
         dtype = pieces[0].dtype
-        base = np.array(
-            [file.torch.locate(p).start for file, p in zip(files.optimizer, pieces, strict=True)], dtype=np.uint64
-        )
+        places = [_place(file, p) for file, p in zip(files.optimizer, pieces, strict=True)]
+        index, base = (np.array(column, dtype=np.uint64) for column in zip(*places, strict=True))
         stored = np.array([p.numel for p in pieces], dtype=np.uint64)
         size = np.uint64(itemsize(dtype))
         for name, shape in buffer.shapes.items():
@@ -156,13 +192,67 @@ def locate_states(
     return result
 
 
+def _place(file: RankFile, piece: Stored) -> tuple[int, int]:
+    """The file that holds a partition, and its first byte there."""
+    if isinstance(piece, SwappedTensor):
+        return piece.file.index, 0
+    return file.index, file.torch.locate(piece).start
+
+
+def find_swapped(
+    files: ZeroFiles, masters: Sequence[TensorRef], states: Sequence[Mapping[Any, Any]], partition: int
+) -> tuple[list[Stored], list[Mapping[Any, Any]]]:
+    """Replace what is empty because it was offloaded to NVMe by the file it was copied to.
+
+    Source: DeepSpeed 0.19, runtime/swap_tensor/optimizer_utils.py (``OptimizerStateSwapInfo``) and runtime/engine.py
+    (``save_checkpoint``): the master is ``<ds_id>.tensor.swp``, another state ``<state>-<ds_id>.tensor.swp``, where
+    ds_id is an attribute of the empty master.
+    """
+    found: list[Stored] = list(masters)
+    result: list[Mapping[Any, Any]] = list(states)
+    for r, (master, rank) in enumerate(zip(masters, files.swapped, strict=True) if files.swapped else ()):
+        name = (master.attributes or {}).get("ds_id")
+        if master.numel or not partition or name is None:
+            continue
+        own = _swapped(rank.get(f"{name}.tensor.swp"), master.dtype, partition)
+        if own is None:
+            continue
+        found[r] = own
+        result[r] = {key: _swapped_state(own, f"{key}-{name}", value, rank) for key, value in states[r].items()}
+    return found, result
+
+
+def _swapped_state(master: SwappedTensor, name: str, value: object, rank: Mapping[str, SwappedFile]) -> object:
+    """A state whose master was offloaded: its file, if it is empty here."""
+    if not isinstance(value, TensorRef) or value.numel:
+        return value
+    held = _swapped(rank.get(f"{name}.tensor.swp"), value.dtype, master.numel)
+    if held is None:
+        path = posixpath.join(posixpath.dirname(master.file.path), f"{name}.tensor.swp")
+        raise LayoutError(path, "is missing (the state was offloaded to NVMe)", RESTORE)
+    return held
+
+
+def _swapped(file: SwappedFile | None, dtype: str, numel: int) -> SwappedTensor | None:
+    if file is None:
+        return None
+    if file.nbytes < numel * itemsize(dtype):
+        problem = f"is {file.nbytes:,} bytes long, too short for {numel:,} elements of {dtype}"
+        raise LayoutError(file.path, problem, RESTORE)
+    return SwappedTensor(file, dtype, numel)
+
+
 def read_group(
-    files: ZeroFiles, groups: Sequence[Fields], parameters: tuple[str, ...], scalars: Mapping[str, ScalarState],
-    what: str, report: Report,
-) -> ParamGroup:  # fmt: skip
+    files: Sequence[RankFile],
+    groups: Sequence[Fields],
+    parameters: tuple[str, ...],
+    scalars: Mapping[str, ScalarState],
+    what: str,
+    report: Report,
+) -> ParamGroup:
     """A parameter group, its hyper-parameters the same on every rank."""
-    values = [_hyperparameters(g, f) for g, f in zip(groups, files.optimizer, strict=True)]
-    check_agreement(files.optimizer, f"hyper-parameters of {what}", list(values), report)
+    values = [_hyperparameters(g, f) for g, f in zip(groups, files, strict=True)]
+    check_agreement(files, f"hyper-parameters of {what}", list(values), report)
     return ParamGroup(parameters, values[0], scalars)
 
 
@@ -175,8 +265,21 @@ def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
     return values
 
 
+def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], report: Report) -> None:
+    """Report a parameter group that one part of the model has otherwise than another."""
+    for group in groups[1:]:
+        same = fingerprint(dict(group.hyperparameters)) == fingerprint(dict(groups[0].hyperparameters))
+        # A part that has no parameter of the group takes no steps.
+        if not same or (group.parameters and groups[0].parameters and dict(group.scalars) != dict(groups[0].scalars)):
+            problem = f"{what} is not the same in all parts of the model: two saves are mixed"
+            report(LayoutError(file.path, problem, RESTORE))
+            return
+
+
 def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[object], report: Report) -> None:
     """Report the first rank whose value differs from rank 0's."""
+    if not files:
+        return
     expected = fingerprint(values[0])
     for file, value in zip(files, values, strict=True):
         if value is not values[0] and fingerprint(value) != expected:

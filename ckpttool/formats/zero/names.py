@@ -37,6 +37,10 @@ class ZeroName:
     """Tensor- and pipeline-parallel rank."""
     prefix: str
     """"bf16_", "fp16_" or nothing."""
+    layer: int = 0
+    """Number of the pipeline's or of the MoE layer."""
+    expert: int = 0
+    """Number of the expert, or of the expert-parallel rank."""
 
 
 def parse_name(name: str) -> ZeroName | None:
@@ -46,7 +50,8 @@ def parse_name(name: str) -> ZeroName | None:
         if match:
             found = match.groupdict()
             data = found.get("dp")
+            model, layer, expert = (int(found.get(key) or 0) for key in ("mp", "layer", "expert"))
             return ZeroName(
-                name, kind, None if data is None else int(data), int(found.get("mp") or 0), found.get("prefix") or ""
+                name, kind, None if data is None else int(data), model, found.get("prefix") or "", layer, expert
             )
     return None

@@ -1,0 +1,76 @@
+"""What a checkpoint holds, whatever its format: the weights and the optimizer's states, each by one name."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import PlanError
+from ckpttool.model import MASTER, MODULE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckpttool.model import Checkpoint, State
+
+WEIGHTS = "weights"
+"""What counts as a parameter's value: its master, or where there is none the model's own copy; and every buffer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """One tensor of a checkpoint."""
+
+    name: str
+    """Parameter or buffer."""
+    key: str
+    """WEIGHTS, or the optimizer's name for the state: "exp_avg"."""
+    state: State
+    """Where it lies."""
+
+
+def contents(checkpoint: Checkpoint) -> list[Content]:
+    """Every tensor that counts, in the order of the module; second copies and tied names are left out."""
+    result = []
+    for parameter in checkpoint.parameters:
+        value = parameter.states.get(MASTER) or parameter.states[MODULE]
+        result.append(Content(parameter.name, WEIGHTS, value))
+        result += [Content(parameter.name, k, s) for k, s in parameter.states.items() if k not in {MASTER, MODULE}]
+    result += [Content(b.name, WEIGHTS, b.state) for b in checkpoint.buffers]
+    return result
+
+
+def find(checkpoint: Checkpoint, name: str, key: str) -> State:
+    """One tensor by its own or a tied name.
+
+    Args:
+        checkpoint: Where to look.
+        name: Parameter or buffer.
+        key: WEIGHTS, or any state that the checkpoint names: "fp32", "module", "exp_avg".
+
+    Raises:
+        PlanError: There is none.
+    """
+    stored = checkpoint.aliases.get(name, name)
+    held = {k: s for owner, k, s in checkpoint.states() if owner == stored}
+    if not held:
+        raise PlanError(
+            checkpoint.location, f"holds no parameter {name}", "see ckpttool inspect --params for the names"
+        )
+    state = held.get(key) or (held.get(MASTER) or held.get(MODULE) or held.get("buffer") if key == WEIGHTS else None)
+    if state is None:
+        raise PlanError(checkpoint.location, f"holds no {key} of {name}", f"choose one of {', '.join(held)}")
+    return state
+
+
+def matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name is asked for, by globs on the full name; no ``include`` means all."""
+    # A text is a sequence too, of letters; what is meant is one glob.
+    include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
+
+    def matches(name: str) -> bool:
+        wanted = not include or any(fnmatch.fnmatchcase(name, glob) for glob in include)
+        return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in exclude)
+
+    return matches

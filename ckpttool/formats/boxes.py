@@ -1,0 +1,116 @@
+"""Slices of a tensor put back where they belong: which box of the whole each box of a slice is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize
+from ckpttool.model import EXTENT, State, single_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Equal runs of elements at equal distances, in a slice and in the whole; both flattened in C order."""
+
+    source: int
+    """First element in the slice."""
+    target: int
+    """First element in the whole."""
+    runs: int
+    """Number of runs."""
+    numel: int
+    """Elements of each run."""
+    stride: int
+    """Elements of the slice from one run to the next."""
+    pitch: int
+    """Elements of the whole from one run to the next."""
+
+
+def box(
+    part: tuple[int, ...], whole: tuple[int, ...], dim: int, *, source: int, target: int, count: int | None = None
+) -> Box:
+    """The box that a slice is along one dimension of the whole.
+
+    Args:
+        part: Shape of the slice.
+        whole: Shape of the whole tensor, the same but for ``dim``.
+        dim: The dimension that is cut.
+        source: Where along ``dim`` of the slice the box begins.
+        target: Where along ``dim`` of the whole it belongs.
+        count: How far along ``dim`` it goes; default: all of the slice.
+    """
+    count = part[dim] if count is None else count
+    inner = math.prod(part[dim + 1 :])
+    return Box(
+        source=source * inner,
+        target=target * inner,
+        runs=math.prod(part[:dim]),
+        numel=count * inner,
+        stride=part[dim] * inner,
+        pitch=whole[dim] * inner,
+    )
+
+
+def put_together(
+    parts: Sequence[tuple[State, Sequence[Box]]], shape: tuple[int, ...], dtype: str | None = None
+) -> State:
+    """The state of a whole tensor from those of its slices.
+
+    What a slice holds beyond the whole (rows that pad a vocabulary) counts as padding.
+
+    Args:
+        parts: Each slice and the boxes in it.
+        shape: The whole tensor.
+        dtype: Its type; default: that of the first slice.
+    """
+    total = math.prod(shape)
+    dtype = dtype or parts[0][0].dtype
+    width = itemsize(dtype)
+    rows: list[tuple[int, ...]] = []
+    for state, boxes in parts:
+        for extent in single_runs(state.extents, width):
+            placed = [row for b in boxes for row in _placed(extent, b, width)]
+            if placed:
+                placed[-1] = (*placed[-1][:4], int(extent["padding"]), *placed[-1][5:])
+            rows += placed
+    table: NDArray[np.void] = np.array(rows, dtype=EXTENT)
+    table = table[np.argsort(table["start"], kind="stable")]
+    plain = table["runs"] == 1
+    beyond = np.zeros(len(table), dtype=np.uint64)
+    end = table["start"] + table["numel"]
+    beyond[plain] = np.minimum(np.maximum(end, total) - np.uint64(total), table["numel"])[plain]
+    table["numel"] -= beyond
+    table["padding"] += beyond
+    table["start"] = np.minimum(table["start"], total)
+    return State(shape, dtype, table)
+
+
+def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:
+    """Where the part of an extent that lies in a box belongs: at most a cut run, whole runs and a cut run."""
+    first, last = int(extent["start"]), int(extent["start"]) + int(extent["numel"])
+    at = max(first, b.source)
+    run, within = divmod(at - b.source, b.stride) if b.stride else (0, 0)
+    if within >= b.numel:
+        run, within = run + 1, 0
+        at = b.source + run * b.stride
+    while run < b.runs and at < last and b.numel:
+        runs, numel = 1, min(b.numel - within, last - at)
+        if within == 0 and numel == b.numel and b.runs - run > 1:
+            runs = min(b.runs - run, 1 + (last - at - b.numel) // b.stride)
+        start = b.target + run * b.pitch + within
+        offset = int(extent["offset"]) + (at - first) * width
+        if runs > 1 and b.stride == b.pitch == b.numel:
+            yield (start, numel * runs, int(extent["file"]), offset, 0, 1, 0, 0)
+        else:
+            yield (start, numel, int(extent["file"]), offset, 0, runs, b.pitch, b.stride)
+        run, within = run + runs, 0
+        at = b.source + run * b.stride

@@ -1,0 +1,47 @@
+"""Tensors of ``torch.save`` files as states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import LayoutError
+from ckpttool.model import State, extents, one_extent
+
+if TYPE_CHECKING:
+    from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.containers.values import TensorRef
+
+MAX_STRIDED = 1 << 20
+"""Elements of a tensor that is not contiguous: each may need an extent of its own."""
+
+
+def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
+    """A tensor that lies whole in one file, in whatever order of strides.
+
+    Args:
+        torch: The file.
+        index: Its index into the checkpoint's files.
+        ref: The tensor.
+
+    Raises:
+        LayoutError: Its elements lie scattered, and there are very many.
+    """
+    if ref.contiguous:
+        return State(ref.shape, ref.dtype, one_extent(ref.numel, index, torch.locate(ref).start))
+    if ref.numel > MAX_STRIDED:
+        problem = f"a tensor of shape {ref.shape} is stored with strides {ref.stride}"
+        raise LayoutError(torch.path, problem, "save it contiguous")
+    place = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(ref.shape, ref.stride, strict=True):
+        place = (place[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    first = np.flatnonzero(np.concatenate([[True], np.diff(place) != 1]))  # where a run of neighbours begins
+    table = extents(len(first))
+    table["start"] = first
+    table["numel"] = np.diff(np.append(first, len(place)))
+    table["file"] = index
+    base = torch.storages[ref.storage.key].start
+    table["offset"] = base + (ref.offset + place[first]) * itemsize(ref.dtype)
+    return State(ref.shape, ref.dtype, table)

@@ -1,0 +1,370 @@
+"""A universal checkpoint -> Checkpoint: whole tensors, one file for each state of each parameter.
+
+Source: DeepSpeed 0.7.0 to 0.19.8, checkpoint/ds_to_universal.py (``main``), checkpoint/universal_checkpoint.py
+(``load_hp_checkpoint_state``) and runtime/zero/stage3.py (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.containers.values import TensorRef
+from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
+from ckpttool.formats.tensors import whole_tensor
+from ckpttool.formats.zero.experts import Experts, with_experts
+from ckpttool.formats.zero.files import (
+    MAX_RANKS,
+    RESTORE,
+    Opener,
+    RankFile,
+    ZeroFiles,
+    check_model_ranks,
+    model_names,
+)
+from ckpttool.formats.zero.module import (
+    carried_storages,
+    client_state,
+    read_aliases,
+    read_buffer_names,
+    read_module,
+    read_param_shapes,
+)
+from ckpttool.formats.zero.partitions import read_group
+from ckpttool.formats.zero.stage3 import read_frozen
+from ckpttool.model import (
+    BY_ROWS,
+    MASTER,
+    MODULE,
+    Buffer,
+    Checkpoint,
+    Parameter,
+    ParamGroup,
+    ScalarState,
+    Slicing,
+    State,
+    Topology,
+    Twin,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.formats.locate import Location
+    from ckpttool.formats.zero.files import Report
+    from ckpttool.storage import Storage
+
+FOLDER = "zero"
+"""Directory of the states."""
+OPTIMIZER = f"{FOLDER}/optimizer_state.pt"
+"""What is kept once for all parameters."""
+STEP = "step"
+"""The state that is a number."""
+
+
+def read_universal(storage: Storage, location: Location, report: Report) -> Checkpoint:
+    """Read the layout of a universal checkpoint; no tensor bytes but the optimizer's numbers.
+
+    Raises:
+        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+    """
+    opener = Opener(storage, location, report)
+    files = _model_files(opener)
+    first = files[0].model[0]
+    folders = _folders(opener)
+    shapes = [read_param_shapes(f) if _lists_shapes(f) else [] for f in files]
+    slices = {name: shape for groups in shapes for group in groups for name, shape in group.items()}
+    whole = len(files) == 1
+    trained = list(slices) or [name for name, states in folders.items() if set(states) - {MASTER}]
+    opener.missing(
+        [f"{FOLDER}/{name}/{MASTER}.pt" for name in trained if MASTER not in folders.get(name, ())], "a state"
+    )
+    if opener.errors:
+        raise opener.errors[0]
+    states: dict[str, dict[str, State]] = {}
+    steps: dict[str, ScalarState] = {}
+    slicings: dict[str, Slicing] = {}
+    opener.ahead((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in trained for key in folders[name])
+    for name in trained:
+        states[name] = _read_states(opener, name, folders[name], slices.get(name), steps, slicings)
+    module = read_module(first)
+    buffer_names = {n for f in files for n in read_buffer_names(f.model[0])}
+    own = {*states, *(n for n in module if n not in (first.fields.optional("shared_params", dict) or {}))}
+    experts = Experts(files[0])
+    placeholders = files[0].stage == 3
+    aliases, duplicates = read_aliases(first, module, own, states, buffer_names, placeholders=placeholders)
+    aliases |= experts.router_aliases(module, states)
+    copies = (
+        {}
+        if placeholders or not whole
+        else {n: whole_tensor(first.torch, first.index, ref) for n, ref in module.items()}
+    )
+    _check_shapes(first, states, copies)
+    frozen = read_frozen(files[0].model, report) if placeholders and whole else {}
+    names = with_experts(list(module), [n for n in states if experts.own(n)])
+    names = list(dict.fromkeys([*names, *states, *folders]))
+    parameters: list[Parameter] = []
+    buffers: list[Buffer] = []
+    optimizer = opener.read(OPTIMIZER, "optimizer", numbers=True)
+    if optimizer is None:
+        raise opener.errors[0]
+    group_of, groups = _groups(optimizer, files, shapes, states, steps, report)
+    _check_states_are_there(opener, groups, folders)
+    for name in (n for n in names if n not in aliases):
+        if name in states:
+            held = {**states[name], **({MODULE: copies[name]} if name in copies else {})}
+            parameters.append(Parameter(name, held[MASTER].shape, group_of.get(name), held, slicings[name]))
+        elif name in buffer_names:
+            buffers.append(
+                Buffer(name, whole_tensor(first.torch, first.index, module[name]))
+                if name in module
+                else _cast(opener, name)
+            )
+        elif (state := frozen.get(name) or copies.get(name)) is not None:
+            parameters.append(Parameter(name, state.shape, None, {MODULE: state}))
+        elif name in folders:
+            parameters.append(Parameter(name, (kept := _cast(opener, name).state).shape, None, {MODULE: kept}))
+    if opener.errors:
+        raise opener.errors[0]
+    twins = [Twin(n, states[n][MASTER], copies[n]) for n in states if n in copies]
+    twins += [Twin(a, states[aliases[a]][MASTER], copy) for a, copy in duplicates.items() if aliases[a] in states]
+    return Checkpoint(
+        storage=storage,
+        location=location.directory,
+        root=location.root,
+        tag=location.tag,
+        format="universal",
+        stage=None,
+        topology=Topology(),
+        dtype=next((ref.dtype for n, ref in module.items() if n in states), None) or _configured_dtype(first),
+        deepspeed_version=first.fields.optional("ds_version", str),
+        step=first.fields.optional("global_steps", int),
+        samples=first.fields.optional("global_samples", int),
+        skipped_steps=first.fields.optional("skipped_steps", int) or 0,
+        parameters=tuple(parameters),
+        buffers=tuple(buffers),
+        aliases={a: n for a, n in aliases.items() if n in states or n in names},
+        groups=tuple(groups),
+        scheduler=first.fields.values.get("lr_scheduler"),
+        loss_scaler=optimizer.fields.values.get("loss_scaler"),
+        client_state=client_state(first),
+        ds_config=first.fields.optional("ds_config", dict) or {},
+        carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
+        twins=tuple(twins),
+        files=tuple(opener.files),
+        remarks=_remarks(files, first),
+    )
+
+
+def _model_files(opener: Opener) -> list[ZeroFiles]:
+    """The copied model states: one for each model-parallel rank, and at stage 3 for each data-parallel rank too."""
+    by_rank: dict[int, list[RankFile]] = {}
+    partitioned = False
+    names = [n for n in opener.names if n.kind == "model"]
+    # Where both kinds are there, for either stage to load, the one that is of no data-parallel rank is whole.
+    names = [n for n in names if n.data_rank is None] or names
+    for name in sorted(names, key=lambda n: (n.model_rank, n.data_rank or 0)):
+        file = opener.open(name)
+        partitioned |= name.data_rank is not None
+        if file is not None:
+            by_rank.setdefault(name.model_rank, []).append(file)
+    if opener.errors:
+        raise opener.errors[0]
+    if not by_rank:
+        problem = "is a universal checkpoint without model states"
+        raise LayoutError(opener.location.directory, problem, "copy the *_model_states.pt of the source beside zero/")
+    stage = 3 if partitioned else 1
+    result = [ZeroFiles(opener.location, stage, rank, files, []) for rank, files in sorted(by_rank.items())]
+    check_model_ranks(opener, result)
+    present = {n.name for n in opener.names}
+    for files in result:
+        count = files.model[0].fields.optional("dp_world_size", int) or 1
+        expected = model_names(stage, min(count, MAX_RANKS), files.model_rank)
+        opener.missing([n for n in expected if n not in present], f"saved by {count} data-parallel ranks")
+    if opener.errors:
+        raise opener.errors[0]
+    return result
+
+
+def _lists_shapes(files: ZeroFiles) -> bool:
+    return files.model[0].fields.values.get("param_shapes") is not None
+
+
+def _folders(opener: Opener) -> dict[str, list[str]]:
+    """Each parameter's states, from the names of folders and files."""
+    result: dict[str, list[str]] = {}
+    root = posixpath.join(opener.location.directory, FOLDER)
+    opener.storage.list_tree(root)
+    for entry in opener.storage.listing(root):
+        if entry.is_dir:
+            names = [e.name for e in opener.storage.listing(posixpath.join(root, entry.name)) if not e.is_dir]
+            states = [name.removesuffix(".pt") for name in names if name.endswith(".pt")]
+            # The master first, as everywhere else.
+            result[entry.name] = sorted(states, key=lambda s: (s != MASTER, s))
+    return result
+
+
+def _read_states(
+    opener: Opener,
+    name: str,
+    keys: Sequence[str],
+    shape: tuple[int, ...] | None,
+    steps: dict[str, ScalarState],
+    slicings: dict[str, Slicing],
+) -> dict[str, State]:
+    """All states of one parameter; its step goes to ``steps``, how it is sliced to ``slicings``."""
+    result: dict[str, State] = {}
+    for key in keys:
+        file = opener.read(f"{FOLDER}/{name}/{key}.pt", "state", numbers=key == STEP)
+        if file is None:
+            continue
+        if key == STEP:
+            number = file.scalar(file.torch.root)
+            if number is None:
+                raise LayoutError(file.path, "holds no number", RESTORE)
+            steps[name] = number
+            continue
+        if key == MODULE:
+            raise LayoutError(file.path, "is a state of no optimizer", "remove it")
+        result[key] = _tensor(file, name, shape)
+        if key == MASTER:
+            slicings[name] = _slicing(file.torch.root)
+    shapes = {state.shape for state in result.values()}
+    if len(shapes) > 1:
+        folder = f"{opener.location.directory}/{FOLDER}/{name}"
+        raise LayoutError(
+            folder, f"its states have shapes {sorted(shapes)}", "two conversions are mixed: convert again"
+        )
+    return result
+
+
+def _check_shapes(file: RankFile, states: Mapping[str, Mapping[str, State]], copies: dict[str, State]) -> None:
+    """Hold the shapes of states against those of the model's copies; a copy with padding that is gone is dropped."""
+    for name in [n for n in copies if n in states]:
+        ours, theirs = states[name][MASTER].shape, copies[name].shape
+        if ours == theirs:
+            continue
+        if len(ours) != len(theirs) or ours[1:] != theirs[1:] or ours[0] > theirs[0]:
+            raise LayoutError(file.path, f"gives {name} shape {theirs}, but its states have {ours}", "convert again")
+        del copies[name]
+
+
+def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folders: Mapping[str, Sequence[str]]) -> None:
+    """All parameters of a group have the same states."""
+    for group in groups:
+        keys = dict.fromkeys(key for name in group.parameters for key in folders[name])
+        gone = [f"{FOLDER}/{n}/{key}.pt" for n in group.parameters for key in keys if key not in folders[n]]
+        opener.missing(gone, "other parameters of its group have that state")
+    if opener.errors:
+        raise opener.errors[0]
+
+
+def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
+    """The tensor of a file: since 0.7.4 with how it was cut; stage 3's flat, so that its shape must be looked up."""
+    value = file.torch.root
+    if isinstance(value, dict):
+        value = value.get("param")
+    if not isinstance(value, TensorRef):
+        raise LayoutError(file.path, f"holds no tensor of {name}", RESTORE)
+    state = whole_tensor(file.torch, file.index, value)
+    if isinstance(file.torch.root, TensorRef) and shape is not None and state.shape != shape:
+        if math.prod(shape) != state.numel:
+            problem = f"has {state.numel} elements, but the model states give {name} shape {shape}"
+            raise LayoutError(file.path, problem, RESTORE)
+        state = State(shape, state.dtype, state.extents)
+    return state
+
+
+def _slicing(root: object) -> Slicing:
+    """How tensor parallelism slices a parameter; what cannot be meant is left out, as reading needs none of it."""
+    told = root if isinstance(root, dict) else {}
+    dim, parts = told.get("cat_dim"), told.get("param_n_sub_params")
+    view: tuple[Any, ...] = ()
+    described = getattr(told.get("sub_param_shape"), "state", None)
+    if isinstance(described, dict) and isinstance(described.get("shape"), tuple):
+        dim, view = described.get("partition_dim"), described["shape"]
+    sizes = [n for item in view for n in (item if isinstance(item, tuple) else (item,))]
+    if not all(type(n) is int for n in sizes) or not (type(dim) is int and 0 <= dim < max(len(view), MAX_DIMENSIONS)):
+        return BY_ROWS
+    return Slicing(
+        dim=dim,
+        parts=parts if type(parts) is int and parts > 1 else 1,
+        view=view if view != (1,) else (),  # of a scalar; it says nothing
+        vocabulary=told.get("vocab_tensor") is True,
+    )
+
+
+def _cast(opener: Opener, name: str) -> Buffer:
+    """What the converter kept of a tensor that is not trained: a copy cast to fp32."""
+    file = opener.read(f"{FOLDER}/{name}/{MASTER}.pt", "state")
+    if file is None:
+        raise opener.errors[0]
+    return Buffer(name, _tensor(file, name, None))
+
+
+def _groups(
+    file: RankFile,
+    files: Sequence[ZeroFiles],
+    shapes: Sequence[list[dict[str, tuple[int, ...]]]],
+    states: Mapping[str, Mapping[str, State]],
+    steps: Mapping[str, ScalarState],
+    report: Report,
+) -> tuple[dict[str, int], list[ParamGroup]]:
+    """The parameter groups, as far as the converter kept them."""
+    inner = file.fields.values.get("optimizer_state_dict")
+    inner = inner if isinstance(inner, dict) else {}
+    listed = file.fields.values.get("param_groups", inner.get("param_groups"))
+    members: list[list[str]] = [
+        [n for own in shapes for n in (own[g] if g < len(own) else ())] for g in range(max(map(len, shapes), default=0))
+    ]
+    result: list[ParamGroup] = []
+    group_of: dict[str, int] = {}
+    for g, values in enumerate(listed if isinstance(listed, list) else ()):
+        if not isinstance(values, dict):
+            raise file.fields.error("param_groups", f"lacks group {g}")
+        numbers = values.get("params")
+        numbers = numbers if files[0].stage == 3 and isinstance(numbers, list) else [g]
+        if not all(isinstance(i, int) and 0 <= i < len(members) for i in numbers):
+            continue  # the converter of stage 3 and the files of another stage: nothing tells whose it is
+        names = tuple(dict.fromkeys(n for i in numbers for n in members[i]))
+        own = [steps[n] for n in names if n in steps] or _step(file, inner, numbers)
+        if any(step != own[0] for step in own):
+            raise LayoutError(file.path, f"the parameters of group {g} took different steps", "convert again")
+        scalars = {STEP: own[0]} if own else {}
+        fields = Fields(file.path, f"param_groups[{g}]", values)
+        group_of |= dict.fromkeys(names, len(result))
+        result.append(read_group([file], [fields], names, scalars, f"group {g}", report))
+    if not result:
+        result = [ParamGroup(tuple(states), {}, {})]
+        group_of = dict.fromkeys(states, 0)
+    return group_of, result
+
+
+def _step(file: RankFile, inner: Mapping[Any, Any], numbers: Sequence[int]) -> list[ScalarState]:
+    """At stage 3 the step is in the optimizer's own state."""
+    kept = inner.get("state")
+    found = [kept[i].get(STEP) for i in numbers if isinstance(kept, dict) and isinstance(kept.get(i), dict)]
+    return [number for value in found if (number := file.scalar(value)) is not None]
+
+
+def _configured_dtype(first: RankFile) -> str:
+    """What the module computed in, where its tensors lie in files that the converter leaves out: a pipeline's."""
+    config = first.fields.optional("ds_config", dict) or {}
+    for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
+        section = config.get(key)
+        if isinstance(section, dict) and section.get("enabled"):
+            return dtype
+    return "F32"
+
+
+def _remarks(files: Sequence[ZeroFiles], first: RankFile) -> tuple[str, ...]:
+    info = first.fields.values.get("universal_checkpoint_info")
+    version = info.get("universal_checkpoint_version") if isinstance(info, dict) else None
+    remarks = [f"universal checkpoint of version {version}"] if version is not None else []
+    if first.fields.values.get("module", ()) is None:
+        remarks.append("frozen parameters and buffers of a pipeline are not part of a universal checkpoint")
+    elif len(files) > 1:
+        remarks.append("frozen parameters are in fp32: the converter casts what is not trained")
+    return tuple(remarks)

@@ -1,0 +1,197 @@
+"""Files of weights alone (safetensors, or state dicts of ``torch.save``) -> Checkpoint, named as Hugging Face does.
+
+Source: transformers 5, modeling_utils.py (``from_pretrained``: names of files and indices).
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.containers import safetensors
+from ckpttool.containers.torch_file import TorchFile, read_torch_file
+from ckpttool.containers.values import TensorRef
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import LayoutError
+from ckpttool.formats.tensors import whole_tensor
+from ckpttool.model import (
+    MODULE,
+    UNKNOWN_GROUP,
+    Buffer,
+    Checkpoint,
+    CheckpointFile,
+    Parameter,
+    State,
+    Topology,
+    one_extent,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.formats.locate import Location
+    from ckpttool.storage import Storage
+
+RESTORE = "restore it from a copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of file."""
+
+    format: str
+    """What the checkpoint is called."""
+    stems: tuple[str, ...]
+    """What names of such files begin with, most wanted first; "" is any name."""
+    suffixes: tuple[str, ...]
+    """What they end with."""
+
+
+KINDS = (
+    Kind("safetensors", ("model", "adapter_model", "diffusion_pytorch_model", ""), (".safetensors",)),
+    Kind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
+)
+
+
+def find_weights(storage: Storage, src: str) -> tuple[Kind, list[str]] | None:
+    """The files of weights that are meant: one file, or those of a directory, the index deciding which.
+
+    Raises:
+        LayoutError: An index is broken, or names what is not there.
+    """
+    if not storage.is_dir(src):
+        kind = next((k for k in KINDS if src.endswith((*k.suffixes, ".pt", ".pth")) and _fits(src, k)), None)
+        return (kind, [posixpath.basename(src)]) if kind else None
+    names = [e.name for e in storage.listing(src) if not e.is_dir]
+    for kind in KINDS:
+        for stem in kind.stems:
+            for suffix in kind.suffixes:
+                index = f"{stem}{suffix}.index.json"
+                if index in names:
+                    return kind, _indexed(storage, posixpath.join(src, index), set(names))
+                if f"{stem}{suffix}" in names:
+                    return kind, [f"{stem}{suffix}"]
+                parts = sorted(n for n in names if n.startswith(stem) and n.endswith(suffix))
+                if parts and (not stem or all("-of-" in p for p in parts)):
+                    _check_parts(src, parts)
+                    return kind, parts
+    return None
+
+
+def _fits(src: str, kind: Kind) -> bool:
+    return src.endswith(".safetensors") == (kind.format == "safetensors")
+
+
+def _check_parts(src: str, names: list[str]) -> None:
+    """Each part says of how many it is one."""
+    present = set(names)
+    for name in names:
+        match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\..*)", name)
+        if match is None:
+            continue
+        start, number, of, count, end = match.groups()
+        numbers = (f"{start}{n:0{len(number)}d}{of}{count}{end}" for n in range(1, int(count) + 1))
+        if gone := next((n for n in numbers if n not in present), None):
+            raise LayoutError(posixpath.join(src, gone), f"is missing ({name} is one of {int(count)} parts)", RESTORE)
+
+
+def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
+    try:
+        weight_map = json.loads(storage.read_text(path))["weight_map"]
+        files = sorted({str(name) for name in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LayoutError(path, "is no index of weights", RESTORE) from error
+    if not files:
+        raise LayoutError(path, "names no file", RESTORE)
+    for name in files:
+        if name not in names:
+            raise LayoutError(path, f"names {name!r:.200}, which is not there", "copy it here too")
+    return files
+
+
+def read_weights(storage: Storage, location: Location, kind: Kind, names: list[str]) -> Checkpoint:
+    """Read the layout of weights; no tensor bytes.
+
+    Raises:
+        CkptError: A file is damaged, or two hold the same tensor.
+    """
+    files: list[CheckpointFile] = []
+    states: dict[str, State] = {}
+    owner: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for name in names:
+        path = posixpath.join(location.directory, name)
+        with storage.open(path, ahead=True) as reader:
+            index = len(files)
+            kind_of_file = "weights" if kind.format == "safetensors" else "model"
+            files.append(CheckpointFile(name, reader.nbytes, kind_of_file, None, reader.version))
+            if kind.format == "safetensors":
+                entries, metadata = safetensors.parse(reader)
+                found = {
+                    n: State(t.shape, t.dtype, one_extent(t.nbytes and _numel(t), index, where.start))
+                    for n, (t, where) in entries.items()
+                }
+                aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}
+            else:
+                found = _state_dict(index, read_torch_file(reader), aliases)
+        for tensor, state in found.items():
+            if tensor in states:
+                raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
+            states[tensor], owner[tensor] = state, name
+    return Checkpoint(
+        storage=storage,
+        location=location.directory,
+        root=location.root,
+        tag=location.tag,
+        format=kind.format,
+        stage=None,
+        topology=Topology(),
+        dtype=_dtype(states),
+        deepspeed_version=None,
+        step=None,
+        skipped_steps=0,
+        parameters=tuple(
+            Parameter(n, s.shape, UNKNOWN_GROUP, {MODULE: s}) for n, s in states.items() if DTYPES[s.dtype].floating
+        ),
+        buffers=tuple(Buffer(n, s) for n, s in states.items() if not DTYPES[s.dtype].floating),
+        aliases=aliases,
+        groups=(),
+        files=tuple(files),
+    )
+
+
+def _numel(tensor: safetensors.Tensor) -> int:
+    count = 1
+    for n in tensor.shape:
+        count *= n
+    return count
+
+
+def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:
+    """A state dict; tied tensors are one storage under several names."""
+    root = torch.root
+    if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
+        root = root["state_dict"]
+    tensors = {k: v for k, v in root.items() if isinstance(v, TensorRef)} if isinstance(root, dict) else {}
+    if not tensors:
+        raise LayoutError(torch.path, "holds no state dict", "pass a file of weights")
+    result: dict[str, State] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, ref in tensors.items():
+        first = seen.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), str(name))
+        if first != name and ref.numel:
+            aliases[str(name)] = first
+        else:
+            result[str(name)] = whole_tensor(torch, index, ref)
+    return result
+
+
+def _dtype(states: Mapping[str, State]) -> str:
+    """The type that most elements are in."""
+    counts: dict[str, int] = {}
+    for state in states.values():
+        counts[state.dtype] = counts.get(state.dtype, 0) + state.numel
+    return max(counts, key=lambda d: counts[d], default="F32")

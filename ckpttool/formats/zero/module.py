@@ -1,0 +1,181 @@
+"""The module side of a ZeRO checkpoint: names, shapes, buffers, ties and client state, the same at every stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.containers.values import TensorRef, walk
+from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
+from ckpttool.formats.tensors import whole_tensor
+from ckpttool.model import State, one_extent
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from ckpttool.formats.zero.files import RankFile, ZeroFiles
+
+# Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
+ENGINE_KEYS = frozenset(
+    {
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+        "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+        "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
+        "autoep_layers", "universal_checkpoint_info",
+    }
+)  # fmt: skip
+"""Keys of a model-states file that are DeepSpeed's; all others are the user's client state."""
+
+
+def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
+    """Names and shapes of the trainable parameters, a mapping for each flat buffer, in the order of the buffer.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``_get_zero_param_shapes``); up to 0.5.10 they are in the optimizer
+    files, and up to 0.5.3 in one mapping.
+    """
+    file = _lists_shapes(files)
+    value = file.fields.get("param_shapes", object)
+    groups = [value] if isinstance(value, dict) else value
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        raise file.fields.error("param_shapes", "is not a list of mappings")
+    seen: set[str] = set()
+    result: list[dict[str, tuple[int, ...]]] = []
+    for group in groups:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, raw in group.items():
+            shape = shape_of(raw)
+            if not isinstance(name, str) or shape is None:
+                raise file.fields.error("param_shapes", f"gives {name!r} no shape")
+            if name in seen:
+                raise file.fields.error("param_shapes", f"names {name!r} twice")
+            seen.add(name)
+            shapes[name] = shape
+        result.append(shapes)
+    return result
+
+
+def _lists_shapes(files: ZeroFiles) -> RankFile:
+    """The file that holds ``param_shapes``."""
+    return files.model[0] if "param_shapes" in files.model[0].fields else files.optimizer[0]
+
+
+def without_groups(files: ZeroFiles) -> bool:
+    """Whether all parameters, frozen ones too, are listed in one mapping, as up to 0.5.3."""
+    return isinstance(_lists_shapes(files).fields.values.get("param_shapes"), dict)
+
+
+def mapped_sizes(files: ZeroFiles) -> list[dict[str, int]]:
+    """Names and elements of the trainable parameters by ``param_slice_mappings``, a mapping for each group.
+
+    They are in the order of the flat buffer unless ``round_robin_gradients`` is on. Empty where nothing is recorded.
+
+    Source: DeepSpeed 0.19, runtime/bf16_optimizer.py (``_create_param_mapping``).
+    """
+    result: list[dict[str, int]] = []
+    for r in range(files.ranks):
+        states = files.states(r)
+        groups = states.optional("param_slice_mappings", list) or []
+        result += [{} for _ in range(len(groups) - len(result))]
+        for sizes, group in zip(result, groups, strict=False):
+            for name, fragment in group.items() if isinstance(group, dict) else ():
+                state = getattr(fragment, "state", None)
+                numel = state.get("numel") if isinstance(state, dict) else None
+                if not isinstance(name, str) or not isinstance(numel, int) or not 0 <= numel <= MAX_ELEMENTS:
+                    raise states.error("param_slice_mappings", f"gives {name!r:.200} no size")
+                sizes[name] = sizes.get(name, 0) + numel
+    return result
+
+
+def read_module(file: RankFile) -> dict[str, TensorRef]:
+    """The module's state dict: name to tensor, in the order of the module; empty in a pipeline's, which has layers."""
+    return {} if file.fields.get("module", object) is None else file.fields.tensor_mapping("module")
+
+
+def read_buffer_names(file: RankFile) -> set[str]:
+    """Names of the persistent buffers."""
+    return {n for n in file.fields.optional("buffer_names", list) or [] if isinstance(n, str)}
+
+
+def read_aliases(
+    file: RankFile,
+    module: Mapping[str, TensorRef],
+    known: set[str],
+    trained: Container[str],
+    buffers: Container[str],
+    *,
+    placeholders: bool,
+) -> tuple[dict[str, str], dict[str, State]]:
+    """Tied names, and where a tied tensor is stored a second time.
+
+    ``shared_params`` tells them since 0.9.2, though not on every rank; two names of one tensor also show by sharing its
+    bytes.
+
+    Args:
+        file: The model-states file.
+        module: Its state dict.
+        known: Names that stand for tensors of their own.
+        trained: Names that the optimizer holds.
+        buffers: Names of buffers, which may share bytes and yet be stored each.
+        placeholders: Whether the module holds an empty tensor in the place of each parameter (stage 3).
+
+    Returns:
+        Alias to the name the parameter is stored under; alias to its own copy, which must equal the other.
+
+    Raises:
+        LayoutError: ``shared_params`` ties tensors of different shapes, or names nothing.
+    """
+    excluded = file.fields.values.get("frozen_param_shapes") is None
+    aliases: dict[str, str] = {}
+    duplicates: dict[str, State] = {}
+    for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
+        if not isinstance(alias, str) or not isinstance(name, str):
+            raise file.fields.error("shared_params", "ties what are no names")
+        if excluded and alias not in module and name not in module and name not in trained:
+            continue  # both were left out when it was saved
+        if name not in known:
+            raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
+        if alias in trained:
+            raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, but the optimizer holds both")
+        ours, theirs = module.get(alias), module.get(name)
+        if not placeholders and ours is not None and theirs is not None and ours.numel == theirs.numel == 0:
+            continue  # tensors without elements all have the same address, which is what DeepSpeed goes by
+        aliases[alias] = name
+        if ours is None or theirs is None or ours == theirs:
+            continue
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            raise file.fields.error("shared_params", f"ties {alias} {ours.shape} to {name} {theirs.shape}")
+        if ours.numel:
+            duplicates[alias] = whole_tensor(file.torch, file.index, ours)
+    stored: dict[tuple[object, ...], list[str]] = {}
+    for name, ref in module.items():
+        if ref.numel and name not in aliases and name not in buffers:  # empty tensors share nothing that matters
+            stored.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), []).append(name)
+    if placeholders:
+        # Those of a tied parameter share a storage, though it is empty.
+        owners: dict[str, list[str]] = {}
+        for name in (n for n in module if n in trained):
+            owners.setdefault(module[name].storage.key, []).append(name)
+        for name, ref in module.items():
+            tied = owners.get(ref.storage.key, [])
+            if len(tied) == 1 and name not in trained and name not in known and name not in buffers:
+                aliases.setdefault(name, tied[0])
+    for names in stored.values():
+        own = next((n for n in names if n in trained), names[0])
+        aliases |= {n: own for n in names if n != own and n not in trained}
+    return aliases, duplicates
+
+
+def carried_storages(file: RankFile, *values: object) -> dict[str, State]:
+    """The storages of the tensors inside plain data of a file, by key."""
+    result: dict[str, State] = {}
+    for item in walk(list(values)):
+        if isinstance(item, TensorRef):
+            ref = item.storage
+            where = file.torch.storages[ref.key]
+            result[ref.key] = State((ref.numel,), ref.dtype, one_extent(ref.numel, file.index, where.start))
+    return result
+
+
+def client_state(file: RankFile) -> dict[str, Any]:
+    """What the user's code saved along with the model."""
+    return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}

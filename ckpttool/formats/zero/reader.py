@@ -1,0 +1,254 @@
+"""A directory of DeepSpeed's files -> Checkpoint: every model-parallel rank's part, put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import LayoutError
+from ckpttool.formats.zero.files import RESTORE, AllFiles, ZeroFiles, read_zero_files
+from ckpttool.formats.zero.module import carried_storages, client_state
+from ckpttool.formats.zero.partitions import check_agreement, check_same_group
+from ckpttool.formats.zero.slices import Slice, read_slice
+from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpttool.formats.locate import Location
+    from ckpttool.formats.zero.files import RankFile, Report
+    from ckpttool.formats.zero.pipeline import Layers
+    from ckpttool.storage import Storage
+
+
+def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoint:
+    """Read the layout of a checkpoint that DeepSpeed saved; no tensor bytes but the optimizer's numbers.
+
+    Raises:
+        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+    """
+    found = read_zero_files(storage, location, report)
+    for files in found.slices:
+        _check_ranks_agree(files, report)
+    pipeline, tensor = _degrees(found)
+    stages = []
+    twins: list[Twin] = []
+    remarks: list[str] = []
+    layers = [_layers(found, rank, tensor) for rank in range(tensor)]
+    for stage in range(pipeline):
+        ranks = found.slices[stage * tensor : (stage + 1) * tensor]
+        slices: list[Slice] = []
+        for rank, f in enumerate(ranks):
+            tied = slices[0].aliases if slices else {}
+            own = layers[rank]
+            in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
+            slices.append(read_slice(f, in_stage, shapes, tied, report))
+        stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
+    for own in layers:
+        twins += own.twins if own else []
+        remarks += own.remarks if own else []
+    whole = stages[0] if pipeline == 1 else _merge_pipeline(stages, report)
+    files = found.slices[0]
+    first = files.model[0]
+    step = first.fields.optional("global_steps", int) or 0
+    skipped = first.fields.optional("skipped_steps", int) or 0
+    return Checkpoint(
+        storage=storage,
+        location=location.directory,
+        root=location.root,
+        tag=location.tag,
+        format="zero",
+        stage=files.stage,
+        topology=Topology(_data_parallel(files), tensor, pipeline, _expert_parallel(files)),
+        dtype=whole.dtype,
+        deepspeed_version=first.fields.optional("ds_version", str),
+        step=step,
+        samples=first.fields.optional("global_samples", int),
+        skipped_steps=skipped,
+        parameters=tuple(whole.parameters.values()),
+        buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
+        aliases=whole.aliases,
+        groups=tuple(whole.groups),
+        unsliceable=tuple(whole.unsliceable),
+        scheduler=first.fields.values.get("lr_scheduler"),
+        loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
+        client_state=client_state(first),
+        ds_config=first.fields.optional("ds_config", dict) or {},
+        carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
+        twins=(*whole.twins, *twins),
+        files=found.files,
+        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped)),
+        remarks=(*dict.fromkeys((*whole.remarks, *remarks)),),
+    )
+
+
+def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
+    """The layer files of one tensor-parallel rank; None outside pipelines."""
+    if not found.layers and found.slices[0].model[0].fields.values.get("module", ()) is not None:
+        return None
+    from ckpttool.formats.zero.pipeline import Layers  # what few checkpoints need is imported for them alone
+
+    return Layers(found.layers, found.slices[rank::tensor], rank)
+
+
+def _check_ranks_agree(files: ZeroFiles, report: Report) -> None:
+    for key in ("global_steps", "ds_version"):
+        check_agreement(files.model, key, [f.fields.values.get(key) for f in files.model], report)
+    check_agreement(files.optimizer, "ds_version", [f.fields.values.get("ds_version") for f in files.optimizer], report)
+
+
+# ------------------------------------------------------------------------------------------------------- topology
+
+
+def _degrees(found: AllFiles) -> tuple[int, int]:
+    """Pipeline stages and tensor-parallel ranks.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``checkpoint_parallel_dimensions``, since 0.19.5) and
+    runtime/pipe/topology.py: ranks of one stage have consecutive numbers.
+    """
+    ranks = len(found.slices)
+    fields = found.slices[0].model[0].fields
+    recorded = fields.optional("checkpoint_parallel_dimensions", dict) or {}
+    in_layers = len({layer.tensor_rank for layer in found.layers})
+    tensor = in_layers or recorded.get("tp_degree") or ranks
+    if not isinstance(tensor, int):
+        raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is no number")
+    if tensor < 1 or ranks % tensor:
+        raise LayoutError(fields.path, f"is one of {ranks} model-parallel ranks, in columns of {tensor!r:.40}", RESTORE)
+    return ranks // tensor, tensor
+
+
+def _data_parallel(files: ZeroFiles) -> int:
+    return files.ranks or files.model[0].fields.optional("dp_world_size", int) or 1
+
+
+def _expert_parallel(files: ZeroFiles) -> int:
+    if files.expert_optimizer:
+        return len(files.expert_optimizer)
+    if not files.optimizer:
+        return 1
+    states = files.states(0).values
+    counts = states.get("partition_count")
+    groups = states.get("ds_zero_partition_groups")
+    if isinstance(groups, list):
+        counts = [g.get("partition_count") for g in groups if isinstance(g, dict)]
+    counts = [c for c in counts if isinstance(c, int) and c > 0] if isinstance(counts, list) else []
+    return files.ranks // min(counts, default=files.ranks)
+
+
+def _scaler(file: RankFile) -> object:
+    """At stage 0 the loss scale is kept in the optimizer's own mapping."""
+    optimizer = file.fields.values.get("optimizer")
+    keys = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+    found = {k: optimizer[k] for k in keys if k in optimizer} if isinstance(optimizer, dict) else {}
+    return found or None
+
+
+# --------------------------------------------------------------------------------------------------------- merging
+
+
+def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
+    """One pipeline stage, whole, from its tensor-parallel slices."""
+    from ckpttool.formats.zero.tensor_parallel import TensorParallel, merge
+
+    first = slices[0]
+    rules = TensorParallel([s.files for s in slices])
+    twins = [twin for s in slices for twin in s.twins]
+    _check_same_names(slices, "parameters", [list(s.parameters) for s in slices], report)
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in first.parameters.items():
+        own = [s.parameters[name] for s in slices]
+        cut = rules.cut(name, [p.shape for p in own])
+        states = {}
+        for key in parameter.states:
+            held = [p.states.get(key) for p in own]
+            # Where copies have drifted apart the mean of the masters counts, and nobody holds its 16-bit copy.
+            if any(h is None for h in held) or (cut.averaged and key == MODULE and MASTER in parameter.states):
+                continue
+            states[key], pairs = merge(cut, [h for h in held if h is not None])
+            twins += [Twin(name, a, b) for a, b in pairs]
+        parameters[name] = Parameter(name, cut.shape, parameter.group, states, cut.slicing)
+    twins += [
+        Twin(name, state, s.buffers[name])
+        for name, state in first.buffers.items()
+        for s in slices[1:]
+        if name in s.buffers
+    ]
+    groups = _merge_groups(slices, report)
+    unsliceable = list(dict.fromkeys(u for s in slices for u in s.unsliceable))
+    aliases = {a: n for s in reversed(slices) for a, n in s.aliases.items()}
+    return replace(first, parameters=parameters, twins=twins, groups=groups, unsliceable=unsliceable, aliases=aliases)
+
+
+def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
+    """The whole model from the stages of a pipeline; a module that several stages share is tied, and must be equal."""
+    first = stages[0]
+    twins = [twin for s in stages for twin in s.twins]
+    parameters: dict[str, Parameter] = {}
+    buffers: dict[str, State] = {}
+    for stage in stages:
+        for name, parameter in stage.parameters.items():
+            known = parameters.setdefault(name, parameter)
+            if known is parameter:
+                continue
+            for key, state in parameter.states.items():
+                if key not in known.states:
+                    known = parameters[name] = replace(known, states={**known.states, key: state})
+                elif known.shape == state.shape:
+                    twins.append(Twin(name, known.states[key], state))
+                else:
+                    problem = f"{name} has shape {known.shape} on one pipeline stage and {state.shape} on another"
+                    raise LayoutError(stage.files.model[0].path, problem, RESTORE)
+        buffers.update(stage.buffers)
+    groups = _merge_groups(stages, report)
+    unsliceable = list(dict.fromkeys(u for s in stages for u in s.unsliceable))
+    aliases = {a: n for s in stages for a, n in s.aliases.items()}
+    remarks = list(dict.fromkeys(r for s in stages for r in s.remarks))
+    return replace(
+        first, parameters=parameters, buffers=buffers, twins=twins, groups=groups, unsliceable=unsliceable,
+        aliases=aliases, remarks=remarks,
+    )  # fmt: skip
+
+
+def _merge_groups(parts: Sequence[Slice], report: Report) -> list[ParamGroup]:
+    """The parameter groups of the whole model: each part has some of every group."""
+    first = parts[0]
+    counts = [len(p.groups) for p in parts]
+    if len(set(counts)) > 1:
+        problem = f"the parts of the model have {counts} parameter groups"
+        raise LayoutError(first.files.model[0].path, problem, RESTORE)
+    result = []
+    for g, group in enumerate(first.groups):
+        check_same_group(first.files.model[0], f"group {g}", [p.groups[g] for p in parts], report)
+        names = dict.fromkeys(n for p in parts for n in p.groups[g].parameters)
+        result.append(replace(group, parameters=tuple(names)))
+    return result
+
+
+def _check_same_names(slices: Sequence[Slice], what: str, names: Sequence[list[str]], report: Report) -> None:
+    for s, own in zip(slices, names, strict=True):
+        if set(own) != set(names[0]):
+            odd = sorted(set(own) ^ set(names[0]))
+            problem = f"its {what} are not those of the first tensor-parallel rank ({odd[0]!r:.200})"
+            error = LayoutError(s.files.model[0].path, problem, RESTORE)
+            report(error)
+            raise error
+
+
+# ------------------------------------------------------------------------------------------------------------ notes
+
+
+def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -> list[LayoutError]:
+    """The optimizer's own count of steps held against the engine's.
+
+    DeepSpeed writes model states first: a save that was killed under a tag that is used again and again (Lightning's
+    and Accelerate's are) leaves new model states beside old optimizer files.
+    """
+    for i, group in enumerate(groups):
+        step = group.scalars.get("step")
+        # Up to 0.9 or so, and at stage 0, DeepSpeed counts the step without gradients that sets the optimizer up.
+        if files.optimizer and step is not None and step.value not in {expected, expected + 1}:
+            problem = f"group {i} took {step.value} steps, but the model states are of step {expected}"
+            hint = "two saves are mixed, unless training was resumed without the optimizer's states"
+            return [LayoutError(files.optimizer[0].path, problem, hint)]
+    return []

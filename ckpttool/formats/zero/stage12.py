@@ -1,0 +1,376 @@
+"""The layout of ZeRO stages 1 and 2: one flat buffer for each parameter group, cut into equal partitions.
+
+Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (``__init__``, ``_get_state_for_elastic..``, ``state_dict``) and
+utils/zero_to_fp32.py (``_zero2_merge_trainable_params``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.containers.values import TensorRef
+from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import Fields
+from ckpttool.formats.zero.experts import Experts
+from ckpttool.formats.zero.files import RESTORE, partition_counts
+from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups
+from ckpttool.formats.zero.partitions import (
+    FRAGMENT,
+    Partitions,
+    check_agreement,
+    flat_state,
+    locate_states,
+    read_flat_buffer,
+    read_group,
+)
+from ckpttool.formats.zero.round_robin import undo_round_robin
+from ckpttool.model import State, Twin, one_extent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.formats.zero.files import RankFile, Report, ZeroFiles
+
+Shapes = "Mapping[str, tuple[int, ...]]"
+
+
+def read_partitions(
+    files: ZeroFiles, module: Mapping[str, TensorRef], layers: Mapping[str, tuple[int, ...]], report: Report
+) -> Partitions:
+    """Assign every element of the optimizer's flat buffers to its parameter.
+
+    The order in a flat buffer is that of ``param_shapes``. ``param_slice_mappings`` says the same in most checkpoints,
+    but is wrong under ``round_robin_gradients``, so it is not used. Where the 16-bit copies are views of one flat
+    storage, their offsets prove the order.
+
+    Args:
+        files: The files of one model-parallel rank.
+        module: Its state dict, without experts.
+        layers: In a pipeline, shapes of the tensors of its layers.
+        report: Takes findings.
+
+    Raises:
+        LayoutError: The lengths do not add up, or two sources disagree.
+    """
+    if files.model[0].fields.values.get("param_shapes") is None and (mapped := mapped_sizes(files)):
+        # Stage 0 in a pipeline lists no shapes, though BF16_Optimizer partitions as at stage 1.
+        param_shapes = [{name: layers.get(name, (numel,)) for name, numel in group.items()} for group in mapped]
+    else:
+        param_shapes = read_param_shapes(files)
+    masters = [files.states(r).tensors("single_partition_of_fp32_groups") for r in range(files.ranks)]
+    check_agreement(files.optimizer, "number of parameter groups", [len(m) for m in masters], report)
+    if without_groups(files):
+        param_shapes = _grouped(files, param_shapes[0], module, masters)
+    if len(param_shapes) != len(masters[0]):
+        raise LayoutError(
+            files.model[0].path,
+            f"param_shapes lists {len(param_shapes)} groups, but the optimizer files hold {len(masters[0])}",
+            RESTORE,
+        )
+    counts = partition_counts(files.optimizer[0])
+    counts = counts * len(param_shapes) if len(counts) == 1 else counts
+    if len(counts) != len(param_shapes):
+        raise files.states(0).error("partition_count", f"does not fit {len(param_shapes)} groups")
+    experts = Experts(files)
+    result = Partitions()
+    for g, (shapes, count) in enumerate(zip(param_shapes, counts, strict=True)):
+        if count == files.ranks:
+            result.add(_read_group(files, module, g, shapes, report))
+        else:
+            parts = [replace(files, optimizer=[files.optimizer[r] for r in ranks]) for ranks in experts.ranks(count)]
+            read = [_read_group(part, {}, g, shapes, report) for part in parts]
+            result.add(experts.joined(read, f"group {g}", report))
+    return result
+
+
+def _grouped(
+    files: ZeroFiles,
+    shapes: Mapping[str, tuple[int, ...]],
+    module: Mapping[str, TensorRef],
+    masters: Sequence[Sequence[TensorRef]],
+) -> list[dict[str, tuple[int, ...]]]:
+    """The parameters of each group in the order of its flat buffer, for releases that list them without groups.
+
+    The 16-bit copies are views of one flat storage for each group, in the order of the masters.
+
+    Raises:
+        LayoutError: They are not.
+    """
+    storages: dict[str, list[str]] = {}
+    for name in shapes:
+        ref = module.get(name)
+        if ref is not None and ref.numel:
+            storages.setdefault(ref.storage.key, []).append(name)
+    result = []
+    for g in range(len(masters[0])):
+        length = sum(pieces[g].numel for pieces in masters)
+        # Masters lack the padding at the end, or some of it.
+        fitting = [
+            names
+            for names in storages.values()
+            if 0 <= module[names[0]].storage.numel - length < 2 * files.ranks
+            and 0 <= length - sum(module[n].numel for n in names) < 2 * files.ranks
+        ]
+        if len(fitting) != 1:
+            raise LayoutError(
+                files.model[0].path,
+                f"does not say which parameters are in group {g} (DeepSpeed before 0.5.4), and its 16-bit copies are "
+                "no views of one storage for each group",
+                "load and save it once with a later DeepSpeed",
+            )
+        result.append({n: shapes[n] for n in sorted(fitting[0], key=lambda n: module[n].offset)})
+    return result
+
+
+def _read_group(
+    files: ZeroFiles, module: Mapping[str, TensorRef], group: int, shapes: Mapping[str, tuple[int, ...]], report: Report
+) -> Partitions:
+    """One parameter group, partitioned over all ranks of ``files``."""
+    what = f"group {group}"
+    states = [files.states(r) for r in range(files.ranks)]
+    pieces = [s.tensors("single_partition_of_fp32_groups")[group] for s in states]
+    flat_states = [_flat_state(s, group) for s in states]
+    end_paddings = [s.integers("group_paddings") if "group_paddings" in s else None for s in states]
+    alignments = [s.values.get("param_alignment_paddings") for s in states]
+    check_agreement(files.optimizer, "param_alignment_paddings", alignments, report)
+    alignment = _alignment_paddings(states[0], group, len(shapes))
+    offsets, total = _offsets(shapes, alignment)
+    partition = _partition_size(files, states, end_paddings, group, pieces, flat_states, total)
+    buffer = read_flat_buffer(files, shapes, pieces, flat_states, partition, what, report)
+    slack = 0 if end_paddings[0] is not None else 2 * files.ranks
+    _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, slack, group)
+    fragments = _fragments(shapes, offsets, partition, files.ranks)
+    groups = [_param_group(s, group) for s in states]
+    # Every other reader knows the optimizer's own order, and it is the one that another number of ranks starts from.
+    names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
+    result = Partitions(
+        states=locate_states(files, buffer, fragments),
+        groups=[read_group(files.optimizer, groups, tuple(names), buffer.scalars, what, report)],
+    )
+    for key, values in buffer.odd.items():
+        if not _locate_whole(files, key, values, shapes, fragments, result):
+            result.unsliceable.append(f"{what}: {key}")
+    return result
+
+
+def _locate_whole(
+    files: ZeroFiles,
+    key: str,
+    values: Sequence[object],
+    shapes: Mapping[str, tuple[int, ...]],
+    fragments: Mapping[str, NDArray[np.void]],
+    result: Partitions,
+) -> bool:
+    """Locate a state of which every rank holds the whole of each parameter that its partition touches.
+
+    Muon works on whole matrices: a parameter cut by the border of two partitions is kept by both ranks.
+
+    Source: DeepSpeed 0.17.6 to 0.19.8, runtime/zero/stage_1_and_2.py (``get_flat_partition``, ``_apply_muon_update``).
+
+    Returns:
+        False if the state is of another form.
+    """
+    touching: list[list[str]] = [[] for _ in values]
+    for name, rows in fragments.items():
+        for rank in rows["rank"].tolist():
+            touching[rank].append(name)
+    if not all(
+        isinstance(v, TensorRef) and v.shape == (sum(math.prod(shapes[n]) for n in names),)
+        for v, names in zip(values, touching, strict=True)
+    ):
+        return False
+    for file, value, names in zip(files.optimizer, values, touching, strict=True):
+        if not isinstance(value, TensorRef):
+            continue
+        at = file.torch.locate(value).start
+        for name in names:
+            numel = math.prod(shapes[name])
+            state = State(shapes[name], value.dtype, one_extent(numel, file.index, at))
+            at += state.nbytes
+            known = result.states[name].setdefault(key, state)
+            if known is not state:
+                result.twins.append(Twin(name, known, state))
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- what is recorded
+
+
+def _round_robin(files: ZeroFiles) -> bool:
+    """Whether the run had ``round_robin_gradients``."""
+    config = files.model[0].fields.optional("ds_config", dict) or {}
+    zero = config.get("zero_optimization")
+    return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+
+
+def _flat_state(states: Fields, group: int) -> Mapping[Any, Any]:
+    """The optimizer's states of one group; elastic checkpoints list them without the rest of the state dict.
+
+    Source: DeepSpeed 0.3.3 to 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``).
+    """
+    value = states.get("base_optimizer_state", object)
+    if not isinstance(value, list):
+        return flat_state(states.child("base_optimizer_state"), group)
+    if group >= len(value) or not isinstance(value[group], dict):
+        raise states.error("base_optimizer_state", f"lacks group {group}")
+    step = states.values.get("base_optimizer_state_step")
+    return value[group] if step is None else {"step": step, **value[group]}
+
+
+def _param_group(states: Fields, group: int) -> Fields:
+    if isinstance(states.values.get("base_optimizer_state"), list):
+        return Fields(states.path, states.place, {})
+    base = states.child("base_optimizer_state")
+    groups = base.get("param_groups", list)
+    if len(groups) <= group or not isinstance(groups[group], dict):
+        raise base.error("param_groups", f"lacks group {group}")
+    return Fields(base.path, f"{base.place} > param_groups[{group}]", groups[group])
+
+
+def _alignment_paddings(states: Fields, group: int, count: int) -> list[int]:
+    """Elements of padding behind each parameter; since 0.19.8, all 0 unless ``parameter_alignment`` is on."""
+    recorded = states.optional("param_alignment_paddings", list)
+    if recorded is None:
+        return [0] * count
+    paddings = recorded[group] if group < len(recorded) else None
+    if (
+        not isinstance(paddings, list)
+        or len(paddings) != count
+        or not all(isinstance(p, int) and 0 <= p < 1 << 16 for p in paddings)
+    ):
+        raise states.error("param_alignment_paddings", f"does not fit the {count} parameters of group {group}")
+    return paddings
+
+
+def _offsets(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+    """First element of each parameter in the flat buffer, and where the last one ends."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    ends = np.cumsum(np.array([n + p for n, p in zip(sizes, paddings, strict=True)], dtype=np.int64))
+    offsets = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if sizes else np.zeros(0, np.int64)
+    return offsets, int(offsets[-1]) + sizes[-1] if sizes else 0
+
+
+def _partition_size(
+    files: ZeroFiles,
+    states: Sequence[Fields],
+    recorded: Sequence[list[int] | None],
+    group: int,
+    pieces: Sequence[TensorRef],
+    flat_states: Sequence[Mapping[Any, Any]],
+    total: int,
+) -> int:
+    """Elements of each rank's partition, padding included; everything about lengths must agree.
+
+    DeepSpeed pads the buffer at its end so that it splits evenly (2 elements a rank since 0.5.2, 1 before), and saves
+    masters without that padding. BF16_Optimizer, which records no ``zero_stage``, saves them with it. Releases that do
+    not record the padding (up to 0.6) save some of it.
+
+    Raises:
+        LayoutError: A rank's length is not what the shapes and the other ranks say.
+    """
+    ranks = files.ranks
+    padded = "zero_stage" not in states[0]
+    if any(r is not None and len(r) <= group for r in recorded):
+        raise states[0].error("group_paddings", f"lacks group {group}")
+    paddings = [0 if r is None else r[group] for r in recorded]
+    partition = pieces[0].numel + (0 if padded else paddings[0])
+    unrecorded = not padded and recorded[0] is None
+    if unrecorded:
+        moments = (v.numel for s in flat_states for v in s.values() if isinstance(v, TensorRef) and len(v.shape) == 1)
+        partition = max(partition, *(piece.numel for piece in pieces), *(n for n in moments if n < partition + 2))
+    if not total <= partition * ranks < total + 2 * ranks:
+        raise LayoutError(
+            files.optimizer[0].path,
+            f"group {group} has partitions of {partition} elements on {ranks} ranks, "
+            f"but its parameters have {total} elements",
+            f"{files.model[0].path} may be of another save",
+        )
+    for r, piece in enumerate(pieces):
+        lean = min(max(total - r * partition, 0), partition)
+        if unrecorded and lean <= piece.numel <= partition:
+            continue
+        if piece.numel != partition and (padded or piece.numel != lean):
+            raise LayoutError(
+                files.optimizer[r].path,
+                f"its partition of group {group} has {piece.numel} elements, not {lean}",
+                RESTORE,
+            )
+        if not padded and recorded[r] is not None and piece.numel + paddings[r] != partition:
+            raise LayoutError(
+                files.optimizer[r].path,
+                f"group_paddings calls {paddings[r]} elements of group {group} padding, but {partition - lean} are",
+                RESTORE,
+            )
+    return partition
+
+
+# ------------------------------------------------------------------------------------------------- where things lie
+
+
+def _fragments(
+    shapes: Mapping[str, tuple[int, ...]], offsets: NDArray[np.int64], partition: int, ranks: int
+) -> dict[str, NDArray[np.void]]:
+    """Cut every parameter at the borders of the partitions."""
+    result: dict[str, NDArray[np.void]] = {}
+    begins = [*offsets.tolist(), partition * ranks]
+    for i, (name, shape) in enumerate(shapes.items()):
+        offset, next_offset = begins[i], begins[i + 1]
+        numel = math.prod(shape)
+        if numel == 0:
+            result[name] = np.zeros(0, dtype=FRAGMENT)
+            continue
+        rank = np.arange(offset // partition, (offset + numel - 1) // partition + 1, dtype=np.int64)
+        begin = np.maximum(rank * partition, offset)
+        end = np.minimum((rank + 1) * partition, offset + numel)
+        rows = np.zeros(len(rank), dtype=FRAGMENT)
+        rows["start"] = begin - offset
+        rows["numel"] = end - begin
+        rows["rank"] = rank
+        rows["position"] = begin - rank * partition
+        rows["padding"][-1] = min(next_offset, int(rank[-1] + 1) * partition) - (offset + numel)
+        result[name] = rows
+    return result
+
+
+def _check_storage_offsets(
+    file: RankFile,
+    module: Mapping[str, TensorRef],
+    shapes: Mapping[str, tuple[int, ...]],
+    offsets: NDArray[np.int64],
+    total: int,
+    slack: int,
+    group: int,
+) -> None:
+    """Hold ``param_shapes`` against where the 16-bit copies lie in their group's flat storage.
+
+    DeepSpeed makes every parameter a view of one flat buffer, and saving keeps that. Copies that were cloned one by one
+    (fine-tuning tools do it) prove nothing and are left to the comparison of values.
+
+    Raises:
+        LayoutError: The two orders differ.
+    """
+    views = {name: module[name] for name in shapes if name in module and module[name].numel}
+    storages = {ref.storage.key for ref in views.values()}
+    if len(storages) != 1 or len(views) < 2:
+        return
+    for (name, shape), offset in zip(shapes.items(), offsets.tolist(), strict=True):
+        ref = views.get(name)
+        if ref is None:
+            continue
+        if ref.shape != shape:
+            raise LayoutError(
+                file.path, f"param_shapes gives {name} shape {shape}, but the module {ref.shape}", RESTORE
+            )
+        if ref.offset != offset or abs(ref.storage.numel - total) > slack:
+            raise LayoutError(
+                file.path,
+                f"param_shapes puts {name} at element {offset} of {total} of group {group}, "
+                f"but its 16-bit copy lies at element {ref.offset} of {ref.storage.numel}",
+                "the order of the parameters cannot be known; do not use this checkpoint",
+            )

@@ -1,0 +1,265 @@
+"""The layout of ZeRO stage 3: every parameter split over all ranks, the pieces laid into sub-groups.
+
+Source: DeepSpeed 0.19, runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``, ``_rigid_state_dict``)
+and utils/zero_to_fp32.py (``zero3_partitioned_param_info``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import Fields, shape_of
+from ckpttool.formats.zero.experts import Experts
+from ckpttool.formats.zero.files import RESTORE, SWAPPED
+from ckpttool.formats.zero.module import read_param_shapes, without_groups
+from ckpttool.formats.zero.partitions import (
+    FRAGMENT,
+    Partitions,
+    check_agreement,
+    find_swapped,
+    flat_state,
+    locate_states,
+    read_flat_buffer,
+    read_group,
+)
+from ckpttool.model import ParamGroup, ScalarState, State, extents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.containers.values import TensorRef
+    from ckpttool.formats.zero.files import RankFile, Report, ZeroFiles
+    from ckpttool.formats.zero.partitions import Stored
+
+
+def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
+    """Assign every element of the sub-groups' flat buffers to its parameter.
+
+    Raises:
+        LayoutError: The lengths do not add up, or two ranks disagree.
+    """
+    param_shapes = read_param_shapes(files)
+    check_agreement(files.model, "param_shapes", [f.fields.values.get("param_shapes") for f in files.model], report)
+    states = [files.states(r) for r in range(files.ranks)]
+    masters = [s.tensors("fp32_flat_groups") for s in states]
+    check_agreement(files.optimizer, "number of sub-groups", [len(m) for m in masters], report)
+    if without_groups(files):
+        param_shapes = _in_sub_groups(files, param_shapes[0], [m.numel for m in masters[0]])
+    if len(param_shapes) != len(masters[0]):
+        raise LayoutError(
+            files.model[0].path,
+            f"param_shapes lists {len(param_shapes)} sub-groups, but the optimizer files hold {len(masters[0])}",
+            RESTORE,
+        )
+    base = [s.child("optimizer_state_dict") for s in states]
+    result = Partitions()
+    names: list[tuple[str, ...]] = []
+    scalars: list[Mapping[str, ScalarState]] = []
+    for i, shapes in enumerate(param_shapes):
+        ranks = _sharing_ranks(states, i)
+        parts = [_part(files, members) for members in ranks]
+        read = [_read_sub_group(part, i, shapes, report) for part in parts]
+        joined = read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report)
+        names.append(joined.groups[0].parameters)
+        scalars.append(joined.groups[0].scalars)
+        joined.groups.clear()
+        result.add(joined)
+    result.groups.extend(_groups(files, base, names, scalars, report))
+    result.frozen.update(read_frozen(files.model, report))
+    return result
+
+
+def _in_sub_groups(
+    files: ZeroFiles, shapes: Mapping[str, tuple[int, ...]], lengths: Sequence[int]
+) -> list[dict[str, tuple[int, ...]]]:
+    """The parameters of each sub-group, for releases that list all of them, frozen ones too, in one mapping.
+
+    Raises:
+        LayoutError: There are several parameter groups, or frozen parameters, so that nothing tells.
+    """
+    result: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in shapes.items():
+        if len(result) <= len(lengths) and filled == lengths[len(result) - 1] and filled:
+            result.append({})
+            filled = 0
+        result[-1][name] = shape
+        filled += -(-math.prod(shape) // files.ranks)
+    groups = files.states(0).child("optimizer_state_dict").get("param_groups", list)
+    if len(groups) != 1 or len(result) != len(lengths) or filled != lengths[-1]:
+        raise LayoutError(
+            files.optimizer[0].path,
+            "lists its parameters without their groups (DeepSpeed before 0.5.4), and there are several groups or "
+            "frozen parameters: where each parameter lies cannot be known",
+            "load and save it once with a later DeepSpeed",
+        )
+    return result
+
+
+def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
+    """The files of some ranks only."""
+    if len(ranks) == files.ranks:
+        return files
+    return replace(
+        files,
+        optimizer=[files.optimizer[r] for r in ranks],
+        swapped=tuple(files.swapped[r] for r in ranks),
+    )
+
+
+def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
+    """The ranks over which a sub-group is partitioned: all of them, but for experts.
+
+    Source: DeepSpeed 0.19, runtime/zero/stage3.py (``ds_zero_partition_groups``, since 0.19.3 with AutoEP).
+    """
+    if not states[0].values.get("ds_zero_partition_groups"):
+        return [list(range(len(states)))]
+    found: list[list[int]] = []
+    for rank, fields in enumerate(states):
+        entries = fields.get("ds_zero_partition_groups", list)
+        entry = entries[sub_group] if sub_group < len(entries) else None
+        ranks = entry.get("partition_ranks") if isinstance(entry, dict) else None
+        if not isinstance(ranks, list) or not all(isinstance(r, int) and 0 <= r < len(states) for r in ranks):
+            raise fields.error("ds_zero_partition_groups", f"does not say who shares sub-group {sub_group}")
+        if rank not in ranks or not entry or entry.get("partition_rank") != ranks.index(rank):
+            raise fields.error("ds_zero_partition_groups", f"puts rank {rank} elsewhere")
+        if ranks not in found:
+            found.append(ranks)
+    if sorted(r for ranks in found for r in ranks) != list(range(len(states))):
+        raise states[0].error("ds_zero_partition_groups", f"does not share sub-group {sub_group} among all ranks")
+    return sorted(found)
+
+
+def _read_sub_group(
+    files: ZeroFiles, sub_group: int, shapes: Mapping[str, tuple[int, ...]], report: Report
+) -> Partitions:
+    """One sub-group, partitioned over all ranks of ``files``; its group has no hyper-parameters yet."""
+    what = f"sub-group {sub_group}"
+    states = [files.states(r) for r in range(files.ranks)]
+    pieces = [s.tensors("fp32_flat_groups")[sub_group] for s in states]
+    flat_states = [flat_state(s.child("optimizer_state_dict"), sub_group) for s in states]
+    fragments, partition = _fragments(shapes, files.ranks)
+    found, flat_states = find_swapped(files, pieces, flat_states, partition)
+    _check_lengths(files.optimizer, found, partition, sub_group)
+    buffer = read_flat_buffer(files, shapes, found, flat_states, partition, what, report)
+    return Partitions(
+        states=locate_states(files, buffer, fragments),
+        groups=[ParamGroup(tuple(shapes), {}, buffer.scalars)],
+        unsliceable=[f"{what}: {key}" for key in buffer.odd],
+    )
+
+
+def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:
+    """Cut every parameter into one piece a rank, of ceil(numel / ranks) elements, the last ones padded."""
+    result: dict[str, NDArray[np.void]] = {}
+    rank = np.arange(ranks, dtype=np.int64)
+    position = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        piece = -(-numel // ranks)
+        rows = np.zeros(ranks, dtype=FRAGMENT)
+        rows["start"] = np.minimum(rank * piece, numel)
+        rows["numel"] = np.clip(numel - rank * piece, 0, piece)
+        rows["rank"] = rank
+        rows["position"] = position
+        rows["padding"] = np.uint64(piece) - rows["numel"]
+        result[name] = rows
+        position += piece
+    return result, position
+
+
+def _check_lengths(optimizer: Sequence[RankFile], pieces: Sequence[Stored], partition: int, sub_group: int) -> None:
+    for file, piece in zip(optimizer, pieces, strict=True):
+        if piece.shape == (partition,):
+            continue
+        if piece.numel == 0 and partition:
+            raise LayoutError(
+                file.path,
+                f"sub-group {sub_group} is empty: it was offloaded to NVMe, and no file in {SWAPPED} holds it",
+                f"copy {SWAPPED} here too, or save without NVMe offload",
+            )
+        raise LayoutError(
+            file.path,
+            f"its partition of sub-group {sub_group} has {piece.numel} elements, but param_shapes gives {partition}",
+            RESTORE,
+        )
+
+
+def _groups(
+    files: ZeroFiles,
+    base: Sequence[Fields],
+    in_sub_group: Sequence[tuple[str, ...]],
+    scalars: Sequence[Mapping[str, ScalarState]],
+    report: Report,
+) -> list[ParamGroup]:
+    """The user's parameter groups: each lists the sub-groups it was cut into."""
+    lists = [b.get("param_groups", list) for b in base]
+    result: list[ParamGroup] = []
+    for g in range(len(lists[0])):
+        fields = []
+        for b, groups in zip(base, lists, strict=True):
+            if len(groups) <= g or not isinstance(groups[g], dict):
+                raise b.error("param_groups", f"lacks group {g}")
+            fields.append(Fields(b.path, f"{b.place} > param_groups[{g}]", groups[g]))
+        members = fields[0].integers("params")
+        if not all(0 <= i < len(in_sub_group) for i in members):
+            raise fields[0].error("params", "names a sub-group that is not there")
+        names = tuple(name for i in members for name in in_sub_group[i])
+        for i in members[1:]:
+            if scalars[i] != scalars[members[0]]:
+                problem = f"joins sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
+                raise fields[0].error("params", problem)
+        shared = scalars[members[0]] if members else {}
+        result.append(read_group(files.optimizer, fields, names, shared, f"group {g}", report))
+    return result
+
+
+def read_frozen(model: Sequence[RankFile], report: Report) -> dict[str, State]:
+    """Frozen parameters: one piece of the model's dtype on each rank, in its model-states file."""
+    shapes = model[0].fields.optional("frozen_param_shapes", dict)
+    if shapes is None:
+        return {}
+    check_agreement(model, "frozen_param_shapes", [f.fields.values.get("frozen_param_shapes") for f in model], report)
+    fragments = [f.fields.tensor_mapping("frozen_param_fragments") for f in model]
+    result: dict[str, State] = {}
+    for name, raw in shapes.items():
+        shape = shape_of(raw)
+        if not isinstance(name, str) or shape is None:
+            raise model[0].fields.error("frozen_param_shapes", f"gives {name!r} no shape")
+        rows, piece = _fragments({name: shape}, len(model))
+        result[name] = _frozen_state(model, name, shape, rows[name], piece, [f.get(name) for f in fragments])
+    return result
+
+
+def _frozen_state(
+    model: Sequence[RankFile],
+    name: str,
+    shape: tuple[int, ...],
+    rows: NDArray[np.void],
+    piece: int,
+    fragments: Sequence[TensorRef | None],
+) -> State:
+    table = extents(len(rows))
+    table["start"], table["numel"], table["padding"] = rows["start"], rows["numel"], rows["padding"]
+    dtypes = set()
+    for r, (file, ref) in enumerate(zip(model, fragments, strict=True)):
+        if ref is None or ref.numel != piece:
+            held = "no" if ref is None else f"{ref.numel}"
+            raise LayoutError(file.path, f"holds {held} elements of frozen parameter {name}, not {piece}", RESTORE)
+        dtypes.add(ref.dtype)
+        table["file"][r], table["offset"][r] = file.index, file.torch.locate(ref).start
+    if dtypes == {"I8"}:
+        problem = f"frozen parameter {name} is quantised to 8 bit (ZeRO++), and its scale was not saved"
+        raise LayoutError(
+            model[0].path, problem, "it cannot be known; save without zero_quantized_nontrainable_weights"
+        )
+    if len(dtypes) != 1:
+        raise LayoutError(model[0].path, f"frozen parameter {name} has several dtypes: {sorted(dtypes)}", RESTORE)
+    return State(shape, dtypes.pop(), table)

@@ -1,0 +1,342 @@
+"""How tensor-parallel slices make whole tensors, from what the checkpoint says of it.
+
+Source: DeepSpeed 0.7.4 to 0.19.8, checkpoint/ds_to_universal.py (``merge_tp_slices``), checkpoint/constants.py and
+checkpoint/affine.py (``ParamAffineMap``, since 0.19.8).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import LayoutError
+from ckpttool.formats.boxes import Box, box, put_together
+from ckpttool.formats.fields import shape_of
+from ckpttool.model import BY_ROWS, Slicing, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ckpttool.containers.values import Opaque
+    from ckpttool.formats.zero.files import ZeroFiles
+
+NEWEST_VERSION = 0.4
+"""Of ``universal_checkpoint_info``; what a later one means cannot be known."""
+MAX_BOXES = 1 << 16
+"""Pieces that one entry of an affine map may have."""
+MAX_TRIES = 1 << 24
+"""Ways to fit a name that a pattern may have; those of frameworks have a few hundred."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter is spread over the tensor-parallel ranks."""
+
+    shape: tuple[int, ...]
+    """The whole tensor."""
+    boxes: tuple[tuple[Box, ...], ...]
+    """What each rank gives to it."""
+    copies: tuple[tuple[int, Box, int, Box], ...] = ()
+    """What a rank holds that another one holds too: (rank, its box, the other rank, its box)."""
+    averaged: bool = False
+    """Every rank has all of it, and the mean counts."""
+    slicing: Slicing = BY_ROWS
+    """The same for other numbers of ranks."""
+
+
+class TensorParallel:
+    """What a checkpoint says about its tensor-parallel slices.
+
+    Args:
+        files: The files of the tensor-parallel ranks of one pipeline stage.
+    """
+
+    def __init__(self, files: Sequence[ZeroFiles]) -> None:
+        self._path = files[0].model[0].path
+        info = _info(files[0])
+        if info is None:
+            raise LayoutError(
+                self._path,
+                f"is one of {len(files)} tensor-parallel ranks, and nothing tells how they cut the parameters "
+                "(no universal_checkpoint_info)",
+                "save with it (AutoTP does since DeepSpeed 0.18.9), or merge them with the framework that trained it",
+            )
+        self._info = info
+        version = info.get("universal_checkpoint_version", 0.0)
+        if not isinstance(version, int | float) or not version <= NEWEST_VERSION:
+            raise self._error(f"has version {version!r:.40}, and only those up to {NEWEST_VERSION} are known")
+        self._version = version
+        affine = info.get("affine_map")
+        self._affine = affine.get("params", {}) if isinstance(affine, dict) else {}
+        if isinstance(affine, dict) and affine.get("version") != 1:
+            raise self._error(f"has an affine map of version {affine.get('version')!r:.40}, which is not known")
+
+    def cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Cut:
+        """How a parameter is cut.
+
+        Args:
+            name: Its name.
+            shapes: Its slice on each rank.
+
+        Raises:
+            LayoutError: The checkpoint says what does not fit the slices, or says two things.
+        """
+        reason = self._matched("autotp_unsupported_parameter_patterns", name)
+        if reason is not None:
+            why = self._info["autotp_unsupported_parameter_patterns"]
+            raise self._error(f"calls {name} unsupported ({why.get(reason) if isinstance(why, dict) else why!r:.200})")
+        try:
+            cut = self._cut(name, shapes)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise self._error(f"says of {name} what cannot be read") from error
+        if self._matched("vocabulary_parameter_patterns", name) is not None:
+            size = self._info.get("original_vocab_size")
+            if not isinstance(size, int) or not cut.shape or not 0 < size <= cut.shape[0]:
+                raise self._error(f"says that {name} has {size!r:.40} rows of vocabulary, but it has {cut.shape}")
+            slicing = replace(cut.slicing, vocabulary=True)
+            return replace(cut, shape=(size, *cut.shape[1:]), slicing=slicing)
+        return cut
+
+    def _cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Cut:
+        entry = self._matched_in(self._affine, name, "affine_map")
+        if entry is not None:
+            return self._affine_cut(name, self._affine[entry], shapes)
+        replicated = self._matched("tp_replicated_parameter_patterns", name) is not None
+        averaged = self._matched("parameter_to_average_patterns", name) is not None
+        if replicated or averaged:
+            if len(set(shapes)) > 1:
+                raise self._error(f"says that every rank holds all of {name}, but the shapes are {list(shapes)}")
+            numel = math.prod(shapes[0])
+            whole = Box(0, 0, 1, numel, numel, numel)
+            nothing: tuple[tuple[Box, ...], ...] = ((),) * (len(shapes) - 1)
+            copies = () if averaged and not replicated else tuple((r, whole, 0, whole) for r in range(1, len(shapes)))
+            return Cut(shapes[0], ((whole,), *nothing), copies, averaged and not replicated)
+        if self._matched("parameter_with_2_sub_params_cat_dim_0", name) is not None:
+            if any(not shape or shape[0] % 2 for shape in shapes):
+                raise self._error(f"says that {name} has two halves, but the shapes are {list(shapes)}")
+            cut = self._sub_cut(name, shapes, 0, [[shape[0] // 2 for shape in shapes]] * 2)
+            return replace(cut, slicing=Slicing(parts=2))
+        sub = self._sub_params(name)
+        if sub is not None:
+            viewed, dim, widths = self._widths(name, *sub, shapes)
+            seen = max(viewed, key=math.prod)  # not that of a rank which holds nothing
+            sizes = tuple(map(sum, widths))
+            view: tuple[int | tuple[int, ...], ...] = (*seen[:dim], sizes, *seen[dim + 1 :])
+            return replace(self._sub_cut(name, viewed, dim, widths), slicing=Slicing(dim, view=view))
+        row = self._matched("parameter_with_row_parallelism_patterns", name) is not None
+        dim = 1 if row else 0
+        return replace(self._sub_cut(name, shapes, dim, None), slicing=Slicing(dim))
+
+    def _sub_cut(
+        self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]] | None
+    ) -> Cut:
+        """Concatenate along one dimension, each sub-parameter by itself."""
+        if any(len(s) <= dim or (*s[:dim], *s[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :]) for s in shapes):
+            raise self._error(f"says that {name} is cut along dimension {dim}, but the shapes are {list(shapes)}")
+        widths = [[shape[dim] for shape in shapes]] if widths is None else widths
+        whole = list(shapes[0])
+        whole[dim] = sum(map(sum, widths))
+        boxes: list[list[Box]] = [[] for _ in shapes]
+        target, begun = 0, [0] * len(shapes)
+        for sub in widths:
+            for rank, (width, shape) in enumerate(zip(sub, shapes, strict=True)):
+                if width:
+                    own = box(shape, tuple(whole), dim, source=begun[rank], target=target, count=width)
+                    boxes[rank].append(own)
+                begun[rank] += width
+                target += width
+        if begun != [shape[dim] for shape in shapes]:
+            raise self._error(f"gives the ranks {begun} of {name}, but the shapes are {list(shapes)}")
+        return Cut(tuple(whole), tuple(map(tuple, boxes)))
+
+    def _sub_params(self, name: str) -> tuple[str, object, int] | None:
+        """The matching entry of ``parameter_with_sub_params``: (pattern, shape, dimension)."""
+        for entry in self._info.get("parameter_with_sub_params") or []:
+            fields = _as_mapping(entry)
+            patterns, dim = fields.get("patterns"), fields.get("partition_dim")
+            if not isinstance(patterns, list | tuple) or not isinstance(dim, int) or dim < 0:
+                raise self._error("has a parameter_with_sub_params that cannot be read")
+            for pattern in patterns:
+                if self._match(pattern, name):
+                    return pattern, fields.get("shape"), dim
+        return None
+
+    def _widths(
+        self, name: str, pattern: str, shape: object, dim: int, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[list[tuple[int, ...]], int, list[list[int]]]:
+        """Shapes of the slices as the sub-parameters see them, and what each rank holds of each sub-parameter."""
+        if not isinstance(shape, tuple | list) or dim >= len(shape):
+            raise self._error(f"says that {name} has sub-parameters along dimension {dim} of {shape!r:.80}")
+        size, ranks = shape[dim], len(shapes)
+        if isinstance(size, int):
+            # Before 0.4: so many equal sub-parameters.
+            total = sum(s[dim] for s in shapes if len(s) > dim)
+            if size <= 0 or total % size:
+                raise self._error(
+                    f"says that {name} has {size} equal sub-parameters, but the shapes are {list(shapes)}"
+                )
+            sizes = [total // size] * size
+        else:
+            sizes = list(size)
+        recorded = (self._info.get("sub_param_shard_widths") or {}).get(pattern)
+        if recorded is not None:
+            widths = [list(w) for w in recorded]
+        elif self._version >= 0.4 or any(n % ranks for n in sizes):
+            raise self._error(f"does not say how wide the sub-parameters of {name} are on each rank")
+        else:
+            widths = [[n // ranks] * ranks for n in sizes]
+        negative = any(n < 0 for w in widths for n in w)
+        if negative or [len(w) for w in widths] != [ranks] * len(sizes) or [sum(w) for w in widths] != sizes:
+            raise self._error(f"gives the sub-parameters of {name} widths {widths} for sizes {sizes}")
+        viewed = []
+        for rank, own in enumerate(shapes):
+            others = [n for i, n in enumerate(shape) if i != dim]
+            known = math.prod(n for n in others if isinstance(n, int) and n >= 0)
+            width = sum(w[rank] for w in widths)
+            free = math.prod(own) // (known * width) if known * width else 0
+            view = [free if not isinstance(n, int) or n < 0 else n for n in shape]
+            view[dim] = width
+            if math.prod(view) != math.prod(own):
+                raise self._error(f"sees {name} as {view} on rank {rank}, but its shape is {own}")
+            viewed.append(tuple(view))
+        if len(viewed[0]) == len(shapes[0]):
+            viewed = list(shapes)
+        return viewed, dim, widths
+
+    def _affine_cut(self, name: str, entry: Any, shapes: Sequence[tuple[int, ...]]) -> Cut:
+        """Pieces of any form, each a strided view of the whole and of a slice."""
+        whole = shape_of(entry.get("logical_shape")) if isinstance(entry, dict) else None
+        ranks = entry.get("ranks") if isinstance(entry, dict) else None
+        if whole is None or not isinstance(ranks, dict) or set(ranks) != set(range(len(shapes))):
+            raise self._error(f"has an affine map of {name} that does not fit {len(shapes)} ranks")
+        boxes: list[list[Box]] = [[] for _ in shapes]
+        shared: dict[int, dict[tuple[object, ...], list[Box]]] = {}
+        copies: list[tuple[int, Box, int, Box]] = []
+        for rank in sorted(ranks):
+            if shape_of(ranks[rank].get("shard_shape")) != shapes[rank]:
+                raise self._error(f"maps {ranks[rank].get('shard_shape')} of {name}, but the shape is {shapes[rank]}")
+            for piece in ranks[rank].get("pieces", []):
+                if piece.get("scale") not in {None, 1}:
+                    raise self._error(f"scales a piece of {name}, which optimizer states cannot follow")
+                own = list(_boxes(piece, math.prod(shapes[rank]), math.prod(whole)))
+                if len(boxes[rank]) + len(copies) + len(own) > MAX_BOXES:
+                    raise self._error(f"cuts {name} into more than {MAX_BOXES} pieces")
+                owner = min(map(int, piece["locations"]), default=rank)
+                where = tuple((b.target, b.runs, b.numel, b.pitch) for b in own)
+                if owner == rank:
+                    boxes[rank] += own
+                    shared.setdefault(rank, {})[where] = own
+                elif (theirs := shared.get(owner, {}).get(where)) is not None:
+                    copies += [(rank, a, owner, b) for a, b in zip(own, theirs, strict=True)]
+        return Cut(whole, tuple(map(tuple, boxes)), tuple(copies))
+
+    def _matched(self, key: str, name: str) -> str | None:
+        return self._matched_in(self._info.get(key) or (), name, key)
+
+    def _matched_in(self, patterns: Any, name: str, key: str) -> str | None:
+        if not isinstance(patterns, list | tuple | dict):
+            raise self._error(f"has a {key} that is no list")
+        found = [p for p in patterns if self._match(p, name)]
+        if len(found) > 1:
+            raise self._error(f"matches {name} twice in {key}: {found[0]!r:.80} and {found[1]!r:.80}")
+        return found[0] if found else None
+
+    def _match(self, pattern: object, name: str) -> bool:
+        # AutoTP's patterns are escaped names; as a plain text they cost no compiling, and there is one for each.
+        if not isinstance(pattern, str):
+            raise self._error("has a pattern that is no text")
+        if (plain := _plain(pattern)) is not None:
+            return plain == name
+        if _costly(pattern, name):
+            raise self._error(f"has a pattern that could take for ever: {pattern!r:.80}")
+        try:
+            return re.match(pattern, name) is not None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self._error(f"has a pattern that is none ({error}): {pattern!r:.80}") from error
+
+    def _error(self, problem: str) -> LayoutError:
+        hint = "it was written by an unknown framework, or is damaged"
+        return LayoutError(self._path, f"its universal_checkpoint_info {problem}", hint)
+
+
+def merge(cut: Cut, states: Sequence[State]) -> tuple[State, list[tuple[State, State]]]:
+    """The whole state, and what of it is stored twice: pairs that must be equal."""
+    if cut.averaged:
+        first = State(cut.shape, states[0].dtype, _rows(states[0], cut))
+        others = tuple(State(cut.shape, s.dtype, _rows(s, cut)) for s in states[1:])
+        return State(first.shape, first.dtype, first.extents, others), []
+    whole = put_together([(s, boxes) for s, boxes in zip(states, cut.boxes, strict=True) if boxes], cut.shape)
+    pairs = [(_cut_out(states[owner], theirs), _cut_out(states[rank], own)) for rank, own, owner, theirs in cut.copies]
+    return whole, pairs
+
+
+def _rows(state: State, cut: Cut) -> Any:
+    return put_together([(state, cut.boxes[0])], cut.shape).extents
+
+
+def _cut_out(state: State, b: Box) -> State:
+    """A box of a slice as a tensor of its own."""
+    alone = Box(b.source, 0, b.runs, b.numel, b.stride, b.numel)
+    return put_together([(state, [alone])], (b.runs * b.numel,))
+
+
+def _boxes(piece: Mapping[str, Any], slice_numel: int, whole_numel: int) -> Iterator[Box]:
+    """A piece of an affine map: a strided view of the whole (``source``) that is one of the slice (``dest``)."""
+    shape = list(piece["shape"])
+    (target, pitches), (source, strides) = piece["source"], piece["dest"]
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, target, *pitches, source, *strides)):
+        raise ValueError
+    numel = 1
+    while shape and pitches[len(shape) - 1] == strides[len(shape) - 1] == numel:
+        numel *= shape.pop()
+    if numel == 0 or 0 in shape:
+        return
+    outer, runs = shape[:-1], shape[-1] if shape else 1
+    stride, pitch = (strides[len(shape) - 1], pitches[len(shape) - 1]) if shape else (numel, numel)
+    if math.prod(outer) > MAX_BOXES:
+        raise ValueError
+    for index in itertools.product(*map(range, outer)):
+        begin = source + sum(i * s for i, s in zip(index, strides, strict=False))
+        at = target + sum(i * s for i, s in zip(index, pitches, strict=False))
+        if begin + (runs - 1) * stride + numel > slice_numel or at + (runs - 1) * pitch + numel > whole_numel:
+            raise ValueError
+        yield Box(begin, at, runs, numel, stride, pitch)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _plain(pattern: str) -> str | None:
+    """The only name that a pattern fits, if it is an escaped name."""
+    if not (pattern.startswith("^") and pattern.endswith("$")):
+        return None
+    inner = pattern[1:-1]
+    return None if re.search(r"(?<!\\)[.^$*+?{}\[\]|()]|\\[^\W_]", inner) else re.sub(r"\\(.)", r"\1", inner)
+
+
+def _costly(pattern: str, name: str) -> bool:
+    """Whether a regular expression may try very many ways to fit a name: it backtracks."""
+    loops, choices = (sum(map(pattern.count, signs)) for signs in ("*+{", "?|"))
+    nested = re.search(r"\)[*+{]", pattern) is not None
+    return nested or len(pattern) > 1000 or len(name) ** loops << choices > MAX_TRIES
+
+
+def _info(files: ZeroFiles) -> Mapping[str, Any] | None:
+    """``universal_checkpoint_info``, from the model states or the optimizer's."""
+    for file in (files.model[0], *files.optimizer[:1]):
+        inner = file.fields.values.get("optimizer_state_dict")
+        for fields in (file.fields.values, inner if isinstance(inner, dict) else {}):
+            info = fields.get("universal_checkpoint_info")
+            if isinstance(info, dict) and info:
+                return info
+    return None
+
+
+def _as_mapping(value: dict[str, Any] | Opaque | object) -> Mapping[str, Any]:
+    """A ``SubparamShape``, as a mapping or as the object that it is."""
+    if isinstance(value, dict):
+        return value
+    state = getattr(value, "state", None)
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,149 @@
+"""The files that a checkpoint's bytes are read from, opened when first asked for, and memory to read into."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import resource
+import threading
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.errors import StorageError
+from ckpttool.ranges import ByteRange, coalesced
+from ckpttool.storage import WAIT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from ckpttool.plan import SourceFile
+    from ckpttool.storage import Reader, Storage
+
+
+GAP_BYTES = 1 << 18
+"""Bytes that are read in vain rather than make another request."""
+BLOCK_BYTES = 1 << 24
+"""No request is made longer than this to save another."""
+
+
+class Sources:
+    """The files to read, opened when first asked for. Threads may share them."""
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+        self._open: dict[int, Reader] = {}
+        self._lock = threading.Lock()
+        self.distant = any(file.storage.distant for file in files)
+        """Whether reads cost round trips."""
+        if not self.distant:
+            _allow_open_files(len(files))
+
+    def __getitem__(self, index: int) -> Reader:
+        reader = self._open.get(index)
+        if reader is None:
+            with self._lock:
+                reader = self._open.get(index)
+                if reader is None:
+                    reader = self._open[index] = self._open_as_planned(self._files[index])
+        return reader
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def _open_as_planned(file: SourceFile) -> Reader:
+        reader = file.storage.open(file.path)
+        if (reader.nbytes, reader.version) != (file.nbytes, file.version):
+            reader.close()
+            raise StorageError(file.path, "changed since its layout was read", WAIT)
+        return reader
+
+    def fetch(self, spans: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """The bytes of many spans (file, start, end) of distant files, in order; as few requests as pay, all at once.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        by_file: dict[int, list[ByteRange]] = {}
+        for file, start, end in spans:
+            by_file.setdefault(file, []).append(ByteRange(start, end))
+        gap = GAP_BYTES if self.distant else 0
+        blocks = [(f, b) for f, ranges in by_file.items() for b in coalesced(ranges, gap=gap, limit=BLOCK_BYTES)]
+        by_storage: dict[int, list[int]] = {}
+        for number, (file, _) in enumerate(blocks):
+            by_storage.setdefault(id(self._files[file].storage), []).append(number)
+        data: dict[int, list[tuple[int, memoryview]]] = {}
+        for numbers in by_storage.values():
+            storage = self._files[blocks[numbers[0]][0]].storage
+            wanted = [(self[f], where.start, where.end) for f, where in (blocks[n] for n in numbers)]
+            for n, got in zip(numbers, storage.read_all(wanted), strict=True):
+                data.setdefault(blocks[n][0], []).append((blocks[n][1].start, memoryview(got)))
+        result = []
+        for file, start, end in spans:
+            held = data[file]
+            at, view = held[bisect.bisect_right(held, start, key=itemgetter(0)) - 1] if start < end else held[0]
+            result.append(view[start - at : end - at])
+        return result
+
+    def check_unchanged(self) -> None:
+        """Make sure that no file was rewritten while it was read."""
+        opened: dict[int, tuple[Storage, list[Reader]]] = {}
+        for index, reader in self._open.items():
+            storage = self._files[index].storage
+            opened.setdefault(id(storage), (storage, []))[1].append(reader)
+        for storage, readers in opened.values():
+            storage.refresh([reader.path for reader in readers])
+            for reader in readers:
+                reader.check_unchanged()
+
+    def close(self) -> None:
+        """Close all."""
+        for reader in self._open.values():
+            reader.close()
+        self._open.clear()
+
+
+def _allow_open_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 64
+    if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+class Scratch:
+    """Memory to read into, used again and again: fresh memory for every chunk costs more than reading it does."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def array(self, count: int, dtype: str) -> NDArray[Any]:
+        """Memory for some elements of a type; it is theirs until the next call."""
+        return np.frombuffer(self._memory_of(count * itemsize(dtype)), dtype=numpy_dtype(dtype))
+
+    def read(self, reader: Reader, start: int, count: int, dtype: str) -> NDArray[Any]:
+        """Read elements of a type from a byte of a file; they are valid until the next call."""
+        return np.frombuffer(self.read_bytes(reader, start, count * itemsize(dtype)), dtype=numpy_dtype(dtype))
+
+    def read_bytes(self, reader: Reader, start: int, nbytes: int) -> memoryview:
+        """Read bytes from a byte of a file; they are valid until the next call."""
+        memory = self._memory_of(nbytes)
+        reader.read_into(start, memory)
+        return memory
+
+    def _memory_of(self, nbytes: int) -> memoryview:
+        if len(self._memory) < nbytes:
+            # Begins with a page: the kernel copies faster to there.
+            self._memory = memoryview(mmap.mmap(-1, nbytes))
+        return self._memory[:nbytes]
