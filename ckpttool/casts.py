@@ -16,6 +16,9 @@ from ckpttool.dtypes import numpy_dtype
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+CAST_ELEMENTS = 1 << 19
+"""Elements cast at a time: source and result together stay in a core's cache."""
+
 _BF16_NAN = 0xFFFF
 _BF16_NAN_FROM_FP16 = 0x7FC0
 
@@ -70,3 +73,11 @@ def same_values(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
     if not same.all() and left.dtype.kind not in "biu":
         same |= np.isnan(left) & np.isnan(right)
     return same
+
+
+def count_overflowed(values: NDArray[Any], result: NDArray[Any]) -> int:
+    """Elements that the cast made infinite. Only fp16 is narrow enough for this to happen to a weight."""
+    if result.dtype != np.float16:
+        return 0
+    infinite = np.isinf(result)
+    return int((infinite & np.isfinite(values)).sum()) if infinite.any() else 0

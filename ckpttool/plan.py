@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,11 +10,15 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.ranges import exact_cover_problem
+from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
+
+    from ckpttool.model import State
+    from ckpttool.storage import Storage
 
 COPY = np.dtype(
     [
@@ -50,7 +54,9 @@ class SourceFile:
     nbytes: int
     """Its size."""
     version: str
-    """Differs when the file was written anew; see ``storage.RangeReader``."""
+    """Differs when the file was written anew; see ``storage.Entry``."""
+    storage: Storage = field(default=LOCAL, repr=False, compare=False)
+    """Where it lies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,17 +82,42 @@ class Proofs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """A tensor whose elements lie scattered, or must be computed: it is put together in memory, a piece at a time."""
+
+    state: State
+    """Where its elements come from."""
+    dtype: str
+    """What it is written in."""
+    target: int
+    """First byte, counted from the start of the target file."""
+    first: int
+    """First element to write."""
+    numel: int
+    """Elements to write."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as written."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TargetFile:
     """One file to write."""
 
     name: str
-    """Relative to the output directory; a plain file name."""
+    """Relative to the output directory, with "/" between directories."""
     nbytes: int
     """Its size."""
     literals: tuple[tuple[int, bytes], ...]
     """(offset, bytes) of headers and the like."""
     copies: NDArray[np.void]
     """Rows of COPY."""
+    gathers: tuple[Gather, ...] = ()
+    """What no copy can do."""
+    zeros: tuple[tuple[int, int], ...] = ()
+    """(offset, bytes) of what stays zero: padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +125,7 @@ class CopyPlan:
     """Files to write, byte for byte.
 
     Raises:
-        PlanError: A byte of a target would be written twice or never, or a target's name is no plain file name.
+        PlanError: A byte of a target would be written twice or never, or a target's name leads out of the directory.
     """
 
     sources: tuple[SourceFile, ...]
@@ -113,16 +144,34 @@ class CopyPlan:
     def problems(self) -> Iterator[PlanError]:
         """Every target that is not filled exactly once."""
         for file in self.files:
-            if not file.name or "/" in file.name or file.name in {".", ".."} or "\0" in file.name:
+            if "\0" in file.name or any(part in {"", ".", ".."} for part in file.name.split("/")):
                 yield PlanError(file.name, "is no plain file name", "this is a bug in ckpttool")
             widths = np.array([itemsize(target) for _, target in self.casts], dtype=np.uint64)
-            starts = [offset for offset, _ in file.literals]
-            lengths = [len(data) for _, data in file.literals]
+            starts = [offset for offset, _ in (*file.literals, *file.zeros)] + [g.target for g in file.gathers]
+            lengths = [len(data) for _, data in file.literals] + [nbytes for _, nbytes in file.zeros]
+            lengths += [g.nbytes for g in file.gathers]
             begin = np.concatenate([np.array(starts, np.uint64), file.copies["target"]])
             size = np.concatenate([np.array(lengths, np.uint64), file.copies["numel"] * widths[file.copies["cast"]]])
             gap = exact_cover_problem(begin, size, file.nbytes)
             if gap is not None:
                 yield PlanError(file.name, f"{gap.kind} at bytes {gap.start} to {gap.end}", "this is a bug in ckpttool")
+
+    def fingerprint(self) -> str:
+        """The same for two plans that write the same bytes from the same files."""
+        import hashlib  # which takes longer to import than most plans take to make
+
+        sha = hashlib.sha256(repr((self.sources, self.casts)).encode())
+        for file in self.files:
+            sha.update(repr((file.name, file.nbytes, file.zeros)).encode())
+            for offset, data in file.literals:
+                sha.update(f"{offset}:{len(data)}".encode())
+                sha.update(data)
+            sha.update(file.copies.tobytes())
+            for gather in file.gathers:
+                sha.update(repr((gather.dtype, gather.target, gather.first, gather.numel)).encode())
+                for state in (gather.state, *gather.state.mean_with):
+                    sha.update(state.extents.tobytes())
+        return sha.hexdigest()
 
     @property
     def nbytes_written(self) -> int:
@@ -134,6 +183,8 @@ class CopyPlan:
         """Bytes read from the sources, comparisons included."""
         widths = [itemsize(source) for source, _ in self.casts]
         copied = sum(_nbytes(file.copies, widths) for file in self.files)
+        for gather in (g for f in self.files for g in f.gathers):
+            copied += gather.numel * itemsize(gather.state.dtype) * (1 + len(gather.state.mean_with))
         return copied + (self.proofs.nbytes if self.proofs else 0)
 
 

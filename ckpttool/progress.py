@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), never from two threads at once."""
+Advance = Callable[[int], None]
+"""Called with the number of bytes done since the last call, from any thread."""
 
 
 class Meter:

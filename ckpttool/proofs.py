@@ -5,24 +5,25 @@ At stages 1 and 2 a checkpoint holds both. A layout misread by one element makes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpttool.casts import castable
 from ckpttool.dtypes import itemsize
-from ckpttool.model import MASTER, MODULE
+from ckpttool.model import single_runs
 from ckpttool.plan import PROOF, Proofs, SourceFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     from ckpttool.model import Checkpoint, State
 
 SAMPLE = 256
 """Elements compared at each end of every fragment when not all of them are."""
+DISTANT_ROWS = 64
+"""Of these, how many are looked at where each costs a round trip."""
 
 
 def full_proofs(checkpoint: Checkpoint) -> Proofs:
@@ -31,57 +32,63 @@ def full_proofs(checkpoint: Checkpoint) -> Proofs:
 
 
 def sample_proofs(checkpoint: Checkpoint) -> Proofs:
-    """Compare the first and last elements of every fragment: a few kilobytes for each, and every border is seen."""
-    return _proofs(checkpoint, SAMPLE)
+    """Compare the first and last elements of every fragment: a few kilobytes for each, and every border is seen.
+
+    Where each costs a round trip, only some of them.
+    """
+    proofs = _proofs(checkpoint, SAMPLE)
+    if checkpoint.storage.distant and len(proofs.rows) > DISTANT_ROWS:
+        evenly = np.linspace(0, len(proofs.rows) - 1, DISTANT_ROWS).astype(np.int64)
+        return replace(proofs, rows=proofs.rows[evenly])
+    return proofs
 
 
 def _proofs(checkpoint: Checkpoint, window: int | None) -> Proofs:
     casts: dict[tuple[str, str], int] = {}
     names: list[str] = []
     tables: list[NDArray[np.void]] = []
-    for name, master, copy in _pairs(checkpoint):
-        # The module keeps a parameter in one piece wherever it keeps it at all.
-        if len(copy.extents) == 1 and castable(master.dtype, copy.dtype):
-            cast = casts.setdefault((master.dtype, copy.dtype), len(casts))
-            tables.append(_rows(master, copy, window, cast, len(names)))
-            names.append(name)
+    for twin in checkpoint.twins:
+        if castable(twin.state.dtype, twin.copy.dtype):
+            cast = casts.setdefault((twin.state.dtype, twin.copy.dtype), len(casts))
+            tables.append(_rows(twin.state, twin.copy, window, cast, len(names)))
+            names.append(twin.name)
     rows = np.concatenate(tables) if tables else np.zeros(0, dtype=PROOF)
     return Proofs(source_files(checkpoint), tuple(casts), tuple(names), rows)
 
 
 def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     """The files of a checkpoint as sources of a plan, by the same index."""
-    return tuple(SourceFile(checkpoint.path(i), f.nbytes, f.version) for i, f in enumerate(checkpoint.files))
-
-
-def _pairs(checkpoint: Checkpoint) -> Iterator[tuple[str, State, State]]:
-    """(name, what counts, a copy of it) of everything that is stored twice."""
-    stored: dict[str, State] = {}
-    for parameter in checkpoint.parameters:
-        master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
-        if master is not None and copy is not None:
-            yield parameter.name, master, copy
-        stored[parameter.name] = next(iter(parameter.states.values()))
-    for alias, copy in checkpoint.duplicates.items():
-        if checkpoint.aliases[alias] in stored:
-            yield alias, stored[checkpoint.aliases[alias]], copy
+    storage = checkpoint.storage
+    return tuple(SourceFile(checkpoint.path(i), f.nbytes, f.version, storage) for i, f in enumerate(checkpoint.files))
 
 
 def _rows(master: State, copy: State, window: int | None, cast: int, name: int) -> NDArray[np.void]:
-    extents = master.extents[master.extents["numel"] > 0]
-    skip = np.zeros(len(extents), dtype=np.uint64)
-    numel = extents["numel"]
+    start, numel, left, right = _aligned(master, copy)
+    skip = np.zeros(len(start), dtype=np.uint64)
     if window is not None:
         # Long fragments are looked at from both ends, short ones whole.
-        long = extents["numel"] > 2 * window
-        ends = extents[long]
-        skip = np.concatenate([skip, ends["numel"] - np.uint64(window)])
-        numel = np.concatenate([np.where(long, window, numel), np.full(len(ends), window)]).astype(np.uint64)
-        extents = np.concatenate([extents, ends])
-    rows = np.zeros(len(extents), dtype=PROOF)
-    rows["source"] = extents["file"]
-    rows["start"] = extents["offset"] + skip * np.uint64(itemsize(master.dtype))
-    rows["copy_source"] = copy.extents["file"][0]
-    rows["copy_start"] = copy.extents["offset"][0] + (extents["start"] + skip) * np.uint64(itemsize(copy.dtype))
+        long = np.flatnonzero(numel > 2 * window)
+        skip = np.concatenate([skip, numel[long] - np.uint64(window)])
+        numel[long] = window
+        left, right = np.concatenate([left, left[long]]), np.concatenate([right, right[long]])
+        start = np.concatenate([start, start[long]])
+        numel = np.concatenate([numel, np.full(len(long), window, dtype=np.uint64)])
+    rows = np.zeros(len(start), dtype=PROOF)
+    for side, at, state in ((left, "", master), (right, "copy_", copy)):
+        rows[f"{at}source"] = side["file"]
+        rows[f"{at}start"] = side["offset"] + (start + skip - side["start"]) * np.uint64(itemsize(state.dtype))
     rows["numel"], rows["cast"], rows["name"] = numel, cast, name
     return rows
+
+
+def _aligned(
+    master: State, copy: State
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.void], NDArray[np.void]]:
+    """Cut two states at every border of either: (first element, elements, extent of one, extent of the other)."""
+    sides = [single_runs(s.extents[s.extents["numel"] > 0], itemsize(s.dtype)) for s in (master, copy)]
+    left, right = sides
+    # The model's copy is nearly always in one piece.
+    start = left["start"] if len(right) == 1 else np.union1d(left["start"], right["start"])
+    numel = np.diff(start, append=np.uint64(master.numel))
+    here, there = (side[np.searchsorted(side["start"], start, side="right") - 1] for side in sides)
+    return start, numel, here, there

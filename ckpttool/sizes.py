@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Sizes and spans of time as people write and read them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.1f} PB"
+
+
+def format_age(seconds: float) -> str:
+    """A span of time for a person: "3 h", in the largest unit that it has two of."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -9,36 +9,39 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import open_storage, translate_os_errors
+from ckpttool.storage import MARK, translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SUFFIX = ".partial"
 """What is being written lies in ``OUT.partial`` until it is whole."""
-MARK = ".ckpttool-staging"
-"""Says that a directory was made here, and may be cleared away."""
+JOURNAL = ".ckpttool-done"
+"""Names the files that are complete, a line each, so that a run can go on from what another has left."""
 ASIDE = ".ckpttool-replaced"
 """Where files of an existing OUT wait until those that replace them are in place."""
 ATTEMPTS = 10
 """How often to try again when other runs come and go."""
 
 
-def check_target(out: str, *, overwrite: bool) -> None:
+NOT_EMPTY = ("choose another OUT or pass --overwrite", "choose another OUT")
+"""What to do about an OUT that is not empty, where --overwrite is offered, and where it is not."""
+
+
+def check_target(out: str, *, overwrite: bool | None) -> None:
     """Refuse an output that cannot or must not be written, before any work is done.
 
     Raises:
-        StorageError: OUT is no local directory, holds something and ``overwrite`` is False, or its parent cannot be
-            written.
+        StorageError: OUT is no local directory, holds something that is not to be overwritten (None: cannot be), or its
+            parent cannot be written.
     """
     if not out:
         raise StorageError("OUT", "is an empty name", "name a directory to write")
-    open_storage(out)
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     with translate_os_errors(out):
         if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX}:
-            raise StorageError(out, "already exists and is not empty", "choose another OUT or pass --overwrite")
+            raise StorageError(out, "already exists and is not empty", NOT_EMPTY[overwrite is None])
     parent = _existing_parent(_staging(out))
     if not os.path.isdir(parent):
         raise StorageError(parent, "is not a directory", "choose another OUT")
@@ -56,9 +59,10 @@ def check_space(out: str, nbytes: int) -> None:
     parent = _existing_parent(staging)
     with translate_os_errors(parent):
         info = os.statvfs(parent)
-        # What a killed run has left will be removed first.
-        left = [e.stat(follow_symlinks=False) for e in os.scandir(staging)] if os.path.isdir(staging) else []
-    free = info.f_bavail * info.f_frsize + sum(512 * s.st_blocks for s in left)
+        # What a killed run has left will be removed first, or gone on with.
+        held = (os.path.join(place, name) for place, _, names in os.walk(staging) for name in names)
+        left = sum(512 * os.lstat(path).st_blocks for path in held)
+    free = info.f_bavail * info.f_frsize + left
     if free < nbytes:
         raise StorageError(
             out, f"needs {nbytes:,} bytes, but only {free:,} are free", "free some space or choose another OUT"
@@ -78,7 +82,9 @@ def check_apart(out: str, source: str) -> None:
 
 
 @contextlib.contextmanager
-def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = ()) -> Iterator[str]:
+def staged(
+    out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (), key: str = "", resume: bool = False
+) -> Iterator[str]:
     """Yield a directory to write into; move it to ``out`` if the body succeeds, remove it if not.
 
     A new OUT appears by one rename. Into an OUT that is there, files are moved one by one, those that ``replaces``
@@ -91,6 +97,8 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
         out: The directory that is to appear.
         replaces: Whether a file name in an existing OUT belongs to what is being replaced.
         last: Names of files to move last, in this order.
+        key: What is going to be written: what a run with the same key has left can be gone on with.
+        resume: Go on from it, and leave what there is if the body fails.
 
     Raises:
         StorageError: Another run is writing to the same OUT, or writing fails.
@@ -99,10 +107,16 @@ def staged(out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (
     staging = _staging(out)
     with translate_os_errors(staging):
         os.makedirs(os.path.dirname(out), exist_ok=True)
-    lock = _enter(staging)
+    lock = _enter(staging, key if resume else None)
     keep = False
     try:
-        yield staging
+        with translate_os_errors(staging), open(os.path.join(staging, MARK), "w", encoding="utf-8") as mark:
+            mark.write(key)
+        try:
+            yield staging
+        except BaseException:
+            keep = resume
+            raise
         with translate_os_errors(out):
             _commit(staging, out, replaces, last)
     except _NotPutBackError:
@@ -137,8 +151,8 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _enter(staging: str) -> int:
-    """Make the staging directory, empty and ours alone; returns the lock on it.
+def _enter(staging: str, key: str | None) -> int:
+    """Make the staging directory, empty (but for what ``key`` left) and ours alone; returns the lock on it.
 
     What a killed run has left is cleared away. A directory without the mark of this tool is somebody else's: it is left
     as it is.
@@ -161,7 +175,7 @@ def _enter(staging: str) -> int:
         raise StorageError(staging, "other runs keep writing it", "wait for them, or choose another OUT")
     try:
         with translate_os_errors(staging):
-            _claim(staging, made=made)
+            _claim(staging, key, made=made)
     except BaseException:
         if made:
             _discard(staging)
@@ -200,11 +214,15 @@ def _lock(staging: str) -> int:
     return fd
 
 
-def _claim(staging: str, *, made: bool) -> None:
+def _claim(staging: str, key: str | None, *, made: bool) -> None:
     mark = os.path.join(staging, MARK)
     held = os.listdir(staging)
     if held and not made and not os.path.isfile(mark):
         raise StorageError(staging, "was not made by ckpttool", "move it out of the way, or choose another OUT")
+    if held and key is not None:
+        with open(mark, encoding="utf-8", errors="replace") as file:
+            if file.read(len(key) + 1) == key:
+                return
     for name in held:
         path = os.path.join(staging, name)
         if os.path.isdir(path) and not os.path.islink(path):
@@ -216,12 +234,14 @@ def _claim(staging: str, *, made: bool) -> None:
 
 def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Sequence[str]) -> None:
     if not os.path.lexists(out):
-        os.unlink(os.path.join(staging, MARK))
+        for name in (JOURNAL, MARK):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(staging, name))
         os.replace(staging, out)
         return
     # What makes the output look whole comes last: weights after their companions, an index after the weights.
     order = {name: i for i, name in enumerate(last)}
-    new = [n for n in os.listdir(staging) if n != MARK]
+    new = [n for n in os.listdir(staging) if n not in {MARK, JOURNAL}]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     old = [n for n in os.listdir(out) if (replaces(n) or n in new) and n != SUFFIX]
     old.sort(key=lambda name: (name not in last, not replaces(name), name))  # and it goes first
@@ -253,6 +273,44 @@ def _put_back(staging: str, done: Sequence[tuple[str, str]]) -> None:
             os.unlink(os.path.join(staging, MARK))
         problem = "holds files of OUT that could be neither replaced nor put back"
         raise _NotPutBackError(staging, problem, f"move those in {ASIDE} back to OUT by hand") from error
+
+
+class Journal:
+    """The files of a staging directory that are complete.
+
+    Args:
+        staging: The directory.
+    """
+
+    def __init__(self, staging: str) -> None:
+        self._staging = staging
+        self._left = bool({*os.listdir(staging)} - {MARK})
+        self._path = os.path.join(staging, JOURNAL)
+        self._done: set[str] = set()
+        with contextlib.suppress(FileNotFoundError), open(self._path, encoding="utf-8") as file:
+            # A line without its end was being written when its run was killed.
+            self._done = {line[:-1] for line in file if line.endswith("\n")}
+
+    def has(self, name: str, nbytes: int) -> bool:
+        """Whether a file is complete; what is there of one that is not is removed."""
+        if not self._left:
+            return False
+        path = os.path.join(self._staging, name)
+        with contextlib.suppress(FileNotFoundError):
+            if name in self._done and os.path.getsize(path) == nbytes:
+                return True
+            os.unlink(path)
+        return False
+
+    def forget(self) -> None:
+        """Take no file for complete any more."""
+        with translate_os_errors(self._path), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def add(self, name: str) -> None:
+        """Note that a file is complete."""
+        with translate_os_errors(self._path), open(self._path, "a", encoding="utf-8") as file:
+            file.write(name + "\n")
 
 
 def _existing_parent(out: str) -> str:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from ckpttool.containers import safetensors
 from ckpttool.errors import PlanError
 from ckpttool.plan import CopyPlan, TargetFile
+from ckpttool.targets.copies import CopyBuilder, Piece
 from ckpttool.targets.index import index_file
-from ckpttool.targets.weights import CopyBuilder, Weight, WeightSelection, shard_names, split_into_shards
+from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def plan_safetensors(
-    checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int, proofs: Proofs | None
+    checkpoint: Checkpoint,
+    selection: WeightSelection,
+    *,
+    max_shard_bytes: int,
+    proofs: Proofs | None,
+    stem: str = "model",
 ) -> CopyPlan:
     """Plan ``model.safetensors``, or shards and ``model.safetensors.index.json``.
 
@@ -39,10 +45,12 @@ def plan_safetensors(
             raise PlanError(checkpoint.location, problem, "safetensors cannot hold it; --exclude it")
     builder = CopyBuilder(checkpoint)
     shards = split_into_shards(selection.weights, max_shard_bytes)
-    names = shard_names("model", "safetensors", len(shards))
+    names = shard_names(stem, "safetensors", len(shards))
     files = [_file(builder, name, shard, selection) for name, shard in zip(names, shards, strict=True)]
     if len(files) > 1:
-        files.append(index_file(INDEX, names, shards, selection))
+        files.append(
+            index_file(INDEX if stem == "model" else f"{stem}.safetensors.index.json", names, shards, selection)
+        )
     return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
 
 
@@ -51,5 +59,5 @@ def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: W
     here = {w.name for w in shard}
     metadata = {**{a: n for a, n in selection.aliases.items() if n in here}, "format": "pt"}
     header, begin = safetensors.build(tensors, metadata)
-    copies = builder.copies([(w, begin[w.name]) for w in shard])
-    return TargetFile(name, len(header) + sum(w.nbytes for w in shard), ((0, header),), copies)
+    copies, gathers = builder.copies([Piece(w.state, w.dtype, begin[w.name]) for w in shard])
+    return TargetFile(name, len(header) + sum(w.nbytes for w in shard), ((0, header),), copies, gathers)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpttool.containers import torch_zip
-from ckpttool.containers.pickler import pickle
-from ckpttool.containers.values import OrderedDict, StorageRef, TensorRef
-from ckpttool.dtypes import DTYPES
-from ckpttool.plan import CopyPlan, TargetFile
+from ckpttool.containers.values import OrderedDict
+from ckpttool.plan import CopyPlan
+from ckpttool.targets.copies import CopyBuilder
 from ckpttool.targets.index import index_file
-from ckpttool.targets.weights import CopyBuilder, Weight, WeightSelection, shard_names, split_into_shards
+from ckpttool.targets.torch_file import TorchFileBuilder
+from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import Proofs
+    from ckpttool.plan import Proofs, TargetFile
 
 INDEX = "pytorch_model.bin.index.json"
 """Name of the index over several files."""
@@ -39,29 +38,11 @@ def plan_torch(
 
 
 def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:
+    file = TorchFileBuilder(name, builder)
     root: OrderedDict = OrderedDict()
-    sizes: dict[str, int] = {}
-    for number, weight in enumerate(shard):
-        root[weight.name] = _reference(str(number), weight)
-        sizes[str(number)] = weight.nbytes
+    for weight in shard:
+        root[weight.name] = file.whole(weight.state, weight.dtype)
     for alias, stored in selection.aliases.items():
         if stored in root:
             root[alias] = root[stored]
-    built = torch_zip.build(pickle(root, path=name), sizes, prefix=name.rpartition(".")[0], path=name)
-    copies = builder.copies([(w, built.payloads[str(i)].start) for i, w in enumerate(shard)])
-    return TargetFile(name, built.nbytes, built.literals, copies)
-
-
-def _reference(key: str, weight: Weight) -> TensorRef:
-    storage_class = DTYPES[weight.dtype].storage
-    shape = weight.state.shape
-    stride = []
-    step = 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    if storage_class is None:
-        storage = StorageRef(key, "UntypedStorage", "U8", "cpu", weight.nbytes)
-    else:
-        storage = StorageRef(key, storage_class, weight.dtype, "cpu", weight.state.numel)
-    return TensorRef(storage, weight.dtype, 0, shape, tuple(reversed(stride)))
+    return file.build(root)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ckpttool.casts import castable
+from ckpttool.contents import matcher
 from ckpttool.dtypes import DTYPES, SHORT_NAMES, itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
-from ckpttool.plan import COPY, merge_copies
-from ckpttool.proofs import source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.model import Checkpoint, Parameter, State
 
@@ -33,6 +27,10 @@ class Weight:
     """Where its values come from."""
     dtype: str
     """What it is written in."""
+
+    def renamed(self, name: str) -> Weight:
+        """The same under another name."""
+        return Weight(name, self.state, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +56,7 @@ def select_weights(
     include: Sequence[str],
     exclude: Sequence[str],
     exclude_frozen: bool,
+    only: frozenset[str] | None = None,
 ) -> WeightSelection:
     """Choose the tensors.
 
@@ -72,14 +71,17 @@ def select_weights(
         include: Globs on full names; empty means all.
         exclude: Globs on full names; they win over ``include``.
         exclude_frozen: Leave out frozen parameters.
+        only: Exactly these, if they are given.
 
     Raises:
         PlanError: Nothing is left, or a parameter is of a type that cannot be cast.
     """
-    matches = _matcher(include, exclude)
+    matches = matcher(include, exclude)
     frozen_out = {p.name for p in checkpoint.parameters if exclude_frozen and p.frozen}
     # A tied name asks for the tensor it is tied to, which is stored under its own name.
     wanted = {checkpoint.aliases.get(n, n) for n in _all_names(checkpoint) if matches(n)} - frozen_out
+    if only is not None:
+        wanted &= only
     weights = []
     for parameter in checkpoint.parameters:
         if parameter.name in wanted:
@@ -116,17 +118,6 @@ def _all_names(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
-    # A text is a sequence too, of letters; what is meant is one glob.
-    include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
-
-    def matches(name: str) -> bool:
-        wanted = not include or any(fnmatch.fnmatchcase(name, glob) for glob in include)
-        return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in exclude)
-
-    return matches
-
-
 def split_into_shards(weights: Sequence[Weight], max_shard_bytes: int) -> list[list[Weight]]:
     """Fill files one after another, none beyond the limit unless a single tensor is; the order stays."""
     shards: list[list[Weight]] = []
@@ -145,34 +136,3 @@ def shard_names(stem: str, extension: str, count: int) -> list[str]:
     if count == 1:
         return [f"{stem}.{extension}"]
     return [f"{stem}-{i:05d}-of-{count:05d}.{extension}" for i in range(1, count + 1)]
-
-
-class CopyBuilder:
-    """Collects the copies of a plan whose sources are the files of one checkpoint."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.sources = source_files(checkpoint)
-        self._casts: dict[tuple[str, str], int] = {}
-
-    @property
-    def casts(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of types used so far."""
-        return tuple(self._casts)
-
-    def cast(self, source: str, target: str) -> int:
-        """Index of a pair of types."""
-        return self._casts.setdefault((source, target), len(self._casts))
-
-    def copies(self, placed: Sequence[tuple[Weight, int]]) -> NDArray[np.void]:
-        """The copies of one target file, from weights and the byte each begins at."""
-        tables = []
-        for weight, at in placed:
-            rows = weight.state.extents
-            table = np.zeros(len(rows), dtype=COPY)
-            table["source"], table["start"], table["numel"] = rows["file"], rows["offset"], rows["numel"]
-            table["target"] = at + rows["start"] * np.uint64(itemsize(weight.dtype))
-            table["cast"] = self.cast(weight.state.dtype, weight.dtype)
-            tables.append(table[rows["numel"] > 0])
-        everything = np.concatenate(tables) if tables else np.zeros(0, dtype=COPY)
-        everything = everything[np.argsort(everything["target"], kind="stable")]
-        return merge_copies(everything, self.casts)

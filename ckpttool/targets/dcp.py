@@ -1,0 +1,253 @@
+"""Checkpoint -> plan of a directory of ``torch.distributed.checkpoint``.
+
+It holds what ``dcp.save({"model": ..., "optim": ...})`` writes of ``get_state_dict``: weights under ``model.NAME``, the
+optimizer's states under ``optim.state.NAME.STATE``, its groups under ``optim.param_groups``. Each tensor is one chunk,
+a ``torch.save`` file within a file; any number of ranks reads the parts it needs.
+
+Source: torch 2.13, distributed/checkpoint/filesystem.py (``FileSystemWriter``), metadata.py, default_planner.py and
+state_dict.py (``get_state_dict``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.casts import castable
+from ckpttool.containers.pickler import pickle
+from ckpttool.containers.values import Opaque, Size, TorchDType
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import PlanError
+from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.universal import STEP
+from ckpttool.model import MASTER, MODULE
+from ckpttool.plan import COPY, CopyPlan, TargetFile
+from ckpttool.targets.copies import CopyBuilder
+from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
+from ckpttool.targets.universal import scalar_bytes, without_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ckpttool.model import Checkpoint, Parameter, State
+    from ckpttool.plan import Proofs
+
+MAX_FILE_BYTES = 5_000_000_000
+"""A file is not made larger, unless by a single tensor."""
+ALIGNMENT = 64
+"""Archives begin at multiples of this, so that tensors do."""
+
+_ARCHIVE = "archive"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
+_ADAM_OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""What torch's AdamW keeps of a group and DeepSpeed's Adam does not; without them ``dcp.load`` finds keys missing."""
+
+Path = tuple[str | int, ...]
+"""Where a value is in the nested state dict."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """One thing to write: an archive of its own."""
+
+    path: Path
+    """Where it is in the state dict."""
+    file: TargetFile
+    """The archive."""
+    dtype: str | None
+    """Of a tensor; None for an object."""
+    shape: tuple[int, ...]
+    """Of a tensor."""
+
+    @property
+    def fqn(self) -> str:
+        """Its name when flattened."""
+        return ".".join(map(str, self.path))
+
+
+def plan_dcp(checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, proofs: Proofs | None = None) -> CopyPlan:
+    """Plan ``.metadata`` and the files that it describes.
+
+    Trained parameters come from their masters, as FSDP keeps them; frozen parameters and buffers as they are. A step is
+    a tensor, as torch's optimizers have it.
+
+    Args:
+        checkpoint: What to convert.
+        max_file_bytes: When to begin another file.
+        proofs: What must hold first.
+
+    Raises:
+        PlanError: It holds nothing, or two things of one name.
+    """
+    builder = CopyBuilder(checkpoint)
+    entries: list[_Entry] = []
+    files: list[TargetFile] = []
+    where: dict[str, tuple[str, int, int]] = {}
+    shard: list[tuple[int, TargetFile]] = []
+    size = 0
+    for entry in _entries(checkpoint, builder):
+        if entry.fqn in where:
+            problem = f"has two things that would both be {entry.fqn:.200}"
+            raise PlanError(checkpoint.location, problem, "convert it with --to zero or --to universal")
+        if shard and size + entry.file.nbytes > max_file_bytes:
+            files.append(_shard(len(files), shard))
+            shard, size = [], 0
+        start = -(-size // ALIGNMENT) * ALIGNMENT
+        where[entry.fqn] = _shard_name(len(files)), start, entry.file.nbytes
+        shard.append((start, entry.file))
+        size = start + entry.file.nbytes
+        entries.append(entry)
+    if not entries:
+        raise PlanError(checkpoint.location, "holds no tensors", "choose another checkpoint")
+    files.append(_shard(len(files), shard))
+    weights = {entry.path[1]: entry for entry in entries if entry.path[0] == "model"}
+    for alias, stored in checkpoint.aliases.items():
+        # torch writes a tied tensor once for each name; here both names lead to the same bytes.
+        if stored in weights and f"model.{alias}" not in where:
+            tied = replace(weights[stored], path=("model", alias))
+            where[tied.fqn] = where[weights[stored].fqn]
+            entries.append(tied)
+    files.append(plain_file(METADATA, pickle(_metadata(entries, where), path=METADATA)))
+    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
+
+
+# ------------------------------------------------------------------------------------------------- what is written
+
+
+def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_Entry]:
+    for parameter in checkpoint.parameters:
+        state = parameter.states.get(MASTER) or parameter.states[MODULE]
+        dtype = "F32" if MASTER in parameter.states and castable(state.dtype, "F32") else state.dtype
+        yield _tensor(builder, ("model", parameter.name), state, dtype)
+    for buffer in checkpoint.buffers:
+        yield _tensor(builder, ("model", buffer.name), buffer.state, buffer.state.dtype)
+    for parameter in checkpoint.parameters:
+        yield from _states(checkpoint, builder, parameter)
+    for g, group in enumerate(checkpoint.groups):
+        options = without_tensors(dict(group.hyperparameters))
+        known = {key for p in checkpoint.parameters if p.group == g for key in p.states}
+        if known >= _ADAM and "betas" in options:
+            options = {**_ADAM_OPTIONS, **options}
+        for key, value in {**options, "params": list(group.parameters)}.items():
+            yield _object(builder, ("optim", "param_groups", g, key), value)
+
+
+def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) -> Iterator[_Entry]:
+    path = ("optim", "state", parameter.name)
+    for key, state in parameter.states.items():
+        if key not in {MASTER, MODULE, STEP}:
+            yield _tensor(builder, (*path, key), state, state.dtype)
+    if parameter.group is None or not 0 <= parameter.group < len(checkpoint.groups):
+        return
+    for key, scalar in checkpoint.groups[parameter.group].scalars.items():
+        if key in parameter.states and key != STEP:
+            continue
+        dtype = scalar.dtype or "F32"
+        file = TorchFileBuilder(_ARCHIVE, builder)
+        root = file.scalar(scalar_bytes(scalar.value, dtype), dtype)
+        yield _Entry((*path, key), file.build(root), dtype, ())
+
+
+def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Entry:
+    file = TorchFileBuilder(_ARCHIVE, builder)
+    return _Entry(path, file.build(file.whole(state, dtype)), dtype, state.shape)
+
+
+def _object(builder: CopyBuilder, path: Path, value: Any) -> _Entry:
+    file = TorchFileBuilder(_ARCHIVE, builder)
+    return _Entry(path, file.build(value), None, ())
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def _shard_name(number: int) -> str:
+    """What torch calls the files of rank 0."""
+    return f"__0_{number}.distcp"
+
+
+def _shard(number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
+    """Files one behind the other in one."""
+    literals: list[tuple[int, bytes]] = []
+    zeros: list[tuple[int, int]] = []
+    copies = [np.zeros(0, dtype=COPY)]
+    gathers = []
+    end = 0
+    for start, part in parts:
+        if start > end:
+            zeros.append((end, start - end))
+        literals += [(start + offset, data) for offset, data in part.literals]
+        zeros += [(start + offset, nbytes) for offset, nbytes in part.zeros]
+        gathers += [replace(gather, target=start + gather.target) for gather in part.gathers]
+        moved = part.copies.copy()
+        moved["target"] += np.uint64(start)
+        copies.append(moved)
+        end = start + part.nbytes
+    return TargetFile(_shard_name(number), end, tuple(literals), np.concatenate(copies), tuple(gathers), tuple(zeros))
+
+
+# ------------------------------------------------------------------------------------------------- metadata
+
+
+def _metadata(entries: Iterable[_Entry], where: dict[str, tuple[str, int, int]]) -> Opaque:
+    """A ``Metadata``, as pickle would write it."""
+    described: dict[str, Opaque] = {}
+    paths: dict[str, Path] = {}
+    stored: dict[Opaque, Opaque] = {}
+    properties: dict[str, Opaque] = {}
+    for entry in entries:
+        fqn = entry.fqn
+        paths[fqn] = entry.path
+        file, start, nbytes = where[fqn]
+        info = _made(
+            "torch.distributed.checkpoint.filesystem", "_StorageInfo", relative_path=file, offset=start, length=nbytes
+        )
+        if entry.dtype is None:
+            described[fqn] = _made(_METADATA, "BytesStorageMetadata")
+            stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=None, index=None)] = info
+            continue
+        origin = Size(0 for _ in entry.shape)
+        size = Size(entry.shape)
+        if entry.dtype not in properties:
+            properties[entry.dtype] = _properties(entry.dtype)
+        chunk = _made(_METADATA, "ChunkStorageMetadata", offsets=origin, sizes=size)
+        described[fqn] = _made(
+            _METADATA, "TensorStorageMetadata", properties=properties[entry.dtype], size=size, chunks=[chunk]
+        )
+        stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=origin, index=0)] = info
+    return _made(
+        _METADATA,
+        "Metadata",
+        state_dict_metadata=described,
+        planner_data=paths,
+        storage_data=stored,
+        storage_meta=None,
+        version="1.0.0",
+    )
+
+
+def _made(module: str, name: str, **attributes: Any) -> Opaque:
+    """An instance of a dataclass."""
+    value = Opaque(module, name, "new")
+    value.stated, value.state = bool(attributes), attributes
+    return value
+
+
+def _properties(dtype: str) -> Opaque:
+    """``TensorProperties``, which describes itself to pickle as a tuple."""
+    layout = Opaque("torch.serialization", "_get_layout", "call", ("torch.strided",))
+    memory_format = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", "call", (0,))
+    value = Opaque(_METADATA, "TensorProperties", "new")
+    value.stated, value.state = True, (TorchDType(DTYPES[dtype].torch), layout, False, memory_format, False)
+    return value

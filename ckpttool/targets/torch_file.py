@@ -1,0 +1,96 @@
+"""A file that ``torch.load`` reads, from plain data and pieces of states."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.containers import torch_zip
+from ckpttool.containers.pickler import pickle
+from ckpttool.containers.values import StorageRef, TensorRef
+from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.plan import TargetFile
+from ckpttool.targets.copies import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckpttool.model import State
+    from ckpttool.targets.copies import CopyBuilder
+
+
+class TorchFileBuilder:
+    """Lays out one file: storages as they are asked for, then the structure that refers to them.
+
+    Args:
+        name: The file, relative to the output directory.
+        copies: Collects the plan's copies.
+    """
+
+    def __init__(self, name: str, copies: CopyBuilder) -> None:
+        self.name = name
+        self._copies = copies
+        self._storages: dict[str, tuple[StorageRef, list[Piece]]] = {}
+        self._values: dict[str, bytes] = {}
+
+    def whole(self, state: State, dtype: str | None = None) -> TensorRef:
+        """A tensor of its own, cast to ``dtype`` if it is given."""
+        dtype = dtype or state.dtype
+        storage = self.storage(dtype, state.numel, [Piece(state, dtype, 0)])
+        return view(storage, dtype, 0, state.shape)
+
+    def storage(self, dtype: str, numel: int, pieces: Iterable[Piece]) -> StorageRef:
+        """A storage made of pieces, whose targets count from its start; what they leave out stays zero."""
+        typed = DTYPES[dtype].storage
+        key = str(len(self._storages))
+        nbytes = numel * itemsize(dtype)
+        ref = StorageRef(key, typed or "UntypedStorage", dtype if typed else "U8", "cpu", numel if typed else nbytes)
+        self._storages[key] = ref, list(pieces)
+        return ref
+
+    def scalar(self, data: bytes, dtype: str) -> TensorRef:
+        """A 0-dim tensor of a value."""
+        storage = self.storage(dtype, 1, [])
+        self._values[storage.key] = data
+        return view(storage, dtype, 0, ())
+
+    def build(self, root: Any) -> TargetFile:
+        """The file whose content is ``root``: plain data, Opaque, and the tensors that were made here."""
+        sizes = {key: ref.nbytes for key, (ref, _) in self._storages.items()}
+        prefix = posixpath.splitext(posixpath.basename(self.name))[0]
+        built = torch_zip.build(pickle(root, path=self.name), sizes, prefix=prefix, path=self.name)
+        placed = []
+        zeros = []
+        literals = list(built.literals)
+        for key, (ref, pieces) in self._storages.items():
+            start = built.payloads[key].start
+            if key in self._values:
+                literals.append((start, self._values[key]))
+                continue
+            filled = 0
+            for piece in sorted(pieces, key=lambda p: p.target):
+                if piece.target > filled:
+                    zeros.append((start + filled, piece.target - filled))
+                numel = piece.state.numel - piece.first if piece.numel is None else piece.numel
+                filled = piece.target + numel * itemsize(piece.dtype)
+                placed.append(Piece(piece.state, piece.dtype, start + piece.target, piece.first, numel))
+            if filled < ref.nbytes:
+                zeros.append((start + filled, ref.nbytes - filled))
+        copies, gathers = self._copies.copies(placed)
+        return TargetFile(self.name, built.nbytes, tuple(literals), copies, gathers, tuple(zeros))
+
+
+def view(storage: StorageRef, dtype: str, offset: int, shape: tuple[int, ...]) -> TensorRef:
+    """A contiguous view of a storage, from an element on."""
+    strides = tuple(math.prod(n or 1 for n in shape[d + 1 :]) for d in range(len(shape)))
+    return TensorRef(storage, dtype, offset, shape, strides)
+
+
+def plain_file(name: str, data: bytes) -> TargetFile:
+    """A small file of given bytes."""
+    import numpy as np
+
+    from ckpttool.plan import COPY
+
+    return TargetFile(name, len(data), ((0, data),) if data else (), np.zeros(0, dtype=COPY))

@@ -1,0 +1,1 @@
+"""Native ZeRO checkpoints for any number of ranks."""

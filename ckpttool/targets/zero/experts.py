@@ -1,0 +1,262 @@
+"""Which ranks of a target hold which experts, and the files that experts have to themselves.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``load_moe_state_dict``), utils/groups.py
+(``_create_expert_and_data_parallel``), checkpoint/autoep_zero3_metadata.py and, for stage 3, runtime/zero/stage3.py
+(``_zero3_partition_group_metadata``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import PlanError
+from ckpttool.formats.zero.experts import NATIVE, local_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from ckpttool.model import Checkpoint, ParamGroup
+
+_GROUP = re.compile(r"ep_size_(\d+)")
+_STACKED = re.compile(r"(?P<prefix>(?P<module>.*)\.experts)\.w[123]")
+"""AutoEP's experts: one tensor for all of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds of a parameter before it is partitioned."""
+
+    name: str
+    """The parameter in the whole model."""
+    first: int
+    """First element."""
+    shape: tuple[int, ...]
+    """Of what it holds."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """The ranks that partition a group among themselves, and what of it."""
+
+    ranks: Sequence[int]
+    """In the order of their partitions."""
+    held: Mapping[str, Held]
+    """By the names that these ranks have for it, in the optimizer's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of experts."""
+
+    number: int
+    """Of its files."""
+    module: str
+    """The module; "" if it is DeepSpeed's own, whose experts are modules by themselves."""
+    prefix: str
+    """What the names of its experts begin with."""
+    experts: int
+    """Experts of all ranks."""
+    parallel: int
+    """Ranks that they are spread over."""
+
+
+class Experts:
+    """The experts of a target.
+
+    Args:
+        checkpoint: What is converted.
+        ranks: Data-parallel ranks of the target.
+        parallel: Ranks that experts are to be spread over; None for as many as they were.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, ranks: int, parallel: int | None = None) -> None:
+        self._location = checkpoint.location
+        self._was_parallel = checkpoint.topology.expert_parallel
+        self._parallel = parallel
+        self._ranks = ranks
+        self._data_first = bool(checkpoint.ds_config.get("use_data_before_expert_parallelism"))
+        self._parameters = {p.name: p for p in checkpoint.parameters}
+        trained = [n for g in checkpoint.groups if _of_experts(g) for n in g.parameters]
+        self._stacked = {n for n in trained if _STACKED.fullmatch(n) and self._parameters[n].numel}
+        self.layers = self._layers(checkpoint)
+        """In the order of the model."""
+        for p in checkpoint.parameters:
+            if p.frozen and self.owns(p.name):
+                problem = f"freezes {p.name}, an expert's, which cannot be written for ZeRO"
+                raise PlanError(self._location, problem, "consolidate the weights")
+
+    def _layers(self, checkpoint: Checkpoint) -> list[Layer]:
+        parallel = {n: self.parallel(g) for g in checkpoint.groups for n in g.parameters}
+        found: dict[str, Layer] = {}
+        experts: dict[str, set[int]] = {}
+        for p in checkpoint.parameters:
+            if p.name in self._stacked and (match := _STACKED.fullmatch(p.name)):
+                prefix, module, numbers = match["prefix"], match["module"], {*range(p.shape[0] if p.shape else 1)}
+            elif match := NATIVE.fullmatch(p.name):
+                prefix, module, numbers = match["layer"], "", {int(match["expert"])}
+            else:
+                continue
+            experts.setdefault(prefix, set()).update(numbers)
+            default = self._parallel or self._was_parallel
+            found.setdefault(prefix, Layer(len(found), module, prefix, 0, parallel.get(p.name, default)))
+        result = [Layer(x.number, x.module, x.prefix, len(experts[x.prefix]), x.parallel) for x in found.values()]
+        for layer in result:
+            if max(experts[layer.prefix]) >= layer.experts:
+                raise PlanError(self._location, f"lacks an expert of {layer.prefix}", "convert a whole checkpoint")
+            if layer.experts % layer.parallel:
+                problem = f"spreads {layer.experts} experts of {layer.prefix} over {layer.parallel} ranks"
+                raise PlanError(self._location, problem, "consolidate the weights")
+        return result
+
+    def parallel(self, group: ParamGroup) -> int:
+        """Ranks that a group's experts are to be spread over; 1 for a group of anything else."""
+        return (self._parallel or self._were_over(group)) if _of_experts(group) else 1
+
+    def _were_over(self, group: ParamGroup) -> int:
+        named = _GROUP.fullmatch(str(group.hyperparameters.get("name")))
+        return max(1, int(named[1])) if named else self._was_parallel
+
+    def named(self, group: ParamGroup) -> dict[str, Any]:
+        """A group's hyper-parameters, with the name that DeepSpeed gives to experts over so many ranks."""
+        if not _of_experts(group):
+            return dict(group.hyperparameters)
+        return {**group.hyperparameters, "name": f"ep_size_{self.parallel(group)}"}
+
+    def owns(self, name: str) -> bool:
+        """Whether a tensor is an expert's, or has a layer's experts stacked."""
+        return name in self._stacked or NATIVE.fullmatch(name) is not None
+
+    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Held]]:
+        """What each expert's file has of a tensor: (layer, expert, what); nothing of one that is no expert's."""
+        if name in self._stacked:
+            layer = next(x for x in self.layers if name.startswith(f"{x.prefix}."))
+            for expert in range(layer.experts):
+                numel = math.prod(shape[1:])
+                yield layer.number, expert, Held(f"{name}.{expert}", expert * numel, shape[1:])
+        elif match := NATIVE.fullmatch(name):
+            layer = next(x for x in self.layers if x.prefix == match["layer"])
+            yield layer.number, int(match["expert"]), Held(name, 0, shape)
+
+    def shares(self, group: ParamGroup, names: Sequence[str]) -> list[Share]:
+        """Who holds what of a group.
+
+        Args:
+            group: The group.
+            names: Its parameters, in the optimizer's order.
+
+        Raises:
+            PlanError: The ranks cannot be shared so, or the ranks' experts differ.
+        """
+        parallel, everyone = self.parallel(group), range(self._ranks)
+        if not _of_experts(group):
+            return [Share(everyone, {n: Held(n, 0, self._parameters[n].shape) for n in names})]
+        if self._ranks % parallel:
+            problem = f"spreads experts over {parallel} ranks each, which {self._ranks} is no multiple of"
+            raise PlanError(self._location, problem, f"choose a --world-size that is a multiple of {parallel}")
+        count = self._ranks // parallel
+        if parallel != self._were_over(group):
+            names = self._in_order(group, names)
+        result = []
+        for e in range(parallel):
+            ranks = everyone[e * count : (e + 1) * count] if self._data_first else everyone[e::parallel]
+            result.append(Share(ranks, self._held(names, e, parallel)))
+        shapes = [[(own, held.shape) for own, held in share.held.items()] for share in result]
+        if any(s != shapes[0] for s in shapes) or sum(map(len, shapes)) != self._pieces(names, parallel):
+            raise PlanError(self._location, "has not the same experts on each rank", "consolidate the weights")
+        return result
+
+    def _in_order(self, group: ParamGroup, names: Sequence[str]) -> list[str]:
+        """The parameters as an optimizer has them whose ranks hold other experts: layer by layer, expert by expert.
+
+        Raises:
+            PlanError: They were not in the order of the model, so that nobody knows it.
+        """
+        layers = {x.prefix: x.number for x in self.layers}
+        rest: dict[str, int] = {}
+
+        def place(name: str) -> tuple[int, int, int]:
+            if (match := NATIVE.fullmatch(name)) is None:
+                stacked = _STACKED.fullmatch(name)
+                return (layers[stacked["prefix"]] if stacked else 0), 0, rest.setdefault(name, len(rest))
+            return layers[match["layer"]], int(match["expert"]), rest.setdefault(match["rest"], len(rest))
+
+        ordered = sorted(names, key=place)
+        first = {held.name for held in self._held(names, 0, self._were_over(group)).values()}
+        if [n for n in ordered if n in first] != [n for n in names if n in first]:
+            problem = "trains experts in another order than the model has them"
+            raise PlanError(self._location, problem, "leave them spread over as many ranks as they were")
+        return ordered
+
+    def _pieces(self, names: Iterable[str], parallel: int) -> int:
+        return sum(parallel if n in self._stacked else 1 for n in names)
+
+    def _held(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, Held]:
+        """What an expert-parallel rank holds, under its own names."""
+        own = {whole: local for local, whole in local_names(names, rank, parallel).items()}
+        held = {}
+        for name in names:
+            p = self._parameters[name]
+            if name in self._stacked:
+                shape = (p.shape[0] // parallel, *p.shape[1:])
+                held[name] = Held(name, rank * math.prod(shape), shape)
+            elif name in own:
+                held[own[name]] = Held(name, 0, p.shape)
+        return held
+
+    def metadata(self, rank: int, stage: int) -> dict[str, Any]:
+        """What the model states of a rank say of experts."""
+        if not self.layers:
+            return {}
+        stacked = [self._described(x, rank, stage) for x in self.layers if x.module]
+        return {"num_experts": [x.experts for x in self.layers], "ds_autoep_layers": stacked or None}
+
+    def _described(self, layer: Layer, rank: int, stage: int) -> dict[str, Any]:
+        count, local = self._ranks // layer.parallel, layer.experts // layer.parallel
+        own, place = divmod(rank, count) if self._data_first else divmod(rank, layer.parallel)[::-1]
+        placed = [{"rank": e, "experts": list(range(e * local, (e + 1) * local))} for e in range(layer.parallel)]
+        return {
+            "moe_layer_id": layer.number,
+            "module_path": layer.module,
+            "num_experts": layer.experts,
+            "num_local_experts": local,
+            "ep_size": layer.parallel,
+            "expert_placement": {
+                "version": 1,
+                "num_experts": layer.experts,
+                "ep_size": layer.parallel,
+                "ranks": placed,
+            },
+            "expert_key_prefix": layer.prefix,
+            "checkpoint_format": "zero3_partitioned" if stage == 3 else "per_expert_files",
+            "checkpoint_format_version": 1 if stage == 3 else None,
+            "ep_group_name": f"ep_size_{layer.parallel}",
+            "ep_rank": own,
+            "expert_data_parallel_rank": place,
+            "expert_data_parallel_world_size": count,
+            "global_expert_start": own * local,
+            "global_expert_end": (own + 1) * local,
+        }
+
+    def partition_group(self, group: ParamGroup, share: Share, rank: int, number: int) -> dict[str, Any]:
+        """What stage 3 records of who shares a sub-group, which must be as the loading engine has it."""
+        experts = _of_experts(group)
+        return {
+            "sub_group": number,
+            "partition_count": len(share.ranks),
+            "partition_rank": share.ranks.index(rank),
+            "partition_ranks": list(share.ranks),
+            "families": ["autoep_expert" if experts else "replicated"],
+            "group_names": [f"ep_size_{self.parallel(group)}" if experts else "replicated"],
+        }
+
+
+def _of_experts(group: ParamGroup) -> bool:
+    return bool(group.hyperparameters.get("moe"))

@@ -1,0 +1,123 @@
+"""Where DeepSpeed puts each parameter when it partitions over so many ranks.
+
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``__init__``,
+``get_data_parallel_partitions``) and runtime/zero/stage3.py (``_create_fp16_sub_groups``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+ALIGNMENT = 2
+"""Elements for each rank that the length of a flat buffer is a multiple of (``nccl_start_alignment_factor``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A run of a parameter's elements in one rank's partition."""
+
+    name: str
+    """The parameter."""
+    first: int
+    """First element, of the flattened parameter."""
+    numel: int
+    """Elements."""
+    position: int
+    """First element in the rank's partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One flat buffer of stage 1 or 2: the parameters one after another, padded at the end."""
+
+    sizes: Mapping[str, int]
+    """Elements of each parameter, in the order of the buffer."""
+    ranks: int
+    """Ranks that share it."""
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(self.sizes.values())
+
+    @property
+    def partition(self) -> int:
+        """Elements of each rank's partition, padding included."""
+        unit = ALIGNMENT * self.ranks
+        return -(-self.numel // unit) * unit // self.ranks
+
+    def padding(self, rank: int) -> int:
+        """Elements of padding at the end of a rank's partition."""
+        return min(self.partition, max(0, (rank + 1) * self.partition - self.numel))
+
+    def offsets(self) -> dict[str, int]:
+        """First element of each parameter in the buffer."""
+        result, at = {}, 0
+        for name, numel in self.sizes.items():
+            result[name] = at
+            at += numel
+        return result
+
+    def fragments(self) -> list[list[Fragment]]:
+        """What each rank's partition holds."""
+        result: list[list[Fragment]] = [[] for _ in range(self.ranks)]
+        size = self.partition
+        for name, offset in self.offsets().items():
+            first, numel = 0, self.sizes[name]
+            while first < numel:
+                rank, position = divmod(offset + first, size)
+                count = min(numel - first, size - position)
+                result[rank].append(Fragment(name, first, count, position))
+                first += count
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """One flat buffer of stage 3: an equal piece of every parameter for each rank, each padded."""
+
+    sizes: Mapping[str, int]
+    """Elements of each parameter, in the order of the buffer."""
+    ranks: int
+    """Ranks that share it."""
+
+    @property
+    def partition(self) -> int:
+        """Elements that each rank holds, padding included."""
+        return sum(piece(n, self.ranks) for n in self.sizes.values())
+
+    def fragments(self) -> list[list[Fragment]]:
+        """What each rank holds."""
+        result: list[list[Fragment]] = [[] for _ in range(self.ranks)]
+        position = 0
+        for name, numel in self.sizes.items():
+            size = piece(numel, self.ranks)
+            for rank in range(self.ranks):
+                count = min(size, numel - rank * size)
+                if count > 0:
+                    result[rank].append(Fragment(name, rank * size, count, position))
+            position += size
+        return result
+
+
+def piece(numel: int, ranks: int) -> int:
+    """Elements of a parameter that each rank holds at stage 3, padding included."""
+    return -(-numel // ranks)
+
+
+def sub_groups(sizes: Mapping[str, int], ranks: int, limit: int) -> Iterator[SubGroup]:
+    """Cut a parameter group of stage 3 into sub-groups; the parameter that crosses the limit still belongs to one."""
+    part: dict[str, int] = {}
+    filled = 0
+    for name, numel in sizes.items():
+        part[name] = numel
+        filled += piece(numel, ranks)
+        if filled >= limit:
+            yield SubGroup(part, ranks)
+            part, filled = {}, 0
+    if part:
+        yield SubGroup(part, ranks)

@@ -1,0 +1,232 @@
+"""Runs a plan between storages that are read by requests or written in parts.
+
+Each window of a file is one task: what it needs is asked for at once, put together in memory and written. Memory is the
+windows in flight, whatever the size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from ckpttool.proving import failed_proofs
+from ckpttool.sources import Sources
+from ckpttool.storage import reserve, translate_os_errors, write_at
+from ckpttool.threads import default_jobs, in_threads
+from ckpttool.windows import Windows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.progress import Advance
+    from ckpttool.staging import Journal
+
+MEMORY = 256 << 20
+"""Bytes that windows in flight take together, unless another number is asked for."""
+LOCAL_WINDOW_BYTES = 4 << 20
+"""What is fetched at once for a file on local disk."""
+
+
+class Target(Protocol):
+    """One file that is being written. Threads may share it."""
+
+    window_bytes: int
+    """Size of every window but the last; a multiple of 64, so that no element is cut."""
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Whether the window that begins at a byte is there already."""
+
+    def write(self, start: int, data: bytearray) -> None:
+        """Write a window.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+    def give_up(self, error: BaseException) -> None:
+        """A window will never come, and why: let nobody wait for it."""
+
+
+class Output(Protocol):
+    """Where a plan's files go."""
+
+    def has(self, file: TargetFile) -> bool:
+        """Whether a run before this one has completed the file."""
+
+    def begin(self, file: TargetFile) -> Target:
+        """Begin to write a file.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+
+
+def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advance: Advance) -> int:
+    """Write every file of a plan.
+
+    Args:
+        plan: What to write.
+        output: Where to.
+        jobs: Threads; None for DISTANT_JOBS.
+        memory: Bytes that windows in flight may take together; one is always allowed.
+        advance: Told of bytes written.
+
+    Returns:
+        Finite elements that became infinite in a narrower type.
+
+    Raises:
+        LayoutError: A comparison of the plan does not hold; nothing was written.
+        StorageError: Reading or writing failed, or a source changed meanwhile.
+    """
+    with Sources(plan.sources) as sources:
+        if plan.proofs is not None:
+            for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
+                raise problem
+        budget = _Budget(memory)
+        tasks = _tasks(plan, sources, output, budget, advance)
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=True))) as results:
+            overflowed = sum(results)
+        sources.check_unchanged()
+    return overflowed
+
+
+class _Budget:
+    """Lets so many windows be in flight as fit into memory, and one in any case.
+
+    Args:
+        nbytes: What they may take together.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._whole = nbytes
+        self._freed = threading.Condition()
+
+    def take(self, nbytes: int) -> int:
+        """Wait until so much is free; returns what to give back."""
+        nbytes = min(nbytes, self._whole)
+        with self._freed:
+            self._freed.wait_for(lambda: self._left >= nbytes)
+            self._left -= nbytes
+        return nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Free what was taken."""
+        with self._freed:
+            self._left += nbytes
+            self._freed.notify_all()
+
+
+def _tasks(
+    plan: CopyPlan, sources: Sources, output: Output, budget: _Budget, advance: Advance
+) -> Iterator[Callable[[], int]]:
+    for file in plan.files:
+        if output.has(file):
+            advance(file.nbytes)
+            continue
+        target, windows = output.begin(file), Windows(plan, file, sources)
+        for start in range(0, max(file.nbytes, 1), target.window_bytes):
+            end = min(start + target.window_bytes, file.nbytes)
+            if target.has(start, end - start):
+                advance(end - start)
+            else:
+                # Taken here, in order: a target that is written in order waits for its earlier windows, and they must
+                # not wait for memory that the later ones have.
+                taken = budget.take(windows.cost(end - start))
+                yield partial(_one, windows, target, start, end, partial(budget.give_back, taken), advance)
+
+
+def _one(
+    windows: Windows, target: Target, start: int, end: int, give_back: Callable[[], None], advance: Advance
+) -> int:
+    try:
+        data, overflowed = windows.assemble(start, end)
+        target.write(start, data)
+    except BaseException as error:
+        target.give_up(error)
+        raise
+    finally:
+        give_back()
+    advance(end - start)
+    return overflowed
+
+
+class DirectoryOutput:
+    """A directory on local disk.
+
+    Args:
+        directory: It exists, and nobody reads it yet.
+        journal: Knows the files that are there already, and is told of those that are complete.
+    """
+
+    def __init__(self, directory: str, journal: Journal | None) -> None:
+        self._directory = directory
+        self._journal = journal
+        self._begun: list[_LocalTarget] = []
+
+    def __enter__(self) -> DirectoryOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for target in self._begun:
+            target.close()
+
+    def has(self, file: TargetFile) -> bool:
+        """Whether a run before this one has completed the file."""
+        return self._journal is not None and self._journal.has(file.name, file.nbytes)
+
+    def begin(self, file: TargetFile) -> Target:
+        """Begin to write a file.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+        path = os.path.join(self._directory, file.name)
+        with translate_os_errors(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        target = _LocalTarget(path, file, self._journal)
+        self._begun.append(target)
+        return target
+
+
+class _LocalTarget:
+    window_bytes = LOCAL_WINDOW_BYTES
+
+    def __init__(self, path: str, file: TargetFile, journal: Journal | None) -> None:
+        self._path = path
+        self._name = file.name
+        self._left = file.nbytes
+        self._journal = journal
+        self._lock = threading.Lock()
+        with translate_os_errors(path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            reserve(self._fd, file.nbytes, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def has(self, start: int, nbytes: int) -> bool:
+        return False
+
+    def write(self, start: int, data: bytearray) -> None:
+        write_at(self._fd, memoryview(data), start, self._path)
+        with self._lock:
+            self._left -= len(data)
+            if self._left:
+                return
+            self.close()
+            if self._journal is not None:
+                self._journal.add(self._name)
+
+    def give_up(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,190 @@
+"""From a plan to files in OUT, whatever storage that is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool import execute, staging, transfer
+from ckpttool.errors import LayoutError, StorageError
+from ckpttool.progress import Meter
+from ckpttool.storage import LOCAL, is_url, local_path, without_secrets, write_new
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
+    from ckpttool.progress import Progress
+    from ckpttool.storage import Storage
+    from ckpttool.storage.remote import RemoteStorage
+
+
+class Destination:
+    """OUT: a directory on local disk, or a prefix of a bucket.
+
+    Args:
+        out: Path or URL.
+        options: What to tell the storage's fsspec class.
+
+    Raises:
+        StorageError: The URL cannot be understood.
+    """
+
+    def __init__(self, out: str, options: Mapping[str, Any] | None) -> None:
+        self.out = without_secrets(local_path(out))
+        self._remote: RemoteStorage | None = None
+        if is_url(out):
+            from ckpttool.storage.remote import open_remote
+
+            self._remote = open_remote(out, options or {})
+        elif not out:
+            raise StorageError("OUT", "is an empty name", "name a directory to write")
+
+        self._options = options
+
+    def within(self, name: str) -> Destination:
+        """A directory in this one."""
+        return Destination(f"{self.out.rstrip('/')}/{name}", self._options)
+
+    @property
+    def storage(self) -> Storage:
+        """Where it lies."""
+        return LOCAL if self._remote is None else self._remote
+
+    def holds(self, name: str) -> bool:
+        """Whether a file of that name is in it."""
+        return self.storage.exists(f"{self.out.rstrip('/')}/{name}")
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, whole or not at all, in place of one of that name.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        path = f"{self.out.rstrip('/')}/{name}"
+        if self._remote is None:
+            write_new(path, [data], overwrite=True)
+        else:
+            self._remote.put(path, data)
+
+    @property
+    def distant(self) -> bool:
+        """Whether it lies elsewhere than on local disk."""
+        return self._remote is not None
+
+    def check_target(self, *, overwrite: bool | None) -> None:
+        """Refuse an output that cannot or must not be written, before any work is done.
+
+        Raises:
+            StorageError: OUT is no directory, holds something that is not to be overwritten (None: cannot be), or
+                cannot be written.
+        """
+        if self._remote is None:
+            staging.check_target(self.out, overwrite=overwrite)
+            return
+        from ckpttool import uploads
+
+        uploads.check_target(self._remote, self.out, overwrite=overwrite)
+
+    def check_apart(self, checkpoint: Checkpoint) -> None:
+        """Refuse to write where the source lies.
+
+        Raises:
+            StorageError: OUT is the source or holds it.
+        """
+        directories = {checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)}
+        if self._remote is None:
+            for directory in () if checkpoint.storage.distant else directories:
+                staging.check_apart(self.out, directory)
+        elif self._remote.is_same(checkpoint.storage):
+            from ckpttool import uploads
+
+            for directory in directories:
+                uploads.check_apart(self._remote, self.out, directory)
+
+    def write(
+        self,
+        plan: CopyPlan,
+        *,
+        replaces: Callable[[str], bool],
+        last: Sequence[str],
+        jobs: int | None,
+        memory: int,
+        progress: Progress | None,
+        check: Callable[[str], None],
+        resume: bool | None,
+    ) -> int:
+        """Run a plan and commit what it wrote.
+
+        Args:
+            plan: What to write.
+            replaces: Whether a file name in an existing OUT belongs to what is being replaced.
+            last: Names of the files that make the rest look whole.
+            jobs: Threads.
+            memory: Bytes that what is in flight may take, where storages are distant.
+            progress: Told how far it is.
+            check: Called with the directory that was written; what it raises means that this was in vain.
+            resume: Whether to go on from what a run before this one has left; None for what is not worth it.
+
+        Returns:
+            Finite elements that became infinite in a narrower type.
+        """
+        meter = Meter(plan.nbytes_written, progress)
+        key = "" if resume is None else plan.fingerprint()
+        if self._remote is not None:
+            return self._upload(
+                self._remote, plan, replaces, last, jobs, memory, meter, check, key, resume=bool(resume)
+            )
+        staging.check_space(self.out, plan.nbytes_written)
+        with staging.staged(self.out, replaces=replaces, last=last, key=key, resume=bool(resume)) as directory:
+            journal = None if resume is None else staging.Journal(directory)
+            if any(file.storage.distant for file in plan.sources):
+                with transfer.DirectoryOutput(directory, journal) as output:
+                    overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
+            else:
+                overflowed = execute.run(plan, directory, jobs=jobs, advance=meter, journal=journal).overflowed
+            try:
+                check(directory)
+            except LayoutError:
+                if journal is not None:
+                    journal.forget()  # what was written wrongly must not be gone on with
+                raise
+            return overflowed
+
+    def _upload(
+        self, remote: RemoteStorage, plan: CopyPlan, replaces: Callable[[str], bool], last: Sequence[str],
+        jobs: int | None, memory: int, meter: Meter, check: Callable[[str], None], key: str, *, resume: bool,
+    ) -> int:  # fmt: skip
+        from ckpttool.uploads import uploaded
+
+        with uploaded(remote, self.out, plan, replaces=replaces, last=last, key=key, resume=resume) as output:
+            overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
+        try:
+            check(self.out)
+        except BaseException:
+            # Only what is seen can be read back: unlike on local disk it is seen for the moment that this takes.
+            paths = {file.name: f"{self.out.rstrip('/')}/{file.name}" for file in plan.files}
+            remote.delete([paths.pop(name) for name in last if name in paths])
+            remote.delete(paths.values())
+            raise
+        return overflowed
+
+
+def write_file(
+    out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None
+) -> str:
+    """Write a small file whole or not at all; returns what to call it.
+
+    Raises:
+        StorageError: It is there already and not to be replaced, or cannot be written.
+    """
+    if not is_url(out):
+        write_new(local_path(out), parts, overwrite=overwrite)
+        return local_path(out)
+    from ckpttool.storage.remote import open_remote
+
+    storage, shown = open_remote(out, options or {}), without_secrets(out)
+    if not overwrite and storage.exists(shown):
+        raise StorageError(shown, "exists already", "choose another name, or pass --overwrite")
+    storage.put(shown, b"".join(parts))
+    return shown
