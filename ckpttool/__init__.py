@@ -8,21 +8,55 @@ from typing import TYPE_CHECKING, Any
 from ckpttool._version import __version__
 
 if TYPE_CHECKING:
-    from ckpttool.api import CopyReport, consolidate, inspect, verify
+    from ckpttool.api import (
+        ConvertReport,
+        CopyReport,
+        ExtractReport,
+        TransferReport,
+        consolidate,
+        convert,
+        cp,
+        diff,
+        digest,
+        extract,
+        extract_to_file,
+        inspect,
+        ls,
+        prune,
+        stats,
+        verify,
+    )
+    from ckpttool.catalog import Catalog, CatalogEntry
+    from ckpttool.comparison import DiffReport
+    from ckpttool.digests import Digest
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
     from ckpttool.model import Checkpoint
+    from ckpttool.retention import Decision
+    from ckpttool.statistics import TensorStats
     from ckpttool.verification import VerifyReport
 
 # Attached when first asked for, so that `import ckpttool` costs next to nothing.
 _HOMES = {
-    "CopyReport": "api", "consolidate": "api", "inspect": "api", "verify": "api",
+    "ConvertReport": "api", "CopyReport": "api", "ExtractReport": "api", "consolidate": "api", "convert": "api",
+    "TransferReport": "api", "cp": "api", "ls": "api", "prune": "api",
+    "Catalog": "catalog", "CatalogEntry": "catalog",
+    "Decision": "retention",
+    "diff": "api", "digest": "api", "extract": "api", "extract_to_file": "api", "inspect": "api", "stats": "api",
+    "verify": "api",
+    "DiffReport": "comparison",
+    "Digest": "digests",
     "CkptError": "errors", "ContainerError": "errors", "LayoutError": "errors", "PlanError": "errors",
-    "StorageError": "errors", "Checkpoint": "model", "VerifyReport": "verification",
+    "StorageError": "errors",
+    "Checkpoint": "model",
+    "TensorStats": "statistics",
+    "VerifyReport": "verification",
 }  # fmt: skip
 
 __all__ = [
-    "Checkpoint", "CkptError", "ContainerError", "CopyReport", "LayoutError", "PlanError", "StorageError",
-    "VerifyReport", "__version__", "consolidate", "inspect", "verify",
+    "Catalog", "CatalogEntry", "Checkpoint", "CkptError", "ContainerError", "ConvertReport", "CopyReport", "Decision",
+    "DiffReport", "Digest", "ExtractReport", "LayoutError", "PlanError", "StorageError", "TensorStats",
+    "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest", "extract",
+    "extract_to_file", "inspect", "ls", "prune", "stats", "verify",
 ]  # fmt: skip
 
 

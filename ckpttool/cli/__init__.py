@@ -11,7 +11,14 @@ import click
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run
 from ckpttool.cli.consolidate import consolidate
+from ckpttool.cli.convert import convert
+from ckpttool.cli.cp import cp
+from ckpttool.cli.diff import diff
+from ckpttool.cli.extract import extract
 from ckpttool.cli.inspect import inspect
+from ckpttool.cli.ls import ls
+from ckpttool.cli.prune import prune
+from ckpttool.cli.stats import stats
 from ckpttool.cli.verify import verify
 
 
@@ -20,13 +27,16 @@ from ckpttool.cli.verify import verify
 def cli() -> None:
     """See, check and convert DeepSpeed ZeRO checkpoints, without torch and without running what is in them.
 
-    SRC is a checkpoint root (with a file named latest), a tag's directory, or a Hugging Face Trainer's checkpoint-N.
+    SRC is a checkpoint root (with a file named latest), a tag's directory, a Hugging Face Trainer's checkpoint-N, a
+    universal checkpoint, a directory of torch.distributed.checkpoint, or safetensors. Several SRC are directories of
+    one checkpoint that hold the files of some ranks each. All of them, and every output, may be URLs: s3://, gs://, az://
+    or whatever else fsspec reaches.
 
-    Exit codes: 0 done; 1 the checkpoint is bad or the operation failed; 2 wrong usage.
+    Exit codes: 0 done; 1 the checkpoint is bad, the operation failed or checkpoints differ; 2 wrong usage.
     """
 
 
-for _command in (inspect, consolidate, verify):
+for _command in (inspect, consolidate, convert, verify, diff, stats, extract, ls, cp, prune):
     cli.add_command(_command)
 
 

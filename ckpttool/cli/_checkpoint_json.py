@@ -35,6 +35,7 @@ def _everything(c: Checkpoint) -> dict[str, Any]:
         "location": c.location,
         "root": c.root,
         "tag": c.tag,
+        "format": c.format,
         "stage": c.stage,
         "topology": {name: getattr(c.topology, name) for name in c.topology.__slots__},
         "dtype": c.dtype,
@@ -68,7 +69,10 @@ def _everything(c: Checkpoint) -> dict[str, Any]:
         "loss_scaler": plain(c.loss_scaler),
         "client_state": plain(c.client_state),
         "ds_config": plain(c.ds_config),
-        "files": [{"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank} for f in c.files],
+        "files": [
+            {"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank, "model_rank": f.model_rank}
+            for f in c.files
+        ],
         "notes": [str(n) for n in c.notes],
         "remarks": list(c.remarks),
     }
@@ -107,15 +111,18 @@ def _state(s: State) -> dict[str, Any]:
 def _extent(c: Checkpoint, state: State, row: Any) -> dict[str, Any]:
     file = c.files[int(row["file"])]
     width = state.nbytes // state.numel if state.numel else 0
-    return {
+    extent = {
         "file": file.name,
         "rank": file.rank,
         "offset": int(row["offset"]),
-        "nbytes": int(row["numel"]) * width,
+        "nbytes": int(row["numel"]) * int(row["runs"]) * width,
         "start": int(row["start"]),
         "numel": int(row["numel"]),
         "padding": int(row["padding"]),
     }
+    if row["runs"] > 1:
+        extent |= {key: int(row[key]) for key in ("runs", "pitch", "stride")}
+    return extent
 
 
 class _Plain:

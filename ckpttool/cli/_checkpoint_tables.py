@@ -9,6 +9,7 @@ from ckpttool.cli._checkpoint_json import states_of
 from ckpttool.cli._output import print_facts, print_line, print_table
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.model import UNKNOWN_GROUP
 from ckpttool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,21 +38,13 @@ def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None)
 
 
 def _print_summary(c: Checkpoint) -> None:
-    trainable = [p for p in c.parameters if not p.frozen]
-    frozen = [p for p in c.parameters if p.frozen]
-    parameters = [f"{len(trainable)} trainable ({sum(p.numel for p in trainable):,} elements)"]
-    if frozen:
-        parameters.append(f"{len(frozen)} frozen ({sum(p.numel for p in frozen):,})")
-    ranks = c.topology.data_parallel
-    skipped = f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""
-    print_line(
-        f"{c.tag}: ZeRO-{c.stage} over {ranks} {_plural(ranks, 'rank')}, {dtype(c.dtype)}, step {c.step}{skipped}"
-    )
+    print_line(f"{c.tag}: {', '.join(_title(c))}")
+    version = c.deepspeed_version or "version not recorded"
     print_facts(
         [
             ("location", c.location),
-            ("DeepSpeed", c.deepspeed_version or "version not recorded"),
-            ("parameters", ", ".join(parameters)),
+            ("DeepSpeed", version if c.format in {"zero", "universal"} else ""),
+            ("parameters", ", ".join(_counts(c))),
             ("tied", _first([f"{a} = {n}" for a, n in c.aliases.items()])),
             ("buffers", _first([f"{b.name} ({dtype(b.state.dtype)})" for b in c.buffers])),
             ("states", _states(c)),
@@ -65,6 +58,45 @@ def _print_summary(c: Checkpoint) -> None:
     if c.groups:
         print_line("")
         _print_groups(c)
+
+
+def _title(c: Checkpoint) -> list[str]:
+    """What the checkpoint is, in a few words."""
+    over = _ranks(c)
+    kinds = {
+        "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
+        "universal": "universal checkpoint",
+        "safetensors": "safetensors",
+        "torch": "state dict of torch.save",
+        "dcp": "torch.distributed.checkpoint",
+    }
+    title = [kinds[c.format], dtype(c.dtype)]
+    if c.step is not None:
+        title.append(f"step {c.step}" + (f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""))
+    return title
+
+
+def _ranks(c: Checkpoint) -> str:
+    t = c.topology
+    degrees = [
+        (t.data_parallel, "data-parallel"),
+        (t.tensor_parallel, "tensor-parallel"),
+        (t.pipeline_parallel, "pipeline-parallel"),
+    ]
+    if t.tensor_parallel == t.pipeline_parallel == 1:
+        ranks = f"{t.data_parallel} {_plural(t.data_parallel, 'rank')}"
+    else:
+        ranks = " x ".join(f"{n} {name}" for n, name in degrees if n > 1) + " ranks"
+    return ranks + (f", experts over {t.expert_parallel}" if t.expert_parallel > 1 else "")
+
+
+def _counts(c: Checkpoint) -> list[str]:
+    """Parameters by whether they are trained, as far as that is known."""
+    kinds: dict[str, list[int]] = {}
+    for p in c.parameters:
+        kind = "frozen" if p.frozen else "" if p.group == UNKNOWN_GROUP else "trainable"
+        kinds.setdefault(kind, []).append(p.numel)
+    return [f"{len(n)} {kind}".strip() + f" ({sum(n):,} elements)" for kind, n in sorted(kinds.items(), reverse=True)]
 
 
 def _print_groups(c: Checkpoint) -> None:
@@ -88,7 +120,8 @@ def _print_parameters(c: Checkpoint) -> None:
     rows = []
     for p in c.parameters:
         states = ", ".join(_state(key, s.dtype) for key, s in p.states.items())
-        rows.append([p.name, _shape(p.shape), f"{p.numel:,}", "frozen" if p.frozen else f"group {p.group}", states])
+        kind = "frozen" if p.frozen else "" if p.group == UNKNOWN_GROUP else f"group {p.group}"
+        rows.append([p.name, _shape(p.shape), f"{p.numel:,}", kind, states])
     rows += [[b.name, _shape(b.state.shape), f"{b.state.numel:,}", "buffer", dtype(b.state.dtype)] for b in c.buffers]
     rows += [[alias, "", "", "tied", f"= {name}"] for alias, name in c.aliases.items()]
     print_table(["parameter", "shape", "elements", "kind", "states"], rows, right=["elements"])
@@ -97,30 +130,33 @@ def _print_parameters(c: Checkpoint) -> None:
 def _print_ranks(c: Checkpoint) -> None:
     elements: Counter[int] = Counter()
     padding: Counter[int] = Counter()
+    several = any(f.model_rank is not None for f in c.files)
     nbytes: Counter[int] = Counter()
     for _, _, state in c.states():
         width = itemsize(state.dtype)
         for row in state.extents:
             file = int(row["file"])
-            elements[file] += int(row["numel"])
+            count = int(row["numel"]) * int(row["runs"])
+            elements[file] += count
             padding[file] += int(row["padding"])
-            nbytes[file] += int(row["numel"]) * width
-    ranks: dict[int | None, list[int]] = {}
+            nbytes[file] += count * width
+    ranks: dict[tuple[int, int], list[int]] = {}
     for i, f in enumerate(c.files):
-        ranks.setdefault(f.rank, []).append(i)
+        ranks.setdefault((-1 if f.rank is None else f.rank, -1 if f.model_rank is None else f.model_rank), []).append(i)
     rows = [
         [
-            "all" if rank is None else str(rank),
+            *("all" if n < 0 else str(n) for n in (rank if several else rank[:1])),
             f"{sum(elements[i] for i in files):,}",
             f"{sum(padding[i] for i in files):,}",
             format_size(sum(nbytes[i] for i in files)),
             format_size(sum(c.files[i].nbytes for i in files)),
             ", ".join(c.files[i].name for i in files),
         ]
-        for rank, files in sorted(ranks.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+        for rank, files in sorted(ranks.items())
     ]
     right = ["elements", "padding", "tensors", "on disk"]
-    print_table(["rank", "elements", "padding", "tensors", "on disk", "files"], rows, right=right)
+    header = ["rank", "model rank"] if several else ["rank"]
+    print_table([*header, "elements", "padding", "tensors", "on disk", "files"], rows, right=right)
 
 
 def _print_files(c: Checkpoint) -> None:
@@ -134,15 +170,16 @@ def _print_parameter(c: Checkpoint, name: str) -> None:
         width = itemsize(state.dtype)
         for row in state.extents:
             file = c.files[int(row["file"])]
-            first, count = int(row["start"]), int(row["numel"])
+            first, count, runs = int(row["start"]), int(row["numel"]), int(row["runs"])
+            more = f", and {runs - 1} more every {int(row['pitch']):,}" if runs > 1 else ""
             rows.append(
                 [
                     key,
                     dtype(state.dtype),
                     "all" if file.rank is None else str(file.rank),
-                    f"{first:,} to {first + count:,}" if count else "none",
+                    f"{first:,} to {first + count:,}{more}" if count else "none",
                     str(int(row["offset"])),
-                    str(count * width),
+                    str(count * runs * width),
                     str(int(row["padding"]) * width),
                     file.name,
                 ]

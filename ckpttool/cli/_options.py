@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from ckpttool.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-src_argument = click.argument("src", type=click.Path())
+
+class Size(click.ParamType[int]):
+    """A size such as 5GB."""
+
+    name = "SIZE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read a size, or fail as wrong usage."""
+        try:
+            return parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+sources_argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...")
 out_argument = click.argument("out", type=click.Path())
 tag_option = click.option("--tag", metavar="TAG", help="Which checkpoint of a root.  [default: the one latest names]")
+include_option = click.option(
+    "--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable)."
+)
+exclude_option = click.option(
+    "--exclude", multiple=True, metavar="GLOB", help="No parameters whose name matches (repeatable)."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+memory_option = click.option(
+    "--memory", type=Size(), help="What is in flight to or from a distant storage may take.  [default: 256MB]"
+)
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
-    help="Threads.  [default: one for copying, one a core for the rest, at most 4]",
+    help="Threads.  [default: one for copying, one a core (at most 4) for the rest, 16 where a storage is distant]",
+)
+
+
+def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
+    """Key=value pairs as fsspec takes them; dots make dictionaries."""
+    result: dict[str, Any] = {}
+    for text in values:
+        path, equals, value = text.partition("=")
+        *outer, key = path.split(".")
+        if not equals or not all((*outer, key)):
+            # Not what was given: it may hold a secret.
+            raise click.BadParameter("one of them is not KEY=VALUE")
+        into = result
+        for name in outer:
+            into = into.setdefault(name, {})
+            if not isinstance(into, dict):
+                raise click.BadParameter(f"{path} and {name} cannot both be given")
+        into[key] = _plain(key, value)
+    return result or None
+
+
+def _plain(key: str, value: str) -> Any:
+    """Numbers and truth values as such, but for what is a text in any case."""
+    if key in {"key", "secret", "token", "username", "password", "account_name", "account_key"}:
+        return value
+    if value in {"true", "false", "null"} or re.fullmatch(r"-?\d+", value):
+        return json.loads(value)
+    return value
+
+
+storage_option = click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_storage_options,
+    help="For the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
 )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,8 +69,18 @@ def print_line(text: str, *, color: str | None = None) -> None:
 
 def print_json(data: Any) -> None:
     """Print a dataclass of plain values, or such values, as JSON; a dataclass's field names are its keys."""
-    plain = dataclasses.asdict(data) if dataclasses.is_dataclass(data) and not isinstance(data, type) else data
-    _write(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    _write(json.dumps(_as_plain(data), indent=2, allow_nan=False) + "\n")
+
+
+def _as_plain(data: Any) -> Any:
+    """Dataclasses as mappings, and numbers that JSON has not (NaN, infinity) as texts."""
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return {f.name: _as_plain(getattr(data, f.name)) for f in dataclasses.fields(data)}
+    if isinstance(data, Mapping):
+        return {key: _as_plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_as_plain(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _plain(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:

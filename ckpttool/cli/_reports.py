@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+from ckpttool.catalog import OWN_ROOT
 from ckpttool.cli._output import print_line, print_table
-from ckpttool.sizes import format_size
+from ckpttool.dtypes import SHORT_NAMES
+from ckpttool.sizes import format_age, format_size
 
 if TYPE_CHECKING:
-    from ckpttool.api import CopyReport
+    from collections.abc import Sequence
+
+    from ckpttool.api import ConvertReport, CopyReport, TransferReport
+    from ckpttool.catalog import Catalog, CatalogEntry
+    from ckpttool.comparison import Difference, DiffReport
+    from ckpttool.retention import Decision
+    from ckpttool.statistics import TensorStats
     from ckpttool.verification import VerifyReport
+
+
+WHO_LOADS = {"zero": "load_checkpoint", "universal": "load_universal", "dcp": "torch.distributed.checkpoint"}
+"""What reads each target."""
 
 
 def print_copy_report(report: CopyReport) -> None:
@@ -23,6 +36,8 @@ def print_copy_report(report: CopyReport) -> None:
     print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in report.files], right=["size"])
     for alias, name in report.tied.items():
         print_line(f"{alias} is tied to {name}: stored once")
+    if report.digest is not None:
+        print_line(f"{report.digest}: the same of what was read and of what was written", color="green")
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
     if report.overflowed:
@@ -31,6 +46,138 @@ def print_copy_report(report: CopyReport) -> None:
             "use bf16 or fp32",
             color="yellow",
         )
+
+
+def print_convert_report(report: ConvertReport) -> None:
+    """What was written, or would be."""
+    verb = "would write" if report.dry_run else "wrote"
+    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
+    print_line(
+        f"{report.out}: {verb} {report.tag} for {WHO_LOADS[report.to]}, {report.files} files, "
+        f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
+    )
+    for note in report.notes:
+        print_line(f"note: {note}", color="yellow")
+
+
+def print_transfer_report(report: TransferReport) -> None:
+    """What was copied."""
+    print_line(
+        f"{report.out}: copied {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
+        f"{', latest names it' if report.latest else ''}"
+    )
+    if report.digest is not None:
+        print_line(f"{report.digest}: the same in the checkpoint and in the copy", color="green")
+    for note in report.notes:
+        print_line(f"note: {note}", color="yellow")
+
+
+def print_catalog(found: Catalog) -> None:
+    """One row for each checkpoint, then what is wrong with latest."""
+    now = time.time()
+    rows = [
+        (
+            entry.name,
+            _kind(entry),
+            _number(entry.world_size),
+            _number(entry.step),
+            format_size(entry.nbytes),
+            "" if entry.modified is None else format_age(now - entry.modified),
+            _state(entry),
+        )
+        for entry in found.entries
+    ]
+    right = ["ranks", "step", "size", "age"]
+    print_table(["checkpoint", "format", "ranks", "step", "size", "age", "state"], rows, right=right)
+    for problem in found.problems:
+        print_line(f"note: {problem}", color="yellow")
+
+
+def _state(entry: CatalogEntry) -> str:
+    if entry.whole:
+        state = "latest" if entry.latest else "whole"
+    elif (entry.problem or "").startswith(OWN_ROOT):
+        state = entry.problem or ""
+    else:
+        state = f"{'latest, ' if entry.latest else ''}torn: {entry.problem}"
+    return f"{state}, a link to {entry.link}" if entry.link else state
+
+
+def _kind(entry: CatalogEntry) -> str:
+    if entry.format == "zero" and entry.stage is not None:
+        return f"ZeRO-{entry.stage}"
+    return entry.format or ""
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
+    """One row for each checkpoint, then what that frees."""
+    verbs = ("would go" if dry_run else "removed", "stays")
+    rows = [(d.entry.name, verbs[d.keep], format_size(d.entry.nbytes), d.reason) for d in decisions]
+    print_table(["checkpoint", "", "size", "why"], rows, right=["size"])
+    gone = [d for d in decisions if not d.keep]
+    freed = format_size(sum(d.entry.nbytes for d in gone))
+    print_line(f"{len(gone)} of {len(decisions)} {'would be removed' if dry_run else 'removed'}, {freed} freed")
+
+
+def print_diff_report(report: DiffReport) -> None:
+    """One row for each tensor that differs, then the verdict."""
+    different = report.different
+    if different:
+        rows = [
+            (
+                d.name,
+                d.state,
+                d.kind,
+                *(_side(d, i) for i in (0, 1)),
+                f"{d.differing:,}" if d.kind == "values" else "",
+                f"{d.max_abs:.3g}" if d.kind == "values" else "",
+                f"{d.max_rel:.3g}" if d.kind == "values" else "",
+            )
+            for d in different
+        ]
+        right = ["elements", "max abs", "max rel"]
+        print_table(["tensor", "state", "differs in", "a", "b", "elements", "max abs", "max rel"], rows, right=right)
+    for note in report.notes:
+        print_line(f"note: {note}", color="yellow")
+    retyped = sum(1 for d in report.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])
+    if retyped:
+        print_line(f"note: {retyped} tensors have equal values in different types", color="yellow")
+    verdict = f"{len(different)} of {len(report.tensors)} tensors differ" if different else "equal"
+    print_line(
+        f"{verdict} ({len(report.tensors)} tensors)" if not different else verdict,
+        color="red" if different else "green",
+    )
+
+
+def _side(difference: Difference, side: int) -> str:
+    dtype, shape = difference.dtypes[side], difference.shapes[side]
+    if dtype is None or shape is None:
+        return "-"
+    return f"{SHORT_NAMES.get(dtype, dtype.lower())} {' x '.join(map(str, shape)) if shape else 'scalar'}"
+
+
+def print_stats(found: Sequence[TensorStats]) -> None:
+    """One row for each tensor, then what is odd about all of them."""
+    rows = [
+        (
+            t.name,
+            t.state,
+            SHORT_NAMES.get(t.dtype, t.dtype.lower()),
+            f"{t.numel:,}",
+            *(f"{value:.6g}" for value in (t.min, t.max, t.mean, t.norm)),
+            *(f"{count:,}" for count in (t.zeros, t.nan, t.inf)),
+        )
+        for t in found
+    ]
+    numbers = ["elements", "min", "max", "mean", "norm", "zeros", "NaN", "inf"]
+    print_table(["tensor", "state", "type", *numbers], rows, right=numbers)
+    odd = [t.name for t in found if t.nan or t.inf]
+    if odd:
+        print_line(f"{len(odd)} tensors have values that are not finite", color="red")
 
 
 def print_verify_report(report: VerifyReport) -> None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckpttool.cli import _options as options
-from ckpttool.sizes import parse_size
-
-
-class _Size(click.ParamType[int]):
-    """A size such as 5GB."""
-
-    name = "SIZE"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read a size, or fail as wrong usage."""
-        try:
-            return parse_size(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 @click.command(short_help="Merge the shards into whole weights.")
-@options.src_argument
+@options.sources_argument
 @options.out_argument
 @click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Kind of file to write.")
 @options.tag_option
@@ -32,17 +20,21 @@ class _Size(click.ParamType[int]):
     type=click.Choice(["masters", "module"]),
     help="From the optimizer's masters, or the model's own copies (stages 1 and 2).  [default: masters]",
 )
-@click.option("--max-shard-size", type=_Size(), help="Split into files of at most this size.  [default: 5GB]")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable).")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No parameters whose name matches (repeatable).")
+@click.option("--max-shard-size", type=options.Size(), help="Split into files of at most this size.  [default: 5GB]")
+@options.include_option
+@options.exclude_option
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
+@click.option("--adapter-only", is_flag=True, help="Write the PEFT adapter that was trained, as PEFT does.")
+@click.option("--prove", is_flag=True, help="Digest what was read and what was written; commit only if they agree.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.jobs_option
+@options.memory_option
 @options.json_option
+@options.storage_option
 @options.debug_option
 def consolidate(
-    src: str,
+    src: tuple[str, ...],
     out: str,
     to: str,
     tag: str | None,
@@ -52,10 +44,14 @@ def consolidate(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     exclude_frozen: bool,
+    adapter_only: bool,
+    prove: bool,
     dry_run: bool,
     overwrite: bool,
     jobs: int | None,
+    memory: int | None,
     as_json: bool,
+    storage_options: dict[str, Any] | None,
 ) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 
@@ -66,7 +62,14 @@ def consolidate(
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_copy_report
 
-    given = options.chosen(dtype=dtype, weights=weights, max_shard_size=max_shard_size, jobs=jobs)
+    given = options.chosen(
+        storage_options=storage_options,
+        dtype=dtype,
+        weights=weights,
+        max_shard_size=max_shard_size,
+        jobs=jobs,
+        memory=memory,
+    )
     with progress_bar("consolidate") as progress:
         report = api.consolidate(
             src,
@@ -76,6 +79,8 @@ def consolidate(
             include=include,
             exclude=exclude,
             exclude_frozen=exclude_frozen,
+            adapter_only=adapter_only,
+            prove=prove,
             dry_run=dry_run,
             overwrite=overwrite,
             progress=progress,

@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckpttool.cli import _options as options
 
 
 @click.command(short_help="Show what is in a checkpoint.")
-@options.src_argument
+@options.sources_argument
 @options.tag_option
 @click.option("--params", "view", flag_value="params", help="One row for each parameter, buffer and tied name.")
 @click.option("--ranks", "view", flag_value="ranks", help="One row for each rank: what it holds.")
 @click.option("--files", "view", flag_value="files", help="One row for each file.")
 @click.option("--param", "name", metavar="NAME", help="Where each byte of one parameter lies.")
+@click.option("--digest", is_flag=True, help="Digests of all values, the same however they are sharded (reads them).")
 @options.json_option
+@options.storage_option
 @options.debug_option
-def inspect(src: str, tag: str | None, view: str | None, name: str | None, as_json: bool) -> None:
+def inspect(
+    src: tuple[str, ...],
+    tag: str | None,
+    view: str | None,
+    name: str | None,
+    digest: bool,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+) -> None:
     """Show what is in a checkpoint: reads a few kilobytes, whatever its size.
 
-    Without a view: format, topology, versions, totals and parameter groups.
+    Without a view: format, topology, versions, totals and parameter groups. Several SRC are directories of one
+    checkpoint that hold the files of some ranks each.
     """
     from ckpttool import api
     from ckpttool.cli import _checkpoint_json, _checkpoint_tables
 
     if view and name:
         raise click.UsageError(f"choose one of --{view} and --param")
-    checkpoint = api.inspect(src, tag=tag)
+    if digest and (view or name):
+        raise click.UsageError("--digest goes with no view")
+    if digest:
+        _print_digest(src, tag, as_json, storage_options)
+        return
+    checkpoint = api.inspect(src, tag=tag, storage_options=storage_options)
     if as_json:
         _checkpoint_json.print_checkpoint(checkpoint, name)
     else:
         _checkpoint_tables.print_checkpoint(checkpoint, view, name)
+
+
+def _print_digest(src: tuple[str, ...], tag: str | None, as_json: bool, storage_options: dict[str, Any] | None) -> None:
+    from ckpttool import api
+    from ckpttool.cli._output import print_facts, print_json, progress_bar
+
+    with progress_bar("digest") as progress:
+        found = api.digest(src, tag=tag, progress=progress, storage_options=storage_options)
+    if as_json:
+        print_json(found)
+    else:
+        print_facts([("weights", found.weights), ("optimizer", found.optimizer or "no states")])

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckpttool.cli import _options as options
 
 
 @click.command(short_help="Check that a checkpoint is whole and sound.")
-@options.src_argument
+@options.sources_argument
 @options.tag_option
 @click.option(
     "--deep", is_flag=True, help="Read every byte: checksums, NaN and infinity, 16-bit copies against masters."
 )
 @options.jobs_option
 @options.json_option
+@options.storage_option
 @options.debug_option
-def verify(src: str, tag: str | None, deep: bool, jobs: int | None, as_json: bool) -> None:
+def verify(
+    src: tuple[str, ...],
+    tag: str | None,
+    deep: bool,
+    jobs: int | None,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+) -> None:
     """Check that a checkpoint is whole and sound: every rank's file there, intact and in agreement with the others.
 
     Prints one line for each finding and exits with 1 if there is any.
@@ -26,7 +36,9 @@ def verify(src: str, tag: str | None, deep: bool, jobs: int | None, as_json: boo
     from ckpttool.cli._reports import print_verify_report
 
     with progress_bar("verify") as progress:
-        report = api.verify(src, tag=tag, deep=deep, progress=progress, **options.chosen(jobs=jobs))
+        report = api.verify(
+            src, tag=tag, deep=deep, progress=progress, **options.chosen(storage_options=storage_options, jobs=jobs)
+        )
     if as_json:
         print_json(report)
     else:

@@ -1,0 +1,56 @@
+"""``ckpttool diff``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckpttool.cli import _options as options
+
+
+@click.command(short_help="Compare two checkpoints, of any formats and topologies.")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--tag-a", metavar="TAG", help="Which checkpoint of A.  [default: the one latest names]")
+@click.option("--tag-b", metavar="TAG", help="Which checkpoint of B.  [default: the one latest names]")
+@click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance.  [default: 0]")
+@click.option("--atol", type=click.FloatRange(min=0), help="Absolute tolerance.  [default: 0]")
+@options.include_option
+@options.exclude_option
+@options.jobs_option
+@options.json_option
+@options.storage_option
+@options.debug_option
+def diff(
+    a: str,
+    b: str,
+    tag_a: str | None,
+    tag_b: str | None,
+    rtol: float | None,
+    atol: float | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    jobs: int | None,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+) -> None:
+    """Compare the weights and optimizer states of A and B by name, whatever format and topology each has.
+
+    Weights are the fp32 masters where there are any. Prints what differs and exits with 1, or with 0 if nothing does.
+    """
+    from ckpttool import api
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_diff_report
+
+    given = options.chosen(storage_options=storage_options, tag_a=tag_a, tag_b=tag_b, rtol=rtol, atol=atol, jobs=jobs)
+    with progress_bar("diff") as progress:
+        report = api.diff(a, b, include=include, exclude=exclude, progress=progress, **given)
+    if as_json:
+        print_json(
+            {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}
+        )
+    else:
+        print_diff_report(report)
+    if not report.equal:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,137 @@
+"""Copies a checkpoint from one storage to another: its files as they are, and what lies beside them."""
+
+from __future__ import annotations
+
+import fnmatch
+import posixpath
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.errors import CkptError, LayoutError
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
+from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
+from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.storage import MARK, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata")
+"""Files that make the others of a checkpoint without tags look whole."""
+CARRIED = (*BESIDE, *RANDOM, *POSITION)
+"""What frameworks put beside a checkpoint to resume from it."""
+MAX_NAMED = 10
+"""Files left behind that are named one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What lies in a checkpoint's root, beside the directory of its tag."""
+
+    carried: Mapping[str, bytes]
+    """Small files that belong to it, by name: configuration, what a trainer resumes from."""
+    notes: tuple[str, ...]
+    """What is left behind."""
+
+
+def is_tagged(checkpoint: Checkpoint) -> bool:
+    """Whether it is a directory of its own in a root, named by ``latest``."""
+    return checkpoint.format in {"zero", "universal"}
+
+
+def latest_name(checkpoint: Checkpoint) -> str:
+    """The file that names the newest checkpoint of its kind."""
+    return LATEST_UNIVERSAL if checkpoint.format == "universal" else LATEST
+
+
+def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
+    """Every file in the checkpoint's directories, whether it was understood or not.
+
+    Raises:
+        LayoutError: Two of the directories hold different files of one name.
+    """
+    directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
+    found: dict[str, SourceFile] = {}
+    for directory in directories:
+        for name, entry in walk(checkpoint.storage, directory):
+            path = posixpath.join(directory, name)
+            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage)
+            if found.setdefault(name, source).nbytes != entry.nbytes:
+                problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
+                raise LayoutError(path, problem, "two saves are mixed: pass directories of one")
+    names = sorted((n for n in found if n != MARK), key=lambda n: (n in INDICES, n))
+    files = []
+    for number, name in enumerate(names):
+        copy = np.zeros(1 if found[name].nbytes else 0, dtype=COPY)
+        if found[name].nbytes:
+            copy[0] = (number, 0, found[name].nbytes, 0, 0)
+        files.append(TargetFile(name, found[name].nbytes, (), copy))
+    return CopyPlan(tuple(found[name] for name in names), (("U8", "U8"),), tuple(files))
+
+
+def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:
+    """Whether a directory holds the files of a plan, by name and size, all of them and no others."""
+    if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
+        return False
+    return {n: e.nbytes for n, e in walk(storage, directory)} == {f.name: f.nbytes for f in plan.files}
+
+
+def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
+    """What of the files beside the directory of a tag goes along to another root.
+
+    Only what frameworks are known to put there: a home directory is no part of a checkpoint.
+
+    Raises:
+        LayoutError: The root holds another checkpoint's.
+    """
+    if not is_tagged(checkpoint):
+        return Beside({}, ())
+    carried: dict[str, bytes] = {}
+    left = []
+    for entry in checkpoint.storage.listing(checkpoint.root):
+        if entry.is_dir or _matches(entry.name, OWN):
+            continue
+        if not _matches(entry.name, CARRIED) or entry.nbytes > MAX_BYTES:
+            left.append(entry.name)
+            continue
+        data = _content(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
+        path = posixpath.join(root, entry.name)
+        if not storage.exists(path):
+            carried[entry.name] = data
+        elif _content(storage, path) != data:
+            hint = "choose another root: a trainer's checkpoints need one each"
+            raise LayoutError(path, f"is another one than that beside {checkpoint.location}", hint)
+    what = f"{', '.join(left[:MAX_NAMED])}{' ...' if len(left) > MAX_NAMED else ''}"
+    return Beside(carried, (f"what else lies beside it stays there: {what}",) if left else ())
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _content(storage: Storage, path: str) -> bytes:
+    with storage.open(path) as reader:
+        return reader.read(0, reader.nbytes)
+
+
+def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapping[str, Any] | None) -> bool:
+    """Whether ``latest`` of a root is to name a copy: it is the first there, or as far as the one that is named.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    path = posixpath.join(root, latest_name(checkpoint))
+    if not storage.exists(path):
+        return True
+    try:
+        named = open_checkpoint(root, tag=storage.read_text(path).strip(), options=options)
+    except CkptError:
+        return True  # what it names cannot be resumed from
+    ours = (checkpoint.step or 0, natural_order(checkpoint.tag))
+    return ours >= (named.step or 0, natural_order(named.tag))
