@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 from ckpttool import execute
-from ckpttool.casts import cast
+from ckpttool.casts import CAST_ELEMENTS, cast
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
 from ckpttool.plan import COPY, PROOF, CopyPlan, Proofs, SourceFile, TargetFile
 from ckpttool.progress import Meter
+from ckpttool.proving import failed_proofs
+from ckpttool.storage import LOCAL
+from ckpttool.threads import in_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,13 +35,16 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+def _source(path: Path) -> SourceFile:
+    with LOCAL.open(str(path)) as reader:
+        return SourceFile(reader.path, reader.nbytes, reader.version)
+
+
 def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8", "U8"),)) -> CopyPlan:
     """Copy the source's bytes from 10 on behind a literal of ``shift`` bytes."""
     copies = np.array([(0, 10, SIZE - 10, shift, 0)], dtype=COPY)
     literals = ((0, b"x" * shift),) if shift else ()
-    info = source.stat()
-    file = SourceFile(str(source), info.st_size, str(info.st_mtime_ns))
-    return CopyPlan((file,), casts, (TargetFile("out", shift + SIZE - 10, literals, copies),))
+    return CopyPlan((_source(source),), casts, (TargetFile("out", shift + SIZE - 10, literals, copies),))
 
 
 def _run(plan: CopyPlan, directory: Path, jobs: int = 1) -> bytes:
@@ -145,7 +151,7 @@ def test_the_first_error_stops_the_other_threads() -> None:
         return number
 
     with pytest.raises(StorageError, match="broke"):
-        list(execute.in_threads((partial(task, n) for n in range(1000)), 2))
+        list(in_threads((partial(task, n) for n in range(1000)), 2))
     assert len(began) < 20
 
 
@@ -167,27 +173,25 @@ def test_a_meter_adds_up_across_threads() -> None:
 
 @pytest.mark.parametrize("pair", [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")])
 def test_casts_longer_than_a_buffer_are_continued(tmp_path: Path, pair: tuple[str, str]) -> None:
-    count = 2 * execute.CAST_ELEMENTS + 77
+    count = 2 * CAST_ELEMENTS + 77
     values = cast(np.random.default_rng(2).standard_normal(count, dtype=np.float32), pair[0])
     path = tmp_path / "source"
     path.write_bytes(b"head" + values.tobytes())
-    info = path.stat()
     copies = np.array([(0, 4, count, 0, 0)], dtype=COPY)
     file = TargetFile("out", count * itemsize(pair[1]), (), copies)
-    plan = CopyPlan((SourceFile(str(path), info.st_size, str(info.st_mtime_ns)),), (pair,), (file,))
+    plan = CopyPlan((_source(path),), (pair,), (file,))
     assert _run(plan, tmp_path) == cast(values, pair[1]).tobytes()
 
 
 def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path) -> None:
-    count = execute.CAST_ELEMENTS + 5
+    count = CAST_ELEMENTS + 5
     masters = np.random.default_rng(3).standard_normal(count, dtype=np.float32)
     for change in (0, 1):
         path = tmp_path / f"source{change}"
         copies = cast(masters, "BF16").copy()
         copies[-1] += change
         path.write_bytes(masters.tobytes() + copies.tobytes())
-        info = path.stat()
         rows = np.array([(0, 0, 0, 4 * count, count, 0, 0)], dtype=PROOF)
-        source = SourceFile(str(path), info.st_size, str(info.st_mtime_ns))
+        source = _source(path)
         proofs = Proofs((source,), (("F32", "BF16"),), ("w",), rows)
-        assert len(list(execute.failed_proofs(proofs, advance=lambda _: None))) == change
+        assert len(list(failed_proofs(proofs, advance=lambda _: None))) == change

@@ -40,7 +40,7 @@ def test_a_file_not_filled_exactly_once_is_refused(nbytes: int, literals: Any, c
         CopyPlan((SourceFile("a", 1000, ""),), (("F32", "F32"),), (TargetFile("x", nbytes, literals, copies),))
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "/x", "a\0b"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "../x", "/x", "a\0b"])
 def test_a_name_that_leaves_the_directory_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match="no plain file name"):
         CopyPlan((), (), (TargetFile(name, 0, (), NOTHING),))

@@ -1,4 +1,4 @@
-"""The bundled checkpoints and what the live engine really held when each was saved."""
+"""The bundled checkpoints, what the live engine really held when each was saved, and what of it must be read."""
 
 from __future__ import annotations
 
@@ -9,50 +9,204 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors import safe_open
 
+from ckpttool.model import Topology
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import torch
 
     from ckpttool.model import Checkpoint, State
 
 HERE = Path(__file__).resolve().parent.parent / "fixtures"
-NAMES = sorted(p.name for p in (HERE / "checkpoints").iterdir())
-"""Every bundled checkpoint."""
-WITH_MASTER_AND_COPY = [n for n in NAMES if not n.startswith("zero3")]
-"""Those that keep both masters and whole 16-bit copies."""
+REFUSED = {"ds0.3.16-zero3-dp2-fp16": "where each parameter lies cannot be known"}
+"""Bundled checkpoints that cannot be read, and why: they do not say enough."""
+NAMES = sorted({p.name for p in (HERE / "checkpoints").iterdir()} - REFUSED.keys())
+"""Every other bundled checkpoint. What is read is compared with the truth for all of them, in this process."""
+
+REPRESENTATIVE = (
+    "autoep-zero3-dp2-ep2-bf16",  # experts over some of the ranks, stacked
+    "autotp-zero2-tp2-dp2-bf16-fused",  # slices that are woven
+    "megatron-zero1-tp2-dp2-bf16",  # means of copies, a padded vocabulary
+    "moe-zero0-dp2-ep2-bf16",  # no ZeRO, experts in files of their own
+    "pipeline-zero0-pp2-dp2-fp16",  # layers in files of their own, states of no known parameter
+    "universal-zero3-dp2-bf16",  # a file for each state
+    "zero1-dp2-bf16-muon",  # whole matrices beside partitions
+    "zero2-dp2-bf16",
+    "zero2-dp2-bf16-legacy",  # files in the form before ZIP
+    "zero2-dp2-bf16-trainer",  # inside a directory of the Hugging Face Trainer
+    "zero3-dp2-bf16-nvme",  # raw files
+    "zero3-dp4-bf16",
+)
+"""One of each way in which states are laid out: enough for what comes behind reading, which knows only extents."""
 
 
 @dataclass(frozen=True)
 class Truth:
     """What the engine held."""
 
+    name: str
+    """The checkpoint."""
     tensors: dict[str, torch.Tensor]
-    """By "fp32/NAME", "exp_avg/NAME", "exp_avg_sq/NAME", "module/NAME", "buffer/NAME"."""
+    """By "fp32/NAME", "exp_avg/NAME", ..., "module/NAME", "buffer/NAME"; whole, padding of a vocabulary included."""
     facts: dict[str, Any]
     """Step, tied names, frozen names, groups."""
 
-    def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """What consolidation must give: masters and frozen parameters in one type, buffers as they are."""
-        weights = {}
+    # ------------------------------------------------------------------------------------- what of it was saved
+
+    @property
+    def universal(self) -> bool:
+        """Whether it was converted, and only the result kept."""
+        return os.path.exists(os.path.join(source(self.name), "latest_universal"))
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks of the run; under MiCS, those that do not hold the same."""
+        shared = 2 if self.name.endswith("-mics") else self.facts["world_size"]
+        return Topology(**self.facts.get("topology", {"data_parallel": shared}))
+
+    @property
+    def unassigned(self) -> bool:
+        """Whether the optimizer's states are only numbered, and nothing tells whose they are.
+
+        Without ZeRO, in a pipeline; but BF16_Optimizer partitions at stage 0 too, and then names are recorded.
+        """
+        without_zero = self.facts["stage"] == 0 and self.facts["dtype"] != "bf16"
+        return without_zero and self.topology.pipeline_parallel > 1
+
+    @property
+    def stage(self) -> int | None:
+        """What the files are laid out for."""
+        if self.universal:
+            return None
+        partitioned_anyhow = self.facts["stage"] == 0 and self.topology.pipeline_parallel > 1 and not self.unassigned
+        return 1 if partitioned_anyhow else self.facts["stage"]
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The DeepSpeed that saved it."""
+        _, _, at_end = self.name.partition("-ds")
+        release: str = self.facts.get("release") or at_end or "0.19.8"
+        return tuple(map(int, release.split(".")))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether states are in lists, without the hyper-parameters: at stages 1 and 2, the default up to 0.5.8."""
+        return self.release < (0, 5, 9) and self.facts["stage"] in {1, 2}
+
+    @property
+    def saved_frozen(self) -> list[str]:
+        """Frozen parameters that are there; what has no elements is saved as if it were one."""
+        left_out = "without-frozen" in self.name or "lora-trainer" in self.name
+        # Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py, which does not copy the layers of a pipeline.
+        left_out |= self.universal and self.topology.pipeline_parallel > 1
+        left_out |= self.facts["stage"] == 3 and self.release < (0, 9, 1)
+        frozen = {*(() if left_out else self.facts["frozen"]), *self.facts.get("empty", ())}
+        return [n for n in self.facts["order"] if n in frozen]
+
+    @property
+    def order(self) -> list[str] | None:
+        """Parameters in the order of the module; None where no file has them in that order."""
+        if self.universal and self.topology.pipeline_parallel > 1:
+            return None
+        gone = {*self.facts["frozen"]} - {*self.saved_frozen}
+        return [self.stored_name(n) for n in _in_module_order(self.facts["order"]) if n not in gone]
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of all parameters that are there."""
+        return {self.stored_name(n) for n in self.facts["order"]} - ({*self.facts["frozen"]} - {*self.saved_frozen})
+
+    def stored_name(self, name: str) -> str:
+        """What a parameter is called: a tied layer goes by its number where nothing names its key."""
+        return name.replace("tied_modules.embed.", "0.") if self.unassigned else name
+
+    @property
+    def states(self) -> dict[str, torch.Tensor]:
+        """Every state that the checkpoint holds of a parameter or buffer, by "STATE/NAME"."""
+        held = {}
         for key, tensor in self.tensors.items():
             kind, _, name = key.partition("/")
-            if kind == "fp32" or (kind == "module" and name in self.facts["frozen"]):
+            if kind in {"adapter", "adapter_fp32"} or not self._is_saved(kind, name):
+                continue
+            rows = self.facts.get("vocabulary", {}).get(name)
+            held[f"{kind}/{self.stored_name(name)}"] = tensor if rows is None else tensor[:rows]
+        return held
+
+    def _is_saved(self, kind: str, name: str) -> bool:
+        """Whether there is a state of that kind, of a parameter or buffer that the engine had."""
+        spread = self.topology.tensor_parallel > 1 or self.topology.pipeline_parallel > 1
+        if kind == "buffer":
+            return not (self.universal and self.topology.pipeline_parallel > 1)
+        if name in self.facts["frozen"] or name in self.facts.get("empty", ()):
+            return name in self.saved_frozen
+        if kind != "module":
+            return not self.unassigned
+        if self.facts["stage"] == 3 or name in self.facts.get("averaged", ()):
+            return False  # only the masters are kept; or no rank has the copy of a mean
+        if self.universal:
+            # Whole copies come along with the model states of a single rank, but experts' files do not.
+            return not spread and ".experts." not in name
+        return True
+
+    @property
+    def scalars(self) -> list[dict[str, float]]:
+        """For each group the states that are one number; a parameter that is itself one has its moments for itself."""
+        groups = self.facts["groups"]
+        listed = self.facts.get("scalars") or [{"step": self.facts["adam_step"]}] * len(groups)
+        return [{k: v for k, v in group.items() if k not in self.facts.get("states", ())} for group in listed]
+
+    # ------------------------------------------------------------------------------------- what is made of it
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """What consolidation must give: masters, or else the model's copies, in one type; buffers as they are."""
+        weights = {}
+        for key, tensor in self.states.items():
+            kind, _, name = key.partition("/")
+            if kind == "fp32" or (kind == "module" and f"fp32/{name}" not in self.states):
                 weights[name] = tensor.to(dtype)
             elif kind == "buffer":
                 weights[name] = tensor
         return weights
 
 
+def _in_module_order(names: Sequence[str]) -> list[str]:
+    """Put experts of other ranks, which the truth lists last, behind those of their layer."""
+    mark = ".deepspeed_experts."
+    first: dict[str, int] = {}
+
+    def place(at: int) -> tuple[int, int, int]:
+        layer, is_expert, rest = names[at].partition(mark)
+        if not is_expert:
+            return at, 0, 0
+        return first.setdefault(layer, at), int(rest.partition(".")[0]), at
+
+    return [names[at] for *_, at in sorted((*place(at), at) for at in range(len(names)))]
+
+
+# ------------------------------------------------------------------------------------------------- where it lies
+
+
+def _latest(name: str) -> Path:
+    """The file that names the tag."""
+    found = [p for p in (HERE / "checkpoints" / name).rglob("latest*") if p.name in {"latest", "latest_universal"}]
+    (only,) = found
+    return only
+
+
+@functools.cache
 def source(name: str) -> str:
     """The directory to pass as SRC."""
-    root = HERE / "checkpoints" / name
-    return str(root / "checkpoint-3" if name.endswith("-trainer") else root)
+    return str(_latest(name).parent)
 
 
+@functools.cache
 def tag_directory(name: str) -> str:
     """The directory that holds the files."""
-    return os.path.join(source(name), "global_step3")
+    return os.path.join(source(name), _latest(name).read_text())
 
 
 @functools.cache
@@ -60,7 +214,10 @@ def truth(name: str) -> Truth:
     """Load the truth of a checkpoint."""
     with safe_open(str(HERE / "truth" / f"{name}.safetensors"), "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return Truth(tensors, json.loads(file.metadata()["truth"]))
+        return Truth(name, tensors, json.loads(file.metadata()["truth"]))
+
+
+# ------------------------------------------------------------------------------------------------- bytes
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -73,10 +230,28 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def gather(checkpoint: Checkpoint, state: State) -> bytes:
     """The bytes of a state, put together as its extents say, by the plainest of means."""
+    data = gathered({i: checkpoint.path(i) for i in {int(n) for n in state.extents["file"]}}, state)
+    if not state.mean_with:
+        return data
+    assert state.dtype == "F32"
+    total = np.frombuffer(data, np.float32).copy()
+    for other in state.mean_with:
+        total += np.frombuffer(gather(checkpoint, other), np.float32)
+    mean: bytes = (total / np.float32(1 + len(state.mean_with))).tobytes()
+    return mean
+
+
+def gathered(paths: Mapping[int, str | Path], state: State) -> bytes:
+    """The bytes of one state alone: every run of every extent put where it belongs; what none fills is "?"."""
     width = state.nbytes // state.numel if state.numel else 0
-    parts = []
+    out = bytearray(b"?" * state.nbytes)
+    files = {i: Path(path).read_bytes() for i, path in paths.items()}
     for row in state.extents:
-        with open(checkpoint.path(int(row["file"])), "rb") as file:
-            file.seek(int(row["offset"]))
-            parts.append(file.read(int(row["numel"]) * width))
-    return b"".join(parts)
+        start, numel, pitch, stride = (int(row[k]) for k in ("start", "numel", "pitch", "stride"))
+        for run in range(int(row["runs"])):
+            begin = int(row["offset"]) + run * stride * width
+            piece = files[int(row["file"])][begin : begin + numel * width]
+            at = (start + run * pitch) * width
+            out[at : at + numel * width] = piece
+    assert len(out) == state.nbytes
+    return bytes(out)

@@ -66,9 +66,9 @@ def _make_file(root: Path) -> None:
 
 UNREADABLE = [
     Case("rank's optimizer file is missing", ZERO2, lambda c: optimizer_file(c, 1).unlink(),
-         OPTIMIZER_1, "is missing (ZeRO-2 over 2 ranks, found 0); restore it"),
+         OPTIMIZER_1, "is missing (ZeRO-2 over 2 ranks, found only rank 0); restore it"),
     Case("first rank's optimizer file is missing", ZERO3, lambda c: optimizer_file(c, 0).unlink(),
-         OPTIMIZER_0, "is missing (ZeRO-3 over 2 ranks, found 1); restore it"),
+         OPTIMIZER_0, "is missing (ZeRO-3 over 2 ranks, found only rank 1); restore it"),
     Case("model file is missing", ZERO2, lambda c: model_file(c).unlink(),
          MODEL, "is missing (ZeRO-2 over 2 ranks); restore it"),
     Case("rank's model file is missing", ZERO3, lambda c: model_file(c, 1).unlink(),

@@ -302,7 +302,7 @@ LIES = [
     Lie("no groups of ranks", ZERO2, _optimizer("partition_count", []), "partition_count is not a number of ranks"),
     Lie("far too many ranks", ZERO3, _optimizer("partition_count", 1 << 17), "is missing (ZeRO-3 over 131072 ranks"),
     Lie("a billion ranks", ZERO3, _optimizer("partition_count", 1 << 30), "partition_count is not a number of ranks"),
-    Lie("different ranks", ZERO2, _optimizer("partition_count", [2, 1]), "(groups over [1, 2] ranks)"),
+    Lie("different ranks", ZERO2, _optimizer("partition_count", [2, 1]), "group 1 has partitions of 40 elements on 1"),
     Lie("junk for ranks", ZERO2, _optimizer("partition_count", [damage.laughs(), 2]), "is not a number of ranks"),
     Lie("padding of too few groups", ZERO2, _optimizer("group_paddings", []), "group_paddings lacks group 0"),
     Lie("negative padding", ZERO2, _optimizer("group_paddings", [0, -1]), "group_paddings calls 0 elements of"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from safetensors import safe_open
 
-from ckpttool import staging
+from ckpttool.storage import MARK
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, remains
 from tests.truth import source, truth
@@ -85,11 +85,11 @@ def test_empty_name_is_not_the_current_directory(tmp_path: Path, monkeypatch: py
     assert remains(tmp_path) == []
 
 
-def test_url_is_no_directory_called_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_is_no_directory_called_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    error = "Error: s3://bucket/out: s3:// is not supported yet; use a local directory"
-    assert ckpttool(*consolidate("s3://bucket/out")).error == error
-    assert ckpttool("inspect", "s3://bucket/out").error == error
+    error = "Error: nowhere://bucket/out: nowhere:// is no storage that is known; check the URL"
+    assert ckpttool(*consolidate("nowhere://bucket/out")).error == error
+    assert ckpttool("inspect", "nowhere://bucket/out").error == error
     assert remains(tmp_path) == []
 
 
@@ -138,7 +138,7 @@ def test_directory_that_is_there_stays_the_same_one(tmp_path: Path) -> None:
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / staging.MARK).touch()
+    (tmp_path / "out.partial" / MARK).touch()
     (tmp_path / "out.partial/model-00001-of-00002.safetensors").write_bytes(b"x" * 1000)
     assert ckpttool(*consolidate(tmp_path / "out")).code == 0
     assert remains(tmp_path) == ["out", "out/model.safetensors"]
@@ -238,7 +238,7 @@ def test_output_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest
     assert remains(tmp_path) == []
     # What a killed run left there will be free.
     (tmp_path / "a/out.partial").mkdir(parents=True)
-    (tmp_path / "a/out.partial" / staging.MARK).touch()
+    (tmp_path / "a/out.partial" / MARK).touch()
     (tmp_path / "a/out.partial/model.safetensors").write_bytes(b"x" * 12_288)
     assert ckpttool(*consolidate(tmp_path / "a/out")).code == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FIXTURES = os.path.join(os.path.dirname(__file__), "../../fixtures/checkpoints")
-FILES = sorted(glob.glob("**/*.pt", root_dir=FIXTURES, recursive=True))
+_IN_FOLDERS = re.compile(r"(?P<zero>.*/zero)/(?P<parameter>[^/]*)/[^/]*")
+"""A file of a universal checkpoint, which has a folder for each parameter."""
+
+
+def _files() -> list[str]:
+    """Every file, but of the folders of a universal checkpoint only one, and one of a layer in several parts."""
+    chosen: dict[str, set[str]] = {}
+    files = []
+    for name in sorted(glob.glob("**/*.pt", root_dir=FIXTURES, recursive=True)):
+        match = _IN_FOLDERS.fullmatch(name)
+        if match:
+            parameters = chosen.setdefault(match["zero"], {match["parameter"]})
+            if match["parameter"].endswith("qkv.weight"):
+                parameters.add(match["parameter"])
+        if match is None or match["parameter"] in parameters:
+            files.append(name)
+    return files
+
+
+FILES = _files()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.errors import CkptError
 from ckpttool.formats.locate import locate, natural_order
-from ckpttool.formats.zero_names import parse_name
+from ckpttool.formats.zero.names import parse_name
 from ckpttool.storage import LocalStorage
 from tests.truth import source, tag_directory
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats import zero3, zero12
+from ckpttool.formats.zero import stage3, stage12
 
 SHAPES = st.lists(
     st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(1, 4), st.integers(1, 5))), max_size=8
@@ -37,9 +37,9 @@ def test_stages_1_and_2_find_every_element_where_a_flat_buffer_puts_it(
     flat += [None] * (-len(flat) % (unit * ranks))
     partition = len(flat) // ranks
 
-    offsets, total = zero12._offsets(named, paddings)
+    offsets, total = stage12._offsets(named, paddings)
     assert total <= len(flat)
-    fragments = zero12._fragments(named, offsets, partition, ranks)
+    fragments = stage12._fragments(named, offsets, partition, ranks)
     found: dict[tuple[int, int], Element | None] = {}
     for name, rows in fragments.items():
         for row in rows:
@@ -67,7 +67,7 @@ def test_stage_3_finds_every_element_where_the_ranks_pieces_put_it(shapes: list[
             for k in range(rank * piece, (rank + 1) * piece):
                 partitions[rank].append((name, k) if k < numel else None)
 
-    fragments, length = zero3._fragments(named, ranks)
+    fragments, length = stage3._fragments(named, ranks)
     assert {len(p) for p in partitions} == {length}
     found: list[list[Element | None]] = [[None] * length for _ in range(ranks)]
     for name, rows in fragments.items():

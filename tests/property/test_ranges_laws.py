@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import COPY, merge_copies
-from ckpttool.ranges import exact_cover_problem
+from ckpttool.ranges import ByteRange, coalesced, exact_cover_problem
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8), st.integers(0, 30))
@@ -53,3 +55,26 @@ def _elements(
             target = int(row["target"]) + i * itemsize(target_type)
             moved[target] = (int(row["source"]), int(row["start"]) + i * itemsize(source_type), int(row["cast"]))
     return moved
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=10), st.integers(0, 12), st.integers(1, 120)
+)
+def test_coalesced_ranges_hold_all_and_no_more_than_the_gaps(
+    spans: list[tuple[int, int]], gap: int, limit: int
+) -> None:
+    ranges = [ByteRange(start, start + nbytes) for start, nbytes in spans]
+    found = coalesced(ranges, gap=gap, limit=limit)
+    assert found == sorted(found)
+    for where in ranges:
+        # Whoever looks for the last range that begins at or before this one finds it there.
+        holder = [r for r in found if r.start <= where.start][-1]
+        assert holder.end >= where.end
+    longest = max((r.nbytes for r in ranges), default=0)
+    assert all(r.nbytes <= max(limit, longest) for r in found)
+    wanted = {i for r in ranges for i in range(r.start, r.end)}
+    for r in found:
+        runs = "".join("x" if i in wanted else "." for i in range(r.start, r.end)).split("x")
+        assert all(len(run) <= gap for run in runs)
+    if limit >= 100:
+        assert all(b.start - a.end > gap for a, b in itertools.pairwise(found))

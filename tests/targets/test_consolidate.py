@@ -15,7 +15,7 @@ from safetensors.torch import load_file, load_model
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from tests import damage
-from tests.truth import NAMES, WITH_MASTER_AND_COPY, source, truth
+from tests.truth import NAMES, REPRESENTATIVE, source, truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,9 +41,15 @@ def _assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "to", "dtype"),
+    [
+        *((n, to, dtype) for n in NAMES for to, dtype in (("safetensors", "fp32"), ("torch", "bf16"))),
+        # The other pairs differ only in what is done with extents, of which these have every kind.
+        *((n, to, dtype) for n in REPRESENTATIVE for to, dtype in (("safetensors", "bf16"), ("torch", "fp32"))),
+        *((n, to, "fp16") for n in REPRESENTATIVE for to in ("safetensors", "torch")),
+    ],
+)
 def test_weights_equal_the_engines(name: str, to: Any, dtype: Any, tmp_path: Path) -> None:
     report = ckpttool.consolidate(source(name), str(tmp_path / "out"), to=to, dtype=dtype)
     expected = truth(name).state_dict(DTYPES[dtype])
@@ -122,7 +128,7 @@ def test_safetensors_own_loader_ties_again_what_was_tied(tmp_path: Path) -> None
     assert torch.equal(model.head.weight, truth("zero3-dp2-bf16").tensors["fp32/embed.weight"])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("-trainer")])
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16-trainer", "zero3-dp2-bf16-trainer"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_transformers_loads_a_trainers_checkpoint_from_the_output_alone(name: str, dtype: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -151,8 +157,21 @@ def test_the_configuration_names_the_type_that_was_written(tmp_path: Path) -> No
         assert config == {**original, "dtype": written}
 
 
+def _the_script_reads(name: str) -> bool:
+    """Whether DeepSpeed's own script makes whole weights of a checkpoint.
+
+    It knows one model-parallel rank, no experts, no file but the two kinds of ZeRO, one layout for a release, and what
+    ``DeepSpeedZeroOptimizer`` writes, not ``BF16_Optimizer``; and it cannot divide by the size of what is empty.
+    """
+    expected = truth(name)
+    ranks = expected.topology
+    spread = ranks.tensor_parallel > 1 or ranks.pipeline_parallel > 1 or "num_experts" in expected.facts
+    odd = ("-legacy", "-nvme", "-grad-fp32", "-empty", "-mics")
+    return bool(expected.stage) and not spread and not any(o in name for o in odd) and expected.release >= (0, 14)
+
+
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("legacy")])
+@pytest.mark.parametrize("name", [n for n in NAMES if _the_script_reads(n)])
 def test_deepspeeds_own_script_agrees(name: str, tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -258,9 +277,7 @@ def test_values_too_large_for_fp16_are_counted(checkpoint_copy: Callable[[str], 
 # ------------------------------------------------------------------------------------------------- proofs
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in WITH_MASTER_AND_COPY if n in {"zero1-dp2-bf16", "zero2-dp4-bf16", "zero2-dp2-fp16"}]
-)
+@pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp4-bf16", "zero2-dp2-fp16"])
 def test_an_order_that_only_values_contradict_is_refused(
     name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:

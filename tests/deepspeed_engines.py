@@ -1,0 +1,308 @@
+"""Loads checkpoints into real DeepSpeed engines on the CPU, and tells what each then holds.
+
+Many loads share one process group, and all groups one start of DeepSpeed: this module runs itself once, imports
+DeepSpeed there, and forks the ranks of every world size from that process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 150
+"""How long all loads together may take."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One checkpoint to load into one engine."""
+
+    id: str
+    """A name for it: a file name without an extension."""
+    root: str
+    """The directory to give to ``load_checkpoint``."""
+    stage: int
+    """ZeRO stage of the engine."""
+    world_size: int
+    """Its ranks."""
+    dtype: str = "bf16"
+    """What the model computes in."""
+    optimizer: str = "adamw"
+    """"muon", or see ``_optimizer``."""
+    universal: bool = False
+    """Whether to load a universal checkpoint."""
+    zero_options: dict[str, Any] = field(default_factory=dict)
+    """Laid over ``zero_optimization``."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Laid over the configuration."""
+    empty: bool = False
+    """Whether the model has parameters without elements."""
+    model: str = ""
+    """One of those that are spread over ranks; see ``parallel_engines``."""
+    tensor: int = 1
+    """Slices of its layers."""
+    stages: int = 1
+    """Of its pipeline."""
+    experts: int = 1
+    """Ranks that its experts are spread over."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What an engine held after a load."""
+
+    error: str
+    """What DeepSpeed raised instead: "ValueError: what it said"; "" if nothing."""
+    tensors: dict[str, torch.Tensor]
+    """By "fp32/NAME", "exp_avg/NAME", "module/NAME", "buffer/NAME"; whole."""
+    facts: dict[str, Any]
+    """Counters, hyper-parameters and scalars of every group, client state; "step": what the next step raised."""
+
+
+def load_all(loads: Sequence[Load], directory: Path) -> dict[str, Loaded]:
+    """Run all loads; by id what came of each."""
+    from safetensors import safe_open
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "loads.json").write_text(json.dumps([asdict(load) for load in loads]))
+    path = [str(HERE.parent), str(HERE.parent / "fixtures"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(path),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+    }
+    command = [sys.executable, "-m", "tests.deepspeed_engines", str(directory)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=SECONDS + 60)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    result = {}
+    for load in loads:
+        with safe_open(str(directory / f"{load.id}.safetensors"), "pt") as file:
+            facts = json.loads(file.metadata()["facts"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            result[load.id] = Loaded(facts.pop("error"), tensors, facts)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------- in the processes
+
+
+def _main(directory: Path) -> None:
+    import deepspeed  # noqa: F401  once, for all that are forked
+
+    loads = [Load(**values) for values in json.loads((directory / "loads.json").read_text())]
+    if any(load.model.startswith("auto") for load in loads):
+        from transformers import LlamaForCausalLM, MixtralForCausalLM  # noqa: F401  the same
+    end = time.monotonic() + SECONDS
+    for world_size, group in itertools.groupby(sorted(loads, key=lambda j: j.world_size), lambda j: j.world_size):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        own = list(group)
+        ranks = [_fork(own, rank, world_size, port, directory) for rank in range(world_size)]
+        _wait_for(ranks, end)
+
+
+def _fork(loads: Sequence[Load], rank: int, world_size: int, port: int, directory: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    status = 1
+    signal.alarm(SECONDS)  # no rank outlives the test, whatever becomes of its parent
+    try:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        _rank(loads, directory)
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait_for(ranks: list[int], end: float) -> None:
+    """Wait until all have ended well; one that did not takes the others along, who would wait for it forever."""
+    while ranks:
+        for pid in list(ranks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ranks.remove(pid)
+            if (ended and status) or time.monotonic() > end:
+                for other in ranks:
+                    os.kill(other, 9)
+                raise SystemExit(f"the rank of process {pid} ended with status {status if ended else None}")
+        time.sleep(0.02)
+
+
+def _rank(loads: Sequence[Load], directory: Path) -> None:
+    import torch
+    from recipes import common
+    from safetensors.torch import save_file
+
+    common.start(seed=4321)
+    for load in loads:
+        torch.manual_seed(4321)  # not the seed that the fixtures started from
+        tensors, facts = _load_parallel(load) if load.model else _load(load)
+        if torch.distributed.get_rank() == 0:
+            held = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+            save_file(held, str(directory / f"{load.id}.safetensors"), metadata={"facts": json.dumps(facts)})
+        torch.distributed.barrier()
+    common.leave()
+
+
+def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Build an engine whose values are not those of the checkpoint, load, look, and take a step."""
+    import deepspeed
+    import torch
+    from recipes import common, optimizers, plain
+
+    model = plain.build_model()
+    if load.empty:
+        model.empty = torch.nn.Parameter(torch.empty(0, 4))
+        model.norm.empty_bias = torch.nn.Parameter(torch.empty(0))
+    for buffer in (model.positions, model.seen, model.mask):
+        buffer.zero_()
+    options = {**(optimizers.ADAGRAD if load.optimizer == "adagrad" else {}), **load.config}
+    case = common.Case(load.id, load.stage, load.world_size, plain.train, load.dtype, load.zero_options, options)
+    config = common.ds_config(case)
+    config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": load.universal}
+    given: dict[str, Any]
+    if load.optimizer == "muon":  # DeepSpeed builds it itself
+        config |= optimizers.MUON
+        given = {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
+    else:
+        given = {"optimizer": _optimizer(load.optimizer, model)}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+    try:
+        _, client_state = engine.load_checkpoint(load.root)
+    except Exception as error:
+        return {}, {"error": f"{type(error).__name__}: {error}"}
+    tensors = common.live_tensors(engine)
+    facts = {
+        "error": "",
+        "wrapper": type(engine.optimizer).__name__,
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "scheduler": engine.lr_scheduler.state_dict(),
+        "loss_scale": float(getattr(engine.optimizer, "cur_scale", 0) or 0),
+        "scalars": common.live_scalars(engine),
+        "groups": [
+            {"params": names, **common.hyper_parameters(options)}
+            for names, options in zip(common.live_groups(engine), engine.optimizer.param_groups, strict=True)
+        ],
+        "client_state": {k: client_state[k] for k in common.CLIENT_STATE if k in client_state},
+    }
+    try:
+        tokens = torch.arange(12).reshape(2, 6)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        facts["step"] = "" if torch.isfinite(loss) else f"the loss is {loss}"
+    except Exception as error:
+        facts["step"] = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return tensors, facts
+
+
+def _load_parallel(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with an engine whose ranks hold parts of a model."""
+    import torch
+    from recipes import common
+
+    from tests.parallel_engines import build
+
+    config = {"scheduler": None, "gradient_clipping": None, **load.config}
+    case = common.Case(load.id, load.stage, load.world_size, common.leave, load.dtype, load.zero_options, config)
+    config = {**common.ds_config(case), "checkpoint": {"load_universal": load.universal}}
+    parallel = build(load.model, config, tensor=load.tensor, stages=load.stages, experts=load.experts)
+    engine = parallel.engine
+    try:
+        engine.load_checkpoint(load.root)
+    except Exception as error:
+        return {}, {"error": f"{type(error).__name__}: {error}"}
+    facts: dict[str, Any] = {
+        "error": "",
+        "global_steps": engine.global_steps,
+        "scalars": common.live_scalars(engine),
+        "groups": [common.hyper_parameters(group) for group in engine.optimizer.param_groups],
+    }
+    tensors = parallel.whole()
+    loss = parallel.step()
+    facts["step"] = "" if torch.isfinite(loss) else f"the loss is {loss}"
+    engine.destroy()
+    return tensors, facts
+
+
+def _optimizer(name: str, model: Any) -> Any:
+    import torch
+    from recipes.plain import param_groups
+
+    groups = param_groups(model)
+    if name == "sgd":
+        return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
+    if name == "adagrad":
+        return torch.optim.Adagrad([{"params": [p for g in groups for p in g["params"]], "lr": 0.01}])
+    if name == "amsgrad":
+        return torch.optim.Adam(groups, amsgrad=True)
+    if name == "lion":
+        return _lion()(groups)
+    # Other hyper-parameters than the fixtures have: what a load does not restore is seen.
+    for group in groups:
+        group["weight_decay"] = 0.25
+    return torch.optim.AdamW(groups, betas=(0.5, 0.5), eps=1e-4)
+
+
+def _lion() -> Any:
+    """Lion with the states of DeepSpeed's, which must be compiled first."""
+    import torch
+
+    class Lion(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state = self.state[p]
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(key, torch.zeros_like(p))
+                    state["step"] = state.get("step", 0) + 1
+                    update = state["exp_avg"].lerp(p.grad, 1 - group["betas"][0]).sign_()
+                    p.add_(update, alpha=-group["lr"])
+                    state["exp_avg"].lerp_(p.grad, 1 - group["betas"][1])
+
+    return Lion
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

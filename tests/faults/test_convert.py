@@ -1,0 +1,115 @@
+"""Conversions that are killed or fail: nothing looks whole, and another run goes on from there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ckpttool
+from ckpttool import storage
+from ckpttool.errors import LayoutError, StorageError
+from tests.faults.injection import Disk, failing, interrupting
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SRC = source("zero2-dp2-bf16")
+
+
+def _convert(out: Path, *, resume: bool) -> None:
+    ckpttool.convert(SRC, out, to="zero", world_size=3, stage=3, resume=resume)
+
+
+def _writes(out: Path) -> int:
+    disk = Disk(only=("pwrite",))
+    with disk.watched():
+        _convert(out, resume=False)
+    return len(disk.operations)
+
+
+def _bytes(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def test_a_failure_leaves_nothing_unless_it_is_to_be_gone_on_with(tmp_path: Path) -> None:
+    half = _writes(tmp_path / "whole") // 2
+    for resume in (False, True):
+        out = tmp_path / f"out-{resume}"
+        with (
+            Disk(half, failing(errno.ENOSPC), only=("pwrite",)).watched(),
+            pytest.raises(StorageError, match="no space"),
+        ):
+            _convert(out, resume=resume)
+        assert not out.exists()
+        assert (tmp_path / f"out-{resume}.partial").exists() == resume
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+def test_going_on_writes_only_what_is_missing_and_gives_the_same_bytes(share: float, tmp_path: Path) -> None:
+    writes = _writes(tmp_path / "whole")
+    out = tmp_path / "out"
+    with Disk(int(share * writes), interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+        _convert(out, resume=True)
+    rest = Disk(only=("pwrite",))
+    with rest.watched():
+        _convert(out, resume=True)
+    assert _bytes(out) == _bytes(tmp_path / "whole")
+    assert len(rest.operations) < writes or share < 0.2
+    assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
+def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> None:
+    writes = _writes(tmp_path / "whole")
+    out = tmp_path / "out"
+    with Disk(writes // 2, interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+        ckpttool.convert(SRC, out, to="zero", world_size=2, stage=3, resume=True)
+    again = Disk(only=("pwrite",))
+    with again.watched():
+        _convert(out, resume=True)
+    assert len(again.operations) == writes
+    assert _bytes(out) == _bytes(tmp_path / "whole")
+
+
+def test_a_file_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+    writes = _writes(tmp_path / "whole")
+    out = tmp_path / "out"
+    with Disk(int(0.9 * writes), interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+        _convert(out, resume=True)
+    left = next((tmp_path / "out.partial").rglob("*_optim_states.pt"))
+    os.truncate(left, 100)
+    _convert(out, resume=True)
+    assert _bytes(out) == _bytes(tmp_path / "whole")
+
+
+def test_without_resume_what_is_left_is_cleared_away(tmp_path: Path) -> None:
+    writes = _writes(tmp_path / "whole")
+    out = tmp_path / "out"
+    with Disk(int(0.9 * writes), interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+        _convert(out, resume=True)
+    again = Disk(only=("pwrite",))
+    with again.watched():
+        _convert(out, resume=False)
+    assert len(again.operations) == writes
+    assert _bytes(out) == _bytes(tmp_path / "whole")
+
+
+def test_what_a_proof_refused_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = storage.write_at
+
+    def wrong(fd: int, data: bytes | memoryview, start: int, target: str) -> None:
+        changed = bytearray(data)
+        if isinstance(data, memoryview) and "optim" in target:  # a tensor's bytes, not a header
+            changed[-1] ^= 1
+        right(fd, memoryview(changed), start, target)
+
+    _convert(tmp_path / "whole", resume=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpttool.execute.write_at", wrong)
+        with pytest.raises(LayoutError, match="what was written says"):
+            ckpttool.convert(SRC, tmp_path / "out", to="zero", world_size=3, stage=3, resume=True, prove=True)
+    _convert(tmp_path / "out", resume=True)
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")

@@ -1,0 +1,314 @@
+"""Distributed checkpoints of torch, as ``torch.distributed.checkpoint`` itself writes them, and damaged ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pickle
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import ckpttool
+from ckpttool.errors import CkptError, LayoutError, PlanError
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.boxes import put_together
+from ckpttool.formats.dcp import _boxes
+from ckpttool.model import UNKNOWN_GROUP, ScalarState
+from tests.formats.layouts import Disk, counted
+from tests.truth import gather, gathered, raw_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+SECONDS = 5
+
+
+def _save(state: dict[str, Any], directory: Path) -> Path:
+    dcp.save(state, checkpoint_id=str(directory), no_dist=True)
+    return directory
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3, bias=False))
+
+
+@pytest.fixture
+def saved(model: torch.nn.Module, tmp_path: Path) -> Path:
+    """A model and its optimizer after a step, by their full names."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 7)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    return _save({"model": weights, "optimizer": states, "epoch": 3}, tmp_path / "saved")
+
+
+def test_every_tensor_of_model_and_optimizer_is_there(model: torch.nn.Module, saved: Path) -> None:
+    checkpoint = open_checkpoint(str(saved))
+    assert checkpoint.format == "dcp"
+    assert checkpoint.stage is None
+    states = {f"{key}/{name}": state for name, key, state in checkpoint.states()}
+    expected = {f"fp32/{n}": p for n, p in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        expected[f"{'module' if buffer.is_floating_point() else 'buffer'}/{name}"] = buffer
+    moments = {k: v for k, v in states.items() if not k.startswith(("fp32/", "module/", "buffer/"))}
+    assert {k.partition("/")[0] for k in moments} == {"exp_avg", "exp_avg_sq"}
+    assert {k.partition("/")[2] for k in moments} == {n for n, _ in model.named_parameters()}
+    assert states.keys() - moments.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert states[key].shape == tuple(tensor.shape)
+        assert gather(checkpoint, states[key]) == raw_bytes(tensor.detach())
+    loaded = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
+    dcp.load(loaded, checkpoint_id=str(saved), no_dist=True)
+    for name, tensor in loaded["model"].items():
+        key = next(f"{kind}/{name}" for kind in ("fp32", "module", "buffer") if f"{kind}/{name}" in states)
+        assert gather(checkpoint, states[key]) == raw_bytes(tensor)
+
+
+def _optimizer(model: torch.nn.Module, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's weights, and states as torch saves them of an optimizer with two groups."""
+    named = dict(model.named_parameters())
+    matrices = [p for p in named.values() if p.dim() > 1]
+    rest = [p for p in named.values() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "lr": 0.5}, {"params": rest, "weight_decay": 0.0}])
+    model(torch.randn(4, 7)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    for name, step in changes.items():
+        states["state"][name.replace("_", ".")]["step"] = torch.tensor(float(step))
+    return weights, states
+
+
+def test_the_optimizers_groups_are_known_by_name(model: torch.nn.Module, tmp_path: Path) -> None:
+    weights, states = _optimizer(model)
+    checkpoint = open_checkpoint(str(_save({"model": weights, "optim": states, "epoch": 3}, tmp_path / "x")))
+    assert [list(g.parameters) for g in checkpoint.groups] == [g["params"] for g in states["param_groups"]]
+    for group, kept in zip(checkpoint.groups, states["param_groups"], strict=True):
+        assert group.hyperparameters == {k: v for k, v in kept.items() if k != "params"}
+        assert group.scalars == {"step": ScalarState(1.0, "F32")}
+    assert checkpoint.step == 1
+    assert checkpoint.client_state == {"epoch": 3}
+    assert [p.name for p in checkpoint.parameters if p.frozen] == ["1.running_mean", "1.running_var"]
+
+
+def test_groups_of_numbers_are_left_alone(model: torch.nn.Module, tmp_path: Path) -> None:
+    weights, states = _optimizer(model)
+    states["param_groups"][0]["params"] = [0, 1]
+    checkpoint = open_checkpoint(str(_save({"model": weights, "optim": states}, tmp_path / "x")))
+    assert checkpoint.groups == ()
+    assert {p.group for p in checkpoint.parameters} == {UNKNOWN_GROUP}
+    states["param_groups"][0]["params"] = states["param_groups"][1]["params"]
+    twice = open_checkpoint(str(_save({"model": weights, "optim": states}, tmp_path / "y")))
+    assert twice.groups == ()
+
+
+def test_steps_that_differ_in_a_group_are_told_and_not_made_one(model: torch.nn.Module, tmp_path: Path) -> None:
+    weights, states = _optimizer(model, **{"0_weight": 7})
+    saved = _save({"model": weights, "optim": states}, tmp_path / "x")
+    checkpoint = open_checkpoint(str(saved))
+    assert checkpoint.unsliceable == ("group 0: step, which differs among its parameters",)
+    assert len(checkpoint.groups) == 2
+    with pytest.raises(PlanError, match="group 0: step, which differs among its parameters"):
+        ckpttool.convert(saved, tmp_path / "out", to="zero", world_size=1, stage=1, dtype="bf16")
+
+
+def test_it_is_sound_and_becomes_safetensors(model: torch.nn.Module, saved: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    assert ckpttool.verify(saved, deep=True).findings == ()
+    ckpttool.consolidate(saved, tmp_path / "out", to="safetensors")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(written[n], t) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8])
+def test_tensors_of_any_type_and_shape_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(3).to(dtype),
+        "empty": torch.zeros(0, 4, dtype=dtype),
+        "transposed": torch.arange(12).view(3, 4).to(dtype).t(),
+        "deep": torch.arange(16).view(2, 2, 2, 2).to(dtype),
+    }
+    checkpoint = open_checkpoint(str(_save(tensors, tmp_path / "x")))
+    held = {name: state for name, _, state in checkpoint.states()}
+    assert held.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert held[name].shape == tuple(tensor.shape)
+        assert gather(checkpoint, held[name]) == raw_bytes(tensor)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.data())
+def test_chunks_cut_along_every_dimension_make_the_tensor(shape: tuple[int, ...], data: st.DataObject) -> None:
+    tensor = counted(shape)
+    cuts = [
+        [0, *sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=2) if n > 1 else st.just(set()))), n]
+        for n in shape
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Disk(Path(directory), 2)
+        parts = []
+        for chunk in itertools.product(*(itertools.pairwise(c) for c in cuts)):
+            held = tensor[tuple(slice(a, b) for a, b in chunk)]
+            borders = data.draw(st.lists(st.integers(0, held.size), max_size=2))
+            offsets = tuple(a for a, _ in chunk)
+            parts.append((disk.store(held, "F32", borders), _boxes(offsets, held.shape, shape)))
+        state = put_together(parts, shape)
+        disk.sources().close()
+        assert gathered(disk.paths, state) == tensor.tobytes()
+
+
+# ------------------------------------------------------------------------------------------------- damage
+
+
+def _metadata(saved: Path, change: Callable[[Any], object]) -> None:
+    """Change the description of all files."""
+    path = saved / ".metadata"
+    value = pickle.loads(path.read_bytes())
+    change(value)
+    path.write_bytes(pickle.dumps(value))
+
+
+def _storage(**changes: Any) -> Callable[[Any], object]:
+    """Change where every tensor and object lies."""
+
+    def change(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = dataclasses.replace(info, **changes)
+
+    return change
+
+
+def _tensors(change: Callable[[Any], object]) -> Callable[[Any], object]:
+    def each(metadata: Any) -> None:
+        for entry in metadata.state_dict_metadata.values():
+            if hasattr(entry, "chunks"):
+                change(entry)
+
+    return each
+
+
+def _set(**changes: Any) -> Callable[[Any], object]:
+    def change(value: Any) -> None:
+        for key, new in changes.items():
+            object.__setattr__(value, key, new)
+
+    return change
+
+
+def _chunks(**changes: Any) -> Callable[[Any], object]:
+    return _tensors(lambda entry: [_set(**changes)(c) for c in entry.chunks])
+
+
+DAMAGE = {
+    "climbs out": _storage(relative_path="../../../etc/passwd"),
+    "absolute": _storage(relative_path="/etc/passwd"),
+    "is the directory": _storage(relative_path="."),
+    "is above": _storage(relative_path=".."),
+    "nameless": _storage(relative_path=""),
+    "not there": _storage(relative_path="__9_9.distcp"),
+    "no path": _storage(relative_path=7),
+    "zero byte": _storage(relative_path="a\0b"),
+    "describes itself": _storage(relative_path=".metadata"),
+    "negative offset": _storage(offset=-1),
+    "huge offset": _storage(offset=1 << 62),
+    "huge length": _storage(length=1 << 62),
+    "negative length": _storage(length=-5),
+    "no length": _storage(length=None),
+    "length too short": _storage(length=10),
+    "transformed": _storage(transform_descriptors=["zstd"]),
+    "nowhere": _set(storage_data={}),
+    "storage of no form": _set(storage_data=[1, 2]),
+    "storage of junk": _set(storage_data={1: 2}),
+    "nothing": _set(state_dict_metadata=None),
+    "numbered": _set(state_dict_metadata={7: None}),
+    "tensors of junk": _set(state_dict_metadata={"a": 7}),
+    "no size": _tensors(_set(size=None)),
+    "huge size": _tensors(_set(size=torch.Size([1 << 40, 1 << 40]))),
+    "negative size": _tensors(_set(size=[-1])),
+    "larger size": _tensors(_set(size=torch.Size([8, 7]))),
+    "no chunks": _tensors(_set(chunks=None)),
+    "too few chunks": _tensors(lambda e: _set(chunks=[], size=torch.Size([3]))(e)),
+    "chunks of junk": _tensors(_set(chunks=[7, None])),
+    "a chunk twice": _tensors(lambda e: _set(chunks=e.chunks * 2)(e)),
+    "very many chunks": _tensors(lambda e: _set(chunks=e.chunks * 50_000)(e)),
+    "chunk elsewhere": _chunks(offsets=torch.Size([1, 1])),
+    "negative chunk": _chunks(offsets=[-1, 0]),
+    "huge chunk": _chunks(sizes=torch.Size([1 << 30, 1 << 30])),
+    "flat chunk": _chunks(sizes=torch.Size([35])),
+    "planner of junk": _set(planner_data=7),
+    "planner paths of junk": _set(planner_data={f"model.{i}.weight": i for i in range(3)}),
+}
+HARMLESS = {"planner of junk", "planner paths of junk"}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_metadata_that_lies_is_refused(damage: str, saved: Path) -> None:
+    _metadata(saved, DAMAGE[damage])
+    began = time.monotonic()
+    if damage in HARMLESS:
+        open_checkpoint(str(saved))
+    else:
+        with pytest.raises(CkptError):
+            open_checkpoint(str(saved))
+    assert time.monotonic() - began < SECONDS
+
+
+def test_a_chunk_of_very_many_rows_comes_to_an_end(tmp_path: Path) -> None:
+    saved = _save({"a": torch.zeros(4, 4)}, tmp_path / "x")
+    shape = [1 << 12] * 4
+    _metadata(saved, _tensors(_set(size=torch.Size(shape))))
+    _metadata(saved, _chunks(offsets=torch.Size([0] * 4), sizes=torch.Size([1 << 12, 1 << 12, 1 << 12, 1])))
+    began = time.monotonic()
+    with pytest.raises(CkptError):
+        open_checkpoint(str(saved))
+    assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_truncated_file_is_named(name: str, part: float, saved: Path) -> None:
+    os.truncate(saved / name, int((saved / name).stat().st_size * part))
+    with pytest.raises(CkptError) as caught:
+        open_checkpoint(str(saved))
+    assert caught.value.path == str(saved / name)
+
+
+def test_a_missing_file_is_named(saved: Path) -> None:
+    (saved / "__0_0.distcp").unlink()
+    with pytest.raises(CkptError, match=r"__0_0\.distcp"):
+        open_checkpoint(str(saved))
+
+
+def test_metadata_that_is_something_else_is_refused(saved: Path) -> None:
+    for data in (b"", b"text", pickle.dumps(7), pickle.dumps({"state_dict_metadata": {}})):
+        (saved / ".metadata").write_bytes(data)
+        with pytest.raises(CkptError):
+            open_checkpoint(str(saved))
+
+
+def test_what_it_names_is_not_called(saved: Path, tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path}/obeyed",)
+
+    _metadata(saved, _set(planner_data=Attack()))
+    open_checkpoint(str(saved))
+    assert not (tmp_path / "obeyed").exists()
+
+
+def test_it_is_not_taken_for_one_of_deepspeeds(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="holds no DeepSpeed checkpoint"):
+        open_checkpoint(str(tmp_path))

@@ -1,0 +1,171 @@
+"""Weights alone: safetensors and torch's own files, one or many, with and without an index."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.errors import CkptError, LayoutError
+from ckpttool.formats import open_checkpoint
+from ckpttool.model import UNKNOWN_GROUP
+from tests.truth import gather, raw_bytes, source, truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpttool.model import Checkpoint
+
+TENSORS = {
+    "embed.weight": torch.arange(12.0).view(4, 3),
+    "norm.weight": torch.full((3,), 2.0, dtype=torch.bfloat16),
+    "scale": torch.tensor(5.0),
+    "empty": torch.zeros(0, 3),
+    "position_ids": torch.arange(5),
+}
+
+
+def _assert_holds(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
+    states = {name: state for name, _, state in checkpoint.states()}
+    assert states.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert states[name].shape == tuple(tensor.shape)
+        assert gather(checkpoint, states[name]) == raw_bytes(tensor)
+    assert {p.name for p in checkpoint.parameters} == {n for n, t in tensors.items() if t.is_floating_point()}
+    assert {p.group for p in checkpoint.parameters} == {UNKNOWN_GROUP}
+
+
+def _write(directory: Path, kind: str, parts: dict[str, dict[str, torch.Tensor]], *, index: bool) -> Path:
+    directory.mkdir(exist_ok=True)
+    stem, suffix = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
+    names = {part: f"{stem}-{part}.{suffix}" if len(parts) > 1 else f"{stem}.{suffix}" for part in parts}
+    for part, tensors in parts.items():
+        if kind == "safetensors":
+            save_file(tensors, directory / names[part], metadata={"format": "pt"})
+        else:
+            torch.save(tensors, directory / names[part])
+    if index:
+        weight_map = {tensor: names[part] for part, tensors in parts.items() for tensor in tensors}
+        (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def _two(**more: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+    first = dict(list(TENSORS.items())[:2])
+    second = {**dict(list(TENSORS.items())[2:]), **more}
+    return {"00001-of-00002": first, "00002-of-00002": second}
+
+
+KINDS = pytest.mark.parametrize("kind", ["safetensors", "torch"])
+
+
+@KINDS
+@pytest.mark.parametrize("index", [True, False])
+def test_shards_are_one_checkpoint(kind: str, index: bool, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(_write(tmp_path / "w", kind, _two(), index=index)))
+    assert checkpoint.format == kind
+    assert len(checkpoint.files) == 2
+    _assert_holds(checkpoint, TENSORS)
+
+
+@KINDS
+def test_one_file_is_read_by_its_directory_or_its_own_name(kind: str, tmp_path: Path) -> None:
+    directory = _write(tmp_path / "w", kind, {"all": TENSORS}, index=False)
+    (file,) = directory.iterdir()
+    for place in (directory, file):
+        checkpoint = open_checkpoint(str(place))
+        assert [f.name for f in checkpoint.files] == [file.name]
+        _assert_holds(checkpoint, TENSORS)
+
+
+def test_a_file_of_any_name_is_read(tmp_path: Path) -> None:
+    for name in ("x.safetensors", "weights.pt", "weights.pth", "pytorch_model.bin", "adapter.bin"):
+        path = tmp_path / name
+        save_file(TENSORS, path) if name.endswith("safetensors") else torch.save(TENSORS, path)
+        _assert_holds(open_checkpoint(str(path)), TENSORS)
+
+
+@KINDS
+def test_an_index_counts_and_not_what_else_lies_there(kind: str, tmp_path: Path) -> None:
+    directory = _write(tmp_path / "w", kind, _two(), index=True)
+    suffix = "safetensors" if kind == "safetensors" else "bin"
+    (directory / f"model-00003-of-00003.{suffix}").write_bytes(b"junk")
+    _assert_holds(open_checkpoint(str(directory)), TENSORS)
+
+
+@KINDS
+def test_a_missing_shard_is_named(kind: str, tmp_path: Path) -> None:
+    directory = _write(tmp_path / "w", kind, _two(), index=True)
+    gone = next(directory.glob("*00002-of-00002*"))
+    gone.unlink()
+    with pytest.raises(LayoutError, match=f"names '{gone.name}', which is not there"):
+        open_checkpoint(str(directory))
+
+
+@KINDS
+def test_a_shard_missing_without_an_index_is_noticed(kind: str, tmp_path: Path) -> None:
+    directory = _write(tmp_path / "w", kind, _two(), index=False)
+    next(directory.glob("*00001-of-00002*")).unlink()
+    with pytest.raises(LayoutError, match="00001-of-00002"):
+        open_checkpoint(str(directory))
+
+
+@KINDS
+def test_a_tensor_in_two_files_is_refused(kind: str, tmp_path: Path) -> None:
+    directory = _write(tmp_path / "w", kind, _two(**{"embed.weight": TENSORS["embed.weight"]}), index=False)
+    with pytest.raises(LayoutError, match=r"holds embed\.weight, which .*00001-of-00002.* holds too"):
+        open_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "7", "{", '{"weight_map": 7}',
+        '{"weight_map": {"a": 7}}', '{"weight_map": {"a": "../x.safetensors"}}',
+        '{"weight_map": {"a": null}}', '{"weight_map": {"a": "/etc/passwd"}}', '{"weight_map": {}}', "\udcff",
+        '{"weight_map": ' + '{"a":' * 100_000,
+    ],
+)  # fmt: skip
+def test_an_index_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    directory = _write(tmp_path / "w", "safetensors", _two(), index=True)
+    (directory / "model.safetensors.index.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CkptError):
+        open_checkpoint(str(directory))
+
+
+def test_tied_tensors_of_a_torch_file_are_stored_once(tmp_path: Path) -> None:
+    tied = torch.arange(6.0).view(2, 3)
+    view = torch.arange(8.0)
+    torch.save({"embed": tied, "head": tied, "turned": tied.t(), "part": view[2:5]}, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert dict(checkpoint.aliases) == {"head": "embed"}
+    _assert_holds(checkpoint, {"embed": tied, "turned": tied.t(), "part": view[2:5]})
+
+
+def test_a_state_dict_inside_another_mapping_is_found(tmp_path: Path) -> None:
+    torch.save({"state_dict": TENSORS, "epoch": 3}, tmp_path / "x.pt")
+    _assert_holds(open_checkpoint(str(tmp_path / "x.pt")), TENSORS)
+
+
+@pytest.mark.parametrize("value", [{}, [], 7, None, {"a": 7}, torch.zeros(3), {"state_dict": {}}])
+def test_a_torch_file_of_something_else_is_refused(value: Any, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    with pytest.raises(LayoutError, match="holds no state dict"):
+        open_checkpoint(str(tmp_path))
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero3-dp4-bf16"])
+def test_what_was_consolidated_is_read_again(name: str, kind: Any, tmp_path: Path) -> None:
+    ckpttool.consolidate(source(name), tmp_path / "out", to=kind, max_shard_size="4kB")
+    checkpoint = open_checkpoint(str(tmp_path / "out"))
+    assert dict(checkpoint.aliases) == truth(name).facts["tied"]
+    expected = truth(name).state_dict(torch.float32)
+    states = {n: s for n, _, s in checkpoint.states()}
+    assert states.keys() == expected.keys()
+    assert all(gather(checkpoint, states[n]) == raw_bytes(t) for n, t in expected.items())
+    assert ckpttool.verify(tmp_path / "out", deep=True).findings == ()

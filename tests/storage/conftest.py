@@ -1,0 +1,66 @@
+"""What the tests of storage stand on: a server, a bucket of their own on it, and a proxy before it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckpttool.storage import failures
+from tests.storage import places, server
+from tests.storage.proxy import Proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[tuple[str, Any]]:
+    """URL of a running S3 server and boto3's client for it; started when the first test of this worker asks."""
+    with server.running() as endpoint:
+        client = server.client(endpoint)
+        yield endpoint, client
+        client.close()
+
+
+@pytest.fixture
+def s3(s3_server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
+    """A fresh bucket. Clients that the test, or a command that it runs, makes find what lets them in."""
+    for name, value in server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    endpoint, client = s3_server
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
+    client.create_bucket(Bucket=bucket.name)
+    yield bucket
+    server.forget_everything(endpoint)
+
+
+@pytest.fixture
+def proxy(s3: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before the server, which clients of the test go through."""
+    with Proxy(s3.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attempts follow each other at once, and no test sees what another has left in memory or its clients."""
+    import fsspec
+    import s3fs
+
+    monkeypatch.setattr(failures, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(failures, "LONGEST_PAUSE", 0.05)
+    s3fs.S3FileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
+    yield
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest) -> places.Place:
+    """Each of the storages in turn."""
+    return places.place(request.param, request)

@@ -1,0 +1,174 @@
+"""What errors of stores mean, and which of them are worth another attempt."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.http_exceptions import ContentLengthError
+from botocore.exceptions import (
+    ClientError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    ParamValidationError,
+    ProfileNotFound,
+    ReadTimeoutError,
+)
+from s3fs.errors import translate_boto_error
+
+from ckpttool.errors import StorageError
+from ckpttool.storage import failures
+from ckpttool.storage.failures import ATTEMPTS, ShortReadError, call, explain
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "FIRST_PAUSE", 0)
+
+
+def client_error(code: str, status: int = 400) -> Exception:
+    """As s3fs raises what S3 answered; the message holds what must not be shown."""
+    said = {"Error": {"Code": code, "Message": "sesame"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return translate_boto_error(ClientError(said, "GetObject"))  # type: ignore[no-any-return]
+
+
+def caused(error: Exception, by: Exception) -> Exception:
+    error.__cause__ = by
+    return error
+
+
+class _AnswerError(Exception):
+    """As aiohttp's, gcsfs's and Azure's: the status is an attribute."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__("sesame")
+        self.__dict__.update(attributes)
+
+
+GOOD = [
+    (client_error("NoSuchBucket", 404), "there is no such bucket"),
+    (client_error("NoSuchKey", 404), "does not exist"),
+    (client_error("404", 404), "does not exist"),
+    (client_error("NoSuchUpload", 404), "its upload was aborted by somebody else"),
+    (client_error("AccessDenied", 403), "access denied"),
+    (client_error("403", 403), "access denied"),
+    (client_error("ExpiredToken"), "the credentials have expired"),
+    (client_error("InvalidAccessKeyId", 403), "the credentials are not accepted"),
+    (client_error("SignatureDoesNotMatch", 403), "the credentials are not accepted"),
+    (client_error("PreconditionFailed", 412), "changed while it was being read"),
+    (client_error("InvalidRange", 416), "changed while it was being read"),
+    (client_error("RequestTimeTooSkewed", 403), "this machine's clock is wrong"),
+    (client_error("PermanentRedirect", 301), "lies in another region"),
+    (client_error("301", 301), "lies in another region"),
+    (client_error("400", 400), "the request was refused"),
+    (client_error("KeyTooLongError"), "the store said KeyTooLongError"),
+    (_AnswerError(status=404), "does not exist"),
+    (_AnswerError(status=403), "access denied"),
+    (_AnswerError(status_code=401), "the credentials are not accepted"),
+    (_AnswerError(code=412), "changed while it was being read"),
+    (client_error("Teapot", 418), "the store said Teapot"),
+    (NoCredentialsError(), "there are no credentials"),
+    (ProfileNotFound(profile="sesame"), "the profile is not there"),
+    (ParamValidationError(report="sesame"), "is no name that the store takes"),
+    (FileNotFoundError("sesame"), "does not exist"),
+    (PermissionError("sesame"), "access denied"),
+    (NotADirectoryError("sesame"), "is not a directory"),
+    (NotImplementedError("sesame"), "cannot be done on this storage"),
+    (ValueError("sesame"), "the store said ValueError"),
+    (OSError(errno.ENOSPC, "sesame"), "no space left"),
+]
+PASSING = [
+    client_error("SlowDown", 503),
+    client_error("InternalError", 500),
+    client_error("InternalError", 200),
+    client_error("ServiceUnavailable", 503),
+    client_error("RequestTimeout", 400),
+    client_error("Unheard", 503),
+    client_error("429", 429),
+    _AnswerError(status=502),
+    _AnswerError(code=500),
+    ReadTimeoutError(endpoint_url="sesame"),
+    EndpointConnectionError(endpoint_url="sesame"),
+    ShortReadError("1 bytes instead of 2"),
+    ConnectionResetError(errno.ECONNRESET, "sesame"),
+    BrokenPipeError(errno.EPIPE, "sesame"),
+    TimeoutError("sesame"),
+    caused(aiohttp.ClientPayloadError("sesame"), ContentLengthError("sesame")),
+    caused(ConnectionResetError("sesame"), _AnswerError(code=400)),
+    OSError(errno.EIO, "sesame"),
+    OSError(errno.ENETUNREACH, "sesame"),
+]
+
+
+def _name(value: object) -> str | None:
+    return f"{type(value).__name__}-{value}"[:60] if isinstance(value, Exception) else None
+
+
+@pytest.mark.parametrize(("error", "problem"), GOOD, ids=_name)
+def test_what_is_for_good_is_said_at_once(error: Exception, problem: str) -> None:
+    tries = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise error
+
+    with pytest.raises(StorageError) as caught:
+        call("s3://b/k", fail)
+    assert len(tries) == 1
+    assert str(caught.value).startswith(f"s3://b/k: {problem}")
+    assert "sesame" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", PASSING, ids=_name)
+def test_what_may_pass_is_tried_again(error: Exception) -> None:
+    assert explain("s3://b/k", error) is None
+    tries = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise error
+
+    with pytest.raises(StorageError, match=f"the store failed {ATTEMPTS} times, at last with ") as caught:
+        call("s3://b/k", fail)
+    assert len(tries) == ATTEMPTS
+    assert "sesame" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+    def fail_at_first() -> str:
+        tries.append(1)
+        if len(tries) < 2 * ATTEMPTS:
+            raise error
+        return "done"
+
+    assert call("s3://b/k", fail_at_first) == "done"
+
+
+def test_an_error_of_our_own_is_passed_on() -> None:
+    tries = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise StorageError("s3://b/k", "is not text", "")
+
+    with pytest.raises(StorageError, match="is not text"):
+        call("s3://b/k", fail)
+    assert len(tries) == 1
+
+
+def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(failures, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(failures, "LONGEST_PAUSE", 1.0)
+    monkeypatch.setattr("time.sleep", pauses.append)
+    monkeypatch.setattr("random.uniform", lambda _, high: high)
+    with pytest.raises(StorageError):
+        call("s3://b/k", lambda: (_ for _ in ()).throw(ConnectionResetError()))
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+def test_an_error_that_is_its_own_cause_ends() -> None:
+    first, second = ValueError(), ValueError()
+    first.__cause__, second.__cause__ = second, first
+    assert explain("s3://b/k", first) is not None

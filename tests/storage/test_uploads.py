@@ -1,0 +1,585 @@
+"""What is written to a bucket appears whole or not at all, whatever the network and the user do meanwhile."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ckpttool
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.storage import MARK, failures, remote
+from tests.cli.command import ckpttool as command
+from tests.cli.command import ckpttool_process
+from tests.storage import proxy as faults
+from tests.storage.large import write_weights
+from tests.storage.places import Memory, Remote, files_in
+from tests.storage.proxy import Before, Cut, Hang
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.storage.proxy import Action, Proxy, Request
+    from tests.storage.server import Bucket
+
+OPTIONS = {"config_kwargs": {"read_timeout": 1.5}}
+SHARDS = {"to": "safetensors", "max_shard_size": "12MB", "storage_options": OPTIONS}
+"""Two large files, and the index that makes them look whole."""
+LARGE = "model-00001-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of 22 MB on local disk."""
+    return str(write_weights(tmp_path_factory.mktemp("large") / "run"))
+
+
+@pytest.fixture(scope="module")
+def expected(weights: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What is to be written."""
+    out = tmp_path_factory.mktemp("expected") / "out"
+    ckpttool.consolidate(weights, out, to="safetensors", max_shard_size="12MB")
+    return files_in(out)
+
+
+def _assert_nothing_is_left(s3: Bucket) -> None:
+    assert s3.keys() == []
+    assert s3.uploads() == []
+
+
+# ------------------------------------------------------------------------------------------------- in order
+
+
+def test_what_makes_it_look_whole_comes_last(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+) -> None:
+    refused = []
+
+    def look(_: Request) -> None:
+        refused.append(ckpttool_process("inspect", s3.url("out")).error)
+
+    proxy.add(Before(look), "upload_part", nth=2)
+    proxy.add(Before(look), "put_object", match=INDEX)
+    ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert Remote(s3).files(s3.url("out")) == expected
+    problem = "is being written, or was left half-written by a run that was killed"
+    assert [s3.name in said for said in refused] == [True, True]
+    assert problem in refused[1]
+    changes = [r for r in proxy.log if r.method != "GET"]
+    assert (changes[0].operation, changes[0].key) == ("put_object", f"out/{MARK}")
+    assert (changes[-1].operation, changes[-1].key) == ("delete_object", f"out/{MARK}")
+    assert (changes[-2].operation, changes[-2].key) == ("put_object", f"out/{INDEX}")
+    before = [r.operation for r in changes[1:-2]]
+    assert sorted(before) == ["complete_multipart_upload"] * 2 + ["create_multipart_upload"] * 2 + ["upload_part"] * 6
+    assert before[-2:] == ["complete_multipart_upload"] * 2
+    assert all(a.ended <= changes[-2].started for a in changes[1:-2] if a.ended is not None)
+    assert s3.uploads() == []
+
+
+def test_latest_comes_last(s3: Bucket, proxy: Proxy) -> None:
+    ckpttool.convert(source("zero3-dp2-bf16"), s3.url("out"), to="zero", world_size=2)
+    puts = proxy.requests("put_object")
+    assert [r.key for r in (puts[0], puts[-1])] == [f"out/{MARK}", "out/latest"]
+    assert all(r.ended is not None and r.ended <= puts[-1].started for r in puts[:-1])
+
+
+def test_parts_are_sent_at_once(weights: str, s3: Bucket, proxy: Proxy) -> None:
+    proxy.add(faults.Latency(0.2), "upload_part", times=None)
+    ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert proxy.most_in_flight("upload_part") >= 4
+
+
+# ------------------------------------------------------------------------------------------------- faults
+
+ONCE: dict[str, Action] = {
+    "500": faults.INTERNAL_ERROR,
+    "503": faults.SLOW_DOWN,
+    "timeout": faults.REQUEST_TIMEOUT,
+    "before": Cut("before"),
+    "after": Cut("after"),
+    "in the request": Cut("request", 0),
+    "hang": Hang(),
+}
+WRITES = [
+    "put_object", "create_multipart_upload", "upload_part", "complete_multipart_upload", "delete_object",
+    "list_objects_v2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ONCE)
+def test_every_request_may_fail_once(
+    fault: str, weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+) -> None:
+    writes = WRITES[-3:] if fault == "hang" else WRITES  # each takes a second
+    rules = [proxy.add(ONCE[fault], operation, each=True) for operation in writes]
+    ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert Remote(s3).files(s3.url("out")) == expected
+    assert s3.uploads() == []
+    assert [rule.fired > 0 for rule in rules] == [True] * len(rules) or fault == "in the request"
+
+
+def test_a_completion_that_fails_late_is_made_again(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+) -> None:
+    rule = proxy.add(faults.LATE_ERROR, "complete_multipart_upload", each=True)
+    ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert rule.fired == 2
+    assert Remote(s3).files(s3.url("out")) == expected
+
+
+@pytest.mark.parametrize("fault", ["503", "after"])
+@pytest.mark.parametrize(
+    ("operation", "match"),
+    [
+        ("put_object", MARK), ("put_object", INDEX), ("create_multipart_upload", ""), ("upload_part", "partNumber=2"),
+        ("complete_multipart_upload", ""), ("complete_multipart_upload", LARGE),
+    ],
+)  # fmt: skip
+def test_what_fails_always_leaves_nothing(
+    operation: str, match: str, fault: str, weights: str, s3: Bucket, proxy: Proxy
+) -> None:
+    rule = proxy.add(ONCE[fault], operation, match, times=None)
+    done = command(
+        "consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB",
+        "--storage-option", "config_kwargs.read_timeout=1",
+    )  # fmt: skip
+    assert f"s3://{s3.name}/out/" in done.error
+    assert f"the store failed {failures.ATTEMPTS} times, at last with " in done.error
+    assert rule.fired >= failures.ATTEMPTS
+    _assert_nothing_is_left(s3)
+
+
+@pytest.mark.parametrize("operation", ["put_object", "create_multipart_upload", "upload_part"])
+@pytest.mark.parametrize("fault", [faults.ACCESS_DENIED, faults.EXPIRED_TOKEN], ids=lambda f: f.code)
+def test_what_is_denied_is_said_at_once(
+    operation: str, fault: faults.Answer, weights: str, s3: Bucket, proxy: Proxy
+) -> None:
+    proxy.add(fault, operation, times=None)
+    with pytest.raises(StorageError, match=r"access denied|the credentials have expired"):
+        ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    targets = [r.target for r in proxy.requests(operation)]
+    assert len(targets) == len(set(targets))  # none was made twice
+    _assert_nothing_is_left(s3)
+
+
+def test_where_cleaning_up_fails_too_the_mark_stays(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+) -> None:
+    proxy.add(faults.ACCESS_DENIED, "upload_part", "partNumber=2", times=None)
+    proxy.add(faults.ACCESS_DENIED, "abort_multipart_upload", times=None)
+    with pytest.raises(StorageError, match="access denied"):
+        ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert s3.keys() == [f"out/{MARK}"]
+    assert s3.uploads()
+    proxy.clear()
+    ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert Remote(s3).files(s3.url("out")) == expected
+    assert s3.uploads() == []
+
+
+def test_an_upload_that_somebody_else_aborted_is_said(weights: str, s3: Bucket, proxy: Proxy) -> None:
+    proxy.add(faults.NO_SUCH_UPLOAD, "complete_multipart_upload", times=None)
+    with pytest.raises(StorageError, match="its upload was aborted by somebody else"):
+        ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    _assert_nothing_is_left(s3)
+
+
+def test_what_others_upload_beside_is_left_alone(weights: str, s3: Bucket, proxy: Proxy) -> None:
+    mine = s3.boto.create_multipart_upload(Bucket=s3.name, Key="out/theirs")["UploadId"]
+    proxy.add(faults.ACCESS_DENIED, "upload_part", times=None)
+    with pytest.raises(StorageError):
+        ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert s3.uploads() == [("out/theirs", mine)]
+
+
+# ------------------------------------------------------------------------------------------------- stopped
+
+
+@pytest.mark.parametrize("operation", ["upload_part", "complete_multipart_upload"])
+def test_interrupted_run_leaves_nothing(operation: str, weights: str, s3: Bucket, proxy: Proxy) -> None:
+    proxy.add(Before(lambda _: _thread.interrupt_main()), operation, nth=2)
+    proxy.add(faults.Latency(0.3), operation, times=None)
+    with pytest.raises(KeyboardInterrupt):
+        ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    _assert_nothing_is_left(s3)
+
+
+def _killed(proxy: Proxy, operation: str, nth: int, *arguments: object) -> None:
+    """Run a command until it makes a request, and kill it there."""
+    asked = threading.Event()
+
+    def wait(_: Request) -> None:
+        asked.set()
+        time.sleep(1)
+
+    rule = proxy.add(Before(wait), operation, nth=nth)
+    with subprocess.Popen([sys.executable, "-m", "ckpttool", *map(str, arguments)], stderr=subprocess.PIPE) as run:
+        try:
+            assert asked.wait(30), run.stderr.read() if run.stderr and run.poll() is not None else "nothing was asked"
+        finally:
+            run.kill()
+    assert run.returncode < 0
+    assert rule in proxy.rules
+    proxy.clear()
+
+
+def test_killed_run_is_refused_and_cleared_away(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+) -> None:
+    out = s3.url("out")
+    run = ("consolidate", weights, out, "--to", "safetensors", "--max-shard-size", "12MB")
+    _killed(proxy, "upload_part", 5, *run, "--jobs", 1)
+    assert s3.keys() == [f"out/{MARK}"]
+    left = s3.uploads()
+    assert left
+    assert s3.name in command("inspect", out).error
+    assert command(*run).code == 0
+    assert Remote(s3).files(out) == expected
+    assert s3.uploads() == []
+    aborted = {(r.key, r.query["uploadId"]) for r in proxy.requests("abort_multipart_upload")}
+    assert aborted == set(left)
+
+
+def test_killed_at_the_end_is_refused_and_cleared_away(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+) -> None:
+    out = s3.url("out")
+    run = ("consolidate", weights, out, "--to", "safetensors", "--max-shard-size", "12MB")
+    _killed(proxy, "put_object", 2, *run)
+    assert s3.keys() == [f"out/{n}" for n in sorted([MARK, *(n for n in expected if n != INDEX)])]
+    assert "was left half-written" in command("inspect", out).error
+    assert command(*run).code == 0
+    assert Remote(s3).files(out) == expected
+
+
+def test_resumed_run_sends_only_what_is_missing(weights: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+    ckpttool.convert(weights, tmp_path / "whole", to="dcp")
+    whole = files_in(tmp_path / "whole")
+    run = ("convert", weights, s3.url("out"), "--to", "dcp", "--resume")
+    _killed(proxy, "upload_part", 4, *run, "--jobs", 1)
+    ((key, number),) = s3.uploads()
+    held = s3.parts(key, number)
+    assert len(held) >= 3
+    assert command(*run).code == 0
+    sent = [int(r.query["partNumber"]) for r in proxy.requests("upload_part")]
+    assert not set(sent) & set(held)
+    assert {*sent, *held} == set(range(1, -(-len(whole[os.path.basename(key)]) // (5 << 20)) + 1))
+    assert not proxy.requests("create_multipart_upload")
+    assert Remote(s3).files(s3.url("out")) == whole
+    assert s3.uploads() == []
+
+
+def test_another_run_does_not_go_on_with_it(weights: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+    other = write_weights(tmp_path / "other", {"first.weight": 2_800_000})
+    ckpttool.convert(other, tmp_path / "whole", to="dcp")
+    _killed(proxy, "upload_part", 3, "convert", weights, s3.url("out"), "--to", "dcp", "--resume", "--jobs", 1)
+    assert command("convert", other, s3.url("out"), "--to", "dcp", "--resume").code == 0
+    assert Remote(s3).files(s3.url("out")) == files_in(tmp_path / "whole")
+    assert s3.uploads() == []
+
+
+def test_failed_run_may_be_gone_on_with(s3: Bucket, proxy: Proxy) -> None:
+    out = s3.url("out")
+    arguments = {"to": "zero", "world_size": 2, "resume": True}
+    proxy.add(faults.ACCESS_DENIED, "put_object", r"out/latest", times=None)
+    with pytest.raises(StorageError, match="access denied"):
+        ckpttool.convert(source("zero3-dp2-bf16"), out, **arguments)  # type: ignore[arg-type]
+    assert f"out/{MARK}" in s3.keys()  # noqa: SIM118
+    proxy.clear()
+    ckpttool.convert(source("zero3-dp2-bf16"), out, **arguments)  # type: ignore[arg-type]
+    assert [r.key for r in proxy.requests("put_object")] == [f"out/{MARK}", "out/latest"]
+    assert ckpttool.digest(out) == ckpttool.digest(source("zero3-dp2-bf16"))
+
+
+# ------------------------------------------------------------------------------------------------- what was there
+
+
+def test_what_is_there_is_refused_before_any_work(s3: Bucket, proxy: Proxy) -> None:
+    s3.put("out/theirs", b"theirs")
+    s3.put("file", b"theirs")
+    for to in (["consolidate", "--to", "torch"], ["convert", "--to", "dcp"]):
+        for out, problem in (("out", "is not empty"), ("file", "is not a directory")):
+            done = command(to[0], "/none", s3.url(out), *to[1:])  # the source is not even looked for
+            assert f"s3://{s3.name}/{out}: already exists and {problem}" in done.error
+    assert {r.method for r in proxy.log} == {"GET"}
+    assert s3.keys() == ["file", "out/theirs"]
+
+
+def test_overwriting_replaces_weights_and_leaves_the_rest(weights: str, expected: dict[str, bytes], s3: Bucket) -> None:
+    out = s3.url("out")
+    ckpttool.consolidate(source("zero3-dp2-bf16"), out, to="torch", max_shard_size=3000)
+    s3.put("out/theirs", b"theirs")
+    s3.put("out/deeper/model.safetensors", b"theirs")
+    ckpttool.consolidate(weights, out, overwrite=True, **SHARDS)  # type: ignore[arg-type]
+    theirs = {"theirs": b"theirs", "deeper/model.safetensors": b"theirs"}
+    assert Remote(s3).files(out) == {**expected, **theirs}
+    ckpttool.consolidate(weights, out, overwrite=True, **SHARDS)  # type: ignore[arg-type]
+    assert Remote(s3).files(out) == {**expected, **theirs}
+
+
+def test_overwriting_run_that_fails_leaves_what_was_there(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
+    out = s3.url("out")
+    ckpttool.consolidate(weights, out, **SHARDS)  # type: ignore[arg-type]
+    other = write_weights(tmp_path / "other", {"a": 3_000_000, "b": 3_000_000})
+    proxy.add(faults.ACCESS_DENIED, "upload_part", "partNumber=3", times=None)
+    with pytest.raises(StorageError):
+        ckpttool.consolidate(other, out, overwrite=True, **SHARDS)  # type: ignore[arg-type]
+    assert Remote(s3).files(out) == expected
+    assert s3.uploads() == []
+
+
+class _Careful:
+    """A file that is there when it is committed, as Google's and Azure's are."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path, self._data = fs, path, b""
+
+    def write(self, data: bytes | bytearray) -> None:
+        self._data += bytes(data)
+
+    def close(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        _piped(self._fs, self._path, self._data)
+
+    def discard(self) -> None:
+        pass
+
+
+def test_overwriting_run_that_fails_leaves_what_was_there_on_other_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.implementations.memory as implementation
+
+    monkeypatch.setattr(remote, "PART_BYTES", 1024)
+    monkeypatch.setattr(implementation.MemoryFileSystem, "open", lambda self, path, *_, **__: _Careful(self, path))
+    monkeypatch.setattr(implementation.MemoryFileSystem, "pipe_file", _piped)
+    place = Memory()
+    out = place.new()
+    ckpttool.consolidate(source("zero3-dp2-bf16"), out, to="safetensors")
+    before = place.files(out)
+    assert set(before) == {"model.safetensors"}
+    with monkeypatch.context() as patch:
+        _fail_at(patch, 2048)
+        with pytest.raises(StorageError, match="on purpose"):
+            ckpttool.consolidate(source("zero3-dp4-bf16"), out, to="safetensors", overwrite=True)
+    assert place.files(out) == before
+    ckpttool.consolidate(source("zero3-dp4-bf16"), out, to="safetensors", overwrite=True)
+    assert place.files(out) != before
+
+
+def test_a_killed_runs_leftovers_do_not_open_the_door(s3: Bucket, proxy: Proxy, weights: str) -> None:
+    """What else is in OUT was there before: without --overwrite it is as safe as without the mark."""
+    s3.put("out/model.safetensors", b"theirs")
+    run = ("consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB")
+    _killed(proxy, "upload_part", 2, *run, "--overwrite")
+    assert "already exists and is not empty" in command(*run).error
+    assert s3.get("out/model.safetensors") == b"theirs"
+    assert command(*run, "--overwrite").code == 0
+    assert "out/model.safetensors" not in s3.keys()  # noqa: SIM118
+
+
+def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
+    for content in (b"", b"[]", b'{"key": "", "files": 1}', b"\xff"):
+        s3.put(f"out/{MARK}", content)
+        with pytest.raises(StorageError):
+            ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    s3.put("theirs", b"theirs")
+    s3.put(f"out/{MARK}", b'{"key": "", "files": ["../theirs", "/theirs", "a/../../theirs"]}')
+    ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert s3.get("theirs") == b"theirs"
+
+
+# ------------------------------------------------------------------------------------------------- proofs
+
+
+@pytest.mark.parametrize("to", ["consolidate", "convert"])
+def test_what_was_written_wrongly_is_removed(
+    to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpttool.storage.s3 import S3Upload
+
+    right = S3Upload.write
+
+    def wrong(self: S3Upload, start: int, data: bytearray) -> None:
+        data[-1] ^= 1
+        right(self, start, data)
+
+    monkeypatch.setattr(S3Upload, "write", wrong)
+    go: Callable[[], object] = {
+        "consolidate": lambda: ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS),  # type: ignore[arg-type]
+        "convert": lambda: ckpttool.convert(weights, s3.url("out"), to="dcp", prove=True),
+    }[to]
+    with pytest.raises(CkptError, match="what was written says"):
+        go()
+    _assert_nothing_is_left(s3)
+
+
+def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckpttool.api._proof", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
+    _assert_nothing_is_left(s3)
+
+
+# ------------------------------------------------------------------------------------------------- threads
+
+
+def _fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Let the window that begins at a byte fail, of every file."""
+    from ckpttool.windows import Windows
+
+    right = Windows.assemble
+
+    def assemble(self: Windows, start: int, end: int) -> tuple[bytearray, int]:
+        if start == at:
+            raise StorageError("window", "failed on purpose", "")
+        return right(self, start, end)
+
+    monkeypatch.setattr(Windows, "assemble", assemble)
+
+
+def _within(seconds: float, function: Callable[[], object]) -> BaseException | None:
+    """What a function raised; it must end in time."""
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("memory", ["1KB", "9KB", "256MB"])
+@pytest.mark.parametrize("jobs", [1, 2, 16])
+@pytest.mark.parametrize("at", [None, 0, 1024, 5120])
+def test_windows_wait_for_each_other_and_for_memory_but_not_for_ever(
+    at: int | None, jobs: int, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PART_BYTES", 1024)
+    place = Memory()
+    out = place.new()
+    if at is not None:
+        _fail_at(monkeypatch, at)
+    src = source("zero3-dp2-bf16")
+    error = _within(20, lambda: ckpttool.convert(src, out, to="zero", world_size=2, jobs=jobs, memory=memory))
+    if at is None:
+        assert error is None
+        assert ckpttool.digest(out) == ckpttool.digest(src)
+    else:
+        assert "failed on purpose" in str(error)
+        assert place.files(out) == {}
+
+
+def test_a_file_system_that_commits_nothing_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some open a file where it is to lie, and know no other way."""
+    import fsspec.implementations.memory as implementation
+
+    monkeypatch.setattr(remote, "PART_BYTES", 1024)
+    fs = implementation.MemoryFileSystem()
+
+    class Direct:
+        """A file that is there from its first byte on."""
+
+        def __init__(self, path: str) -> None:
+            self._path = path
+            self._data = b""
+
+        def write(self, data: bytes | bytearray) -> None:
+            self._data += bytes(data)
+            fs.pipe_file(self._path, self._data)
+
+        def close(self) -> None:
+            pass
+
+    def opened(self: object, path: str, mode: str = "rb", **_: Any) -> Direct:
+        assert mode == "wb"
+        return Direct(path)
+
+    place = Memory()
+    out = place.new()
+    with monkeypatch.context() as patch:
+        patch.setattr(implementation.MemoryFileSystem, "open", opened)
+        patch.setattr(implementation.MemoryFileSystem, "pipe_file", _piped)
+        ckpttool.consolidate(source("zero3-dp2-bf16"), out, to="safetensors")
+        assert set(place.files(out)) == {"model.safetensors"}
+        _fail_at(patch, 2048)
+        with pytest.raises(StorageError, match="on purpose"):
+            ckpttool.consolidate(source("zero3-dp2-bf16"), out + "2", to="safetensors")
+    assert place.files(out + "2") == {}
+
+
+def _piped(self: Any, path: str, value: bytes, **_: Any) -> None:
+    from fsspec.implementations.memory import MemoryFile
+
+    self.store[path] = MemoryFile(self, path, bytes(value))
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+MEASURED = """
+import resource, sys
+import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
+from ckpttool.windows import Windows
+from ckpttool import transfer, uploads
+def peak():
+    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+small, large, out, memory = sys.argv[1:]
+ckpttool.consolidate(small, out + "-small", to="safetensors", memory=memory)
+before = peak()
+ckpttool.consolidate(large, out, to="safetensors", memory=memory)
+print(peak() - before)
+"""
+
+
+def test_memory_stays_within_what_was_asked_for(s3: Bucket, tmp_path: Path) -> None:
+    s3.upload(write_weights(tmp_path / "small", {"a": 3_000_000}), "small")
+    s3.upload(write_weights(tmp_path / "large", {"a": 12_000_000, "b": 8_000_000}), "large")
+    arguments = [s3.url("small"), s3.url("large"), s3.url("out"), "24MB"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    grown = int(done.stdout)
+    # Of 80 MB: what was asked for, and what the small run had not touched of the libraries' own buffers.
+    assert grown < (24 << 20) + (16 << 20), f"{grown:,}"
+    ((_, nbytes),) = s3.sizes("out/").items()
+    assert nbytes > 80_000_000
+
+
+@pytest.mark.parametrize("memory", ["1MB", "1"])
+def test_less_memory_than_a_window_needs_will_do(
+    memory: str, weights: str, expected: dict[str, bytes], s3: Bucket
+) -> None:
+    options = {**SHARDS, "memory": memory}
+    ckpttool.consolidate(weights, s3.url("out"), **options)  # type: ignore[arg-type]
+    assert Remote(s3).files(s3.url("out")) == expected
+    with contextlib.suppress(ValueError):
+        ckpttool.consolidate(weights, s3.url("none"), to="torch", memory=0)
+
+
+def test_what_has_only_just_been_begun_is_told_as_that(s3: Bucket) -> None:
+    s3.put(f"out/{MARK}", b'{"key": "", "files": ["latest"]}')
+    problem = (
+        "is being written, or was left half-written by a run that was killed; wait for that run, or write it again"
+    )
+    assert command("inspect", s3.url("out")).error == f"Error: {s3.url('out')}: {problem}"
