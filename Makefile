@@ -24,7 +24,7 @@ demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the re
 	$(BIN)/python examples/demo.py
 
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 property: $(READY)  ## run the property tests with many more examples
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=thorough

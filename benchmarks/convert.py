@@ -1,0 +1,78 @@
+"""Measure convert against ``cp -r`` and ``ds_to_universal``, side by side in one run.
+
+    python benchmarks/convert.py [--runs N] [--stages 2 3] [--peer-runs N] [--workers 1 2 4]
+
+The checkpoints are those of ``consolidate.py``. Quote the ratios: the seconds are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from typing import TYPE_CHECKING
+
+from consolidate import CKPTTOOL, DATA, PYTHON, checkpoint, copy
+from measure import Command, alternate, print_table, run_once
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ZERO = "ckpttool convert --to zero --world-size 2"
+UNIVERSAL = "ckpttool convert --to universal"
+
+
+def convert(root: Path, out: Path, name: str) -> Command:
+    """Our conversion; ``name`` is its command line but for the places."""
+    _, command, *options = name.split()
+    return Command(name, [[CKPTTOOL, command, str(root), str(out), *options]], lambda: _clear(out))
+
+
+def peer(root: Path, out: Path, workers: int) -> Command:
+    """DeepSpeed's own converter."""
+    tag = (root / "latest").read_text()
+    command = [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(root / tag)]
+    command += ["--output_folder", str(out / "universal"), "--inject_missing_state"]
+    command += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
+    return Command(f"ds_to_universal, {workers} workers", [command], lambda: _clear(out))
+
+
+def _clear(out: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def bench_stage(stage: int, runs: int, peer_runs: int, workers: list[int]) -> None:
+    """All comparisons on one stage's checkpoint."""
+    root, out, sample = checkpoint(stage, "large"), DATA / "out", DATA / "sample"
+    print(f"\n=== ZeRO-{stage}, 4 ranks, 253M parameters ===")
+    for name in (ZERO, UNIVERSAL):
+        _clear(sample)
+        run_once(convert(root, sample, name))
+        same = copy(sample, out, "cp -r of the same output")
+        print_table(f"{name}, against cp -r", alternate([same, convert(root, out, name)], runs), same.name)
+        written = sum(f.stat().st_size for f in sample.rglob("*") if f.is_file())
+        print(f"{written:,} bytes written")
+    commands = [convert(root, out, UNIVERSAL), *(peer(root, out, n) for n in workers)]
+    print_table("to universal, against DeepSpeed's converter", alternate(commands, peer_runs), UNIVERSAL)
+    small = checkpoint(stage, "small")
+    for name in (ZERO, UNIVERSAL):
+        peaks = [run_once(convert(r, out, name)).peak_mb for r in (small, root)]
+        print(f"{name}: peak memory {peaks[0]:.0f} MB for 24M parameters, {peaks[1]:.0f} MB for 253M")
+    _clear(sample)
+    _clear(out)
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="counted runs against cp (default: 5)")
+    parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against DeepSpeed's (default: 3)")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(2, 3), default=(2, 3))
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="of ds_to_universal")
+    arguments = parser.parse_args()
+    DATA.mkdir(exist_ok=True)
+    for stage in arguments.stages:
+        bench_stage(stage, arguments.runs, arguments.peer_runs, arguments.workers)
+
+
+if __name__ == "__main__":
+    main()
