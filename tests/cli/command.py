@@ -55,7 +55,7 @@ def ckpttool(*arguments: object) -> Outcome:
 def ckpttool_process(*arguments: object, **options: Any) -> Outcome:
     """Run a command in a process of its own."""
     command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ZERO2, ZERO3 = "zero2-dp2-bf16", "zero3-dp2-bf16"
-SECONDS = 5
+SECONDS = 20
 """No command may take longer: a good checkpoint of this size takes a hundredth of a second."""
 CHARACTERS = 50_000_000
 """No command may print more."""

@@ -54,7 +54,7 @@ def slow_run(out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def _last_line(run: subprocess.Popen[str]) -> str:
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=300)
     assert out == ""
     assert "Traceback" not in err
     return err.splitlines()[-1]
@@ -107,7 +107,7 @@ def test_second_run_to_the_same_output_is_told_so_and_harms_nothing(tmp_path: Pa
             error = ckpttool_process("consolidate", CHECKPOINT, out, "--to", "torch", *options).error
             assert error == f"Error: {out}.partial: another run is writing it; wait for that run, or choose another OUT"
         assert ckpttool("consolidate", CHECKPOINT, tmp_path / "other", "--to", "safetensors").code == 0
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     assert sorted(os.listdir(tmp_path)) == ["other", "out"]
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "other/model.safetensors").read_bytes()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.zero.files import ZeroFiles
 
-SECONDS = 2
+SECONDS = 10
 
 
 def _rules(info: Any, ranks: int = 2) -> TensorParallel:
@@ -198,19 +198,19 @@ def _change(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 def test_a_piece_of_an_affine_map_that_does_not_fit_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
     info = _affine([_piece([6, 2], (0, [4, 1]), (0, [2, 1]))], [], shard=[6, 2], whole=[6, 4])
     change(info["affine_map"]["params"]["^layer\\.weight$"]["ranks"][0]["pieces"][0])
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(LayoutError, match=r"layer\.weight"):
         _rules(info).cut("layer.weight", [(6, 2), (6, 2)])
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
 
 
 def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
     piece = _piece([1], (0, [1]), (0, [1]))
     info = _affine([piece] * 300_000, [], shard=[6, 2], whole=[6, 4])
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(LayoutError):
         _rules(info).cut("layer.weight", [(6, 2), (6, 2)])
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
 
 
 # ------------------------------------------------------------------------------------------------- lies
@@ -310,11 +310,11 @@ def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
     ],
 )
 def test_what_does_not_fit_the_slices_is_refused(info: Any, shapes: list[tuple[int, ...]], message: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(LayoutError, match=message) as caught:
         _rules(info).cut("layer.weight", shapes)
     assert caught.value.path == "run/model.pt"
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
 
 
 @pytest.mark.parametrize(
@@ -339,11 +339,11 @@ def test_what_cannot_be_known_is_refused(info: Any, message: str) -> None:
     "pattern", ["(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)X", "(a|aa)*b", "(?:a|a)+$", "(.*,){25}X", "((a*)*)*"]
 )
 def test_no_pattern_takes_for_ever(pattern: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     rules = _rules({"tp_replicated_parameter_patterns": [pattern]})
     name = "a" * 60 + ",!"
     try:
         rules.cut(name, [(2,), (2,)])
     except LayoutError as error:
         assert "take for ever" in error.problem  # noqa: PT017
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS

@@ -198,7 +198,7 @@ LATE_ERROR = Answer(200, "InternalError", "We encountered an internal error. Ple
 """What S3 answers to a completion or copy that failed after it had begun to answer."""
 
 
-SECONDS_TO_SETTLE = 2.0
+SECONDS_TO_SETTLE = 10.0
 """How long requests that a rule acts on may take to be over once a test asks."""
 
 

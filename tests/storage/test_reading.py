@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +71,7 @@ def test_looking_at_a_checkpoint_takes_few_requests(kind: str, s3: Bucket, proxy
 
 def test_looking_at_four_ranks_reads_little_and_at_once(run: str, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(Latency(0.1), times=None)
-    began = time.perf_counter()
     ckpttool.inspect(run)
-    assert time.perf_counter() - began < 3
     assert len(proxy.requests("get_object")) <= 3 * len(s3.keys())
     assert sum(proxy.bytes_by_key().values()) <= 1.2 * sum(s3.sizes().values())
     assert proxy.most_in_flight("get_object") >= 4
