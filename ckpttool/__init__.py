@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpttool.comparison import DiffReport
     from ckpttool.digests import Digest
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
+    from ckpttool.manager import CheckpointManager, SaveReport
     from ckpttool.model import Checkpoint
     from ckpttool.retention import Decision
     from ckpttool.statistics import TensorStats
@@ -40,6 +41,7 @@ _HOMES = {
     "ConvertReport": "api", "CopyReport": "api", "ExtractReport": "api", "consolidate": "api", "convert": "api",
     "TransferReport": "api", "cp": "api", "ls": "api", "prune": "api",
     "Catalog": "catalog", "CatalogEntry": "catalog",
+    "CheckpointManager": "manager", "SaveReport": "manager",
     "Decision": "retention",
     "diff": "api", "digest": "api", "extract": "api", "extract_to_file": "api", "inspect": "api", "stats": "api",
     "verify": "api",
@@ -53,10 +55,10 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = [
-    "Catalog", "CatalogEntry", "Checkpoint", "CkptError", "ContainerError", "ConvertReport", "CopyReport", "Decision",
-    "DiffReport", "Digest", "ExtractReport", "LayoutError", "PlanError", "StorageError", "TensorStats",
-    "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest", "extract",
-    "extract_to_file", "inspect", "ls", "prune", "stats", "verify",
+    "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError", "ConvertReport",
+    "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError", "PlanError", "SaveReport",
+    "StorageError", "TensorStats", "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp",
+    "diff", "digest", "extract", "extract_to_file", "inspect", "ls", "prune", "stats", "verify",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, NoCheckpointError, natural_order, refuse_unfinished
 from ckpttool.formats.zero.names import parse_name
+from ckpttool.manifest import commits, is_commit, read_manifest, size_problems
 from ckpttool.storage import (
     HALF_REMOVED,
     is_half_removed,
@@ -69,7 +70,8 @@ class CatalogEntry:
     link: str | None
     """The directory that a symbolic link leads to; None for what is none."""
     metrics: Mapping[str, float]
-    """Numbers in its client state, by the keys that lead to them, with dots between them."""
+    """Numbers in its client state, by the keys that lead to them, with dots between them; and what it was saved with as
+    metrics."""
 
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
@@ -128,6 +130,37 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     return Catalog(root, tuple(sorted(found, key=lambda entry: entry.order)), tuple(problems))
 
 
+def committed(storage: Storage, root: str) -> list[CatalogEntry]:
+    """The checkpoints in a directory that were saved to their end, by their manifests alone; older before newer ones.
+
+    Raises:
+        CkptError: The directory or a manifest cannot be read.
+    """
+    named, _ = _named(storage, root, None)
+    entries = []
+    for directory in commits(storage, root):
+        manifest = read_manifest(storage, directory)
+        name = posixpath.basename(directory)
+        entries.append(
+            CatalogEntry(
+                name=name,
+                path=directory,
+                format="zero",
+                stage=manifest.stage,
+                world_size=manifest.world_size,
+                step=manifest.step,
+                nbytes=manifest.nbytes,
+                modified=manifest.created,
+                whole=True,
+                problem=None,
+                latest=name in named,
+                link=None,
+                metrics=manifest.metrics,
+            )
+        )
+    return sorted(entries, key=lambda entry: entry.order)
+
+
 def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
     """The directories of a root in which what ``latest`` names lies, and what is wrong with those files."""
     found: set[str] = set()
@@ -168,6 +201,14 @@ def _look(
                 errors.append(error)
         if checkpoint is None or checkpoint.root == path:
             errors += _own_root(storage, path, name)
+    metrics = _numbers(checkpoint.client_state) if checkpoint else {}
+    if is_commit(storage, path):
+        try:
+            manifest = read_manifest(storage, path)
+            errors += size_problems(storage, path, manifest)
+            metrics |= manifest.metrics
+        except CkptError as error:
+            errors.append(error)
     nbytes, modified = 0, None
     with contextlib.suppress(StorageError):
         for _, entry in walk(storage, path):
@@ -187,7 +228,7 @@ def _look(
         problem=_first(errors, path) if errors else None,
         latest=latest,
         link=link,
-        metrics=_numbers(checkpoint.client_state) if checkpoint else {},
+        metrics=metrics,
     )
 
 

@@ -42,7 +42,8 @@ class Rules:
     every: int | None = None
     """Those whose step is a multiple of this."""
     best: str | None = None
-    """The one with the smallest value of this number of the client state; with ":max" behind it, the largest."""
+    """The one with the smallest value of this metric, or number of the client state; with ":max" behind it, the
+    largest; with ":min:3", the three smallest."""
 
     def __post_init__(self) -> None:
         if self.last is None and self.every is None and self.best is None:
@@ -50,6 +51,8 @@ class Rules:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, not a number above 0")
+        if self.best is not None:
+            parse_best(self.best)
 
 
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[Decision]:
@@ -77,8 +80,9 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[
         if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
             reasons[entry.name].append(f"step {entry.order[0]} is a multiple of {rules.every}")
     if rules.best is not None and whole:
-        best, value = _best(whole, rules.best, root)
-        reasons[best.name].append(f"the best: {rules.best.partition(':')[0]} is {value:g}")
+        for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
+            which = "the best" if number == 1 else f"number {number} of the best"
+            reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
     return [_decision(entry, reasons) for entry in sorted(entries, key=lambda e: e.order)]
 
 
@@ -96,15 +100,26 @@ def _decision(entry: CatalogEntry, reasons: Mapping[str, list[str]]) -> Decision
     return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
 
 
-def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> tuple[CatalogEntry, float]:
-    metric, _, direction = rule.partition(":")
-    if direction not in {"", "min", "max"}:
-        raise ValueError(f"keep_best is {rule!r}: write METRIC, METRIC:min or METRIC:max")
+def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[CatalogEntry, float]]:
+    metric, direction, count = parse_best(rule)
     sign = -1 if direction == "max" else 1
     values = [(e, e.metrics[metric]) for e in whole if math.isfinite(e.metrics.get(metric, math.nan))]
     if not values:
         known = sorted({name for e in whole for name in e.metrics})[:20]
-        hint = f"these have numbers: {', '.join(known)}" if known else "save it with client_state={...}"
-        raise PlanError(root, f"no checkpoint has {metric} in its client state", hint)
-    # Of equals the newest: it has been trained longest.
-    return min(reversed(values), key=lambda pair: sign * pair[1])
+        hint = f"these have numbers: {', '.join(known)}" if known else "save it with metrics or client_state={...}"
+        raise PlanError(root, f"no checkpoint has {metric} in its metrics or client state", hint)
+    values.reverse()  # of equals the newest: it has been trained longest
+    return sorted(values, key=lambda pair: sign * pair[1])[:count]
+
+
+def parse_best(rule: str) -> tuple[str, str, int]:
+    """METRIC[:min|max[:COUNT]].
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    metric, *rest = rule.split(":")
+    direction, count = (rest + ["min", "1"][len(rest) :])[:2]
+    if not metric or len(rest) > 2 or direction not in {"min", "max"} or not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"keep_best is {rule!r}: write METRIC, METRIC:min or METRIC:max, and :COUNT for several")
+    return metric, direction, int(count)

@@ -28,6 +28,7 @@ def open_checkpoint(
     options: Mapping[str, Any] | None = None,
     report: Report = raise_at_once,
     unfinished: bool = False,
+    storage: Storage | None = None,
 ) -> Checkpoint:
     """Read the layout of a checkpoint, whatever its format.
 
@@ -36,14 +37,15 @@ def open_checkpoint(
             them, which each hold the files of some ranks.
         tag: Which checkpoint of a root; default: the one that ``latest`` names.
         options: What to tell the storage's fsspec class.
-        unfinished: Read also what ckpttool has not finished writing.
         report: Takes findings that need not end the reading; the default raises the first.
+        unfinished: Read also what ckpttool has not finished writing.
+        storage: Where it lies; default: what the path says.
 
     Raises:
         CkptError: There is no sound checkpoint.
     """
     paths = [src] if isinstance(src, str) else list(src)
-    storage = open_storage(paths[0], options)
+    storage = storage or open_storage(paths[0], options)
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.zero.names import parse_name
+from ckpttool.manifest import is_commit
 from ckpttool.storage import MARK, is_url, parent
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def refuse_unfinished(storage: Storage, directory: str) -> None:
     Raises:
         LayoutError: It has ckpttool's mark.
     """
-    if storage.exists(posixpath.join(directory, MARK)):
+    if storage.exists(posixpath.join(directory, MARK)) and not is_commit(storage, directory):
         problem = "is being written, or was left half-written by a run that was killed"
         raise LayoutError(directory, problem, "wait for that run, or write it again")
 

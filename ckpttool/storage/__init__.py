@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpttool.storage.base import MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
+from ckpttool.storage.base import MANIFEST, MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
 from ckpttool.storage.errors import storage_error, translate_os_errors
 from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage, copy_range, reserve, write_at, write_new
 from ckpttool.storage.removal import HALF_REMOVED, is_half_removed, remove_directory
@@ -11,6 +11,7 @@ from ckpttool.storage.urls import is_url, local_path, open_storage, parent, sche
 __all__ = [
     "HALF_REMOVED",
     "LOCAL",
+    "MANIFEST",
     "MARK",
     "WAIT",
     "Entry",

@@ -22,6 +22,8 @@ MAX_TEXT_BYTES = 1 << 20
 
 MARK = ".ckpttool-staging"
 """Says that a directory was made here, and may be cleared away; holds what it is to become."""
+MANIFEST = "ckpttool.json"
+"""Says that all of a directory is there: the last file of a save, and what makes it a commit."""
 MAX_DEPTH = 32
 """Directories within directories: no checkpoint has more, a link to a directory above it endlessly many."""
 WAIT = "wait until the save is over, then try again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+
+
+class Tally:
+    """Counts, in every thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self) -> None:
+        """One more."""
+        with self._lock:
+            self.count += 1
+
+
+RETRIES = Tally()
+"""Calls that were made again, since this process began."""
 
 ATTEMPTS = 7
 """How often a call is made before it is given up."""
@@ -125,6 +143,7 @@ def call(path: str, function: Callable[[], T]) -> T:
             if attempt == ATTEMPTS:
                 problem = f"the store failed {ATTEMPTS} times, at last with {_in_short(error)}"
                 raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
+        RETRIES.add()
         # At random, so that many who failed at once do not come back at once.
         time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
         pause = min(2 * pause, LONGEST_PAUSE)

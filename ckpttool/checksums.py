@@ -1,0 +1,107 @@
+"""CRC-32 of a file in chunks, so that any range of it can be checked without reading the rest."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MIN_CHUNK_BYTES = 1 << 20
+"""Chunks are no shorter than this,"""
+MAX_CHUNKS = 1 << 10
+"""and a file has no more of them."""
+_POLYNOMIAL = 0xEDB88320
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """CRC-32 of each chunk of a file, in order."""
+
+    nbytes: int
+    """Size of the file."""
+    chunk_bytes: int
+    """Size of each chunk but the last."""
+    crcs: tuple[int, ...]
+    """One of each chunk; none of an empty file."""
+
+
+def chunk_bytes(nbytes: int) -> int:
+    """How large the chunks of a file are: a power of two."""
+    size = MIN_CHUNK_BYTES
+    while size * MAX_CHUNKS < nbytes:
+        size *= 2
+    return size
+
+
+def cuts(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """The range [start, end) of a file, cut where chunks begin."""
+    while start < end:
+        following = min(end, (start // size + 1) * size)
+        yield start, following
+        start = following
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """CRC-32 of bytes followed by others, from the CRC-32 of each.
+
+    Source: zlib 1.3, crc32.c (``crc32_combine_op``).
+
+    Args:
+        first: Of those before.
+        second: Of those behind.
+        nbytes: How many lie behind.
+    """
+    return _product(_power(nbytes), first) ^ second if nbytes else first
+
+
+def of_pieces(nbytes: int, pieces: Iterable[tuple[int, int, int]]) -> Checksums:
+    """Checksums of a file from those of its pieces.
+
+    Args:
+        nbytes: Size of the file.
+        pieces: (first byte, bytes, CRC-32), which cover it in order; none reaches from one chunk into the next.
+    """
+    size = chunk_bytes(nbytes)
+    crcs = [0] * -(-nbytes // size)
+    for start, length, crc in pieces:
+        crcs[start // size] = combine(crcs[start // size], crc, length)
+    return Checksums(nbytes, size, tuple(crcs))
+
+
+def of_bytes(data: bytes) -> Checksums:
+    """Checksums of a small file."""
+    size = chunk_bytes(len(data))
+    view = memoryview(data)
+    return Checksums(len(data), size, tuple(zlib.crc32(view[a:b]) for a, b in cuts(0, len(data), size)))
+
+
+@lru_cache(maxsize=4096)
+def _power(nbytes: int) -> int:
+    """The power 8 * nbytes of x, modulo CRC-32's polynomial."""
+    result, factor, bits = 1 << 31, _X8, nbytes
+    while bits:
+        if bits & 1:
+            result = _product(factor, result)
+        factor = _product(factor, factor)
+        bits >>= 1
+    return result
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials, modulo CRC-32's; bits reflected."""
+    result, bit = 0, 1 << 31
+    while a:
+        if a & bit:
+            result ^= b
+            a ^= bit
+        bit >>= 1
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return result
+
+
+_X8 = 1 << 23
+"""x to the power of 8."""

@@ -1,0 +1,188 @@
+"""A storage that compares what it reads with the checksums of a manifest, before anybody uses it."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import ContainerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from ckpttool.checksums import Checksums
+    from ckpttool.ranges import ByteRange
+    from ckpttool.storage import Entry, Reader, Storage
+
+
+class GuardedStorage:
+    """Another storage, of which some files are checked as they are read.
+
+    Args:
+        storage: The other.
+        checksums: By path.
+    """
+
+    def __init__(self, storage: Storage, checksums: Mapping[str, Checksums]) -> None:
+        self._storage = storage
+        self._checksums = checksums
+        self.distant = storage.distant
+        self._sound: dict[str, bytearray] = {}
+        """By path: a 1 for each chunk that was found so."""
+
+    def listing(self, path: str) -> list[Entry]:
+        """The names in a directory, sorted."""
+        return self._storage.listing(path)
+
+    def list_tree(self, path: str) -> None:
+        """Be ready to list a directory and all below it."""
+        self._storage.list_tree(path)
+
+    def is_dir(self, path: str) -> bool:
+        """Whether the path is a directory that can be looked at."""
+        return self._storage.is_dir(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything at the path."""
+        return self._storage.exists(path)
+
+    def open(self, path: str, *, ahead: bool = False) -> Reader:
+        """Open a file for reading ranges.
+
+        Raises:
+            StorageError: It is missing, not a file, or not permitted.
+            ContainerError: It has another size than it was saved with.
+        """
+        reader = self._storage.open(path, ahead=ahead)
+        sums = self._checksums.get(path)
+        if sums is None:
+            return reader
+        if reader.nbytes != sums.nbytes:
+            reader.close()
+            problem = f"is {reader.nbytes:,} bytes long, {sums.nbytes:,} by the manifest"
+            raise ContainerError(path, problem, "restore it from a copy, or use another tag")
+        return GuardedReader(reader, sums, self._sound.setdefault(path, bytearray(len(sums.crcs))))
+
+    def read_text(self, path: str) -> str:
+        """The content of a small text file."""
+        return self._storage.read_text(path)
+
+    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
+        """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
+        inner = []
+        for reader, start, end in wanted:
+            if isinstance(reader, GuardedReader):
+                inner.append((reader.reader, *reader.widened(start, end)))
+            else:
+                inner.append((reader, start, end))
+        found = []
+        for (reader, start, end), (_, first, _), data in zip(wanted, inner, self._storage.read_all(inner), strict=True):
+            if isinstance(reader, GuardedReader):
+                reader.check(first, data)
+            found.append(data[start - first : end - first] if len(data) > end - start else data)
+        return found
+
+    def refresh(self, paths: Sequence[str]) -> None:
+        """Look anew."""
+        self._storage.refresh(paths)
+
+
+class GuardedReader:
+    """An open file whose chunks are checked the first time that something of them is read."""
+
+    def __init__(self, reader: Reader, checksums: Checksums, sound: bytearray) -> None:
+        self.reader = reader
+        self._sums = checksums
+        self._sound = sound
+        self.path = reader.path
+        self.nbytes = reader.nbytes
+        self.version = reader.version
+        self.distant = reader.distant
+
+    def __enter__(self) -> GuardedReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def widened(self, start: int, end: int) -> tuple[int, int]:
+        """The range, and what else must be read to check it."""
+        size = self._sums.chunk_bytes
+        if start >= end:
+            return start, end
+        first, last = start // size, (end - 1) // size
+        if not self._sound[first]:
+            start = first * size
+        if not self._sound[last]:
+            end = min(self.nbytes, (last + 1) * size)
+        return start, end
+
+    def check(self, start: int, data: bytes | memoryview) -> None:
+        """Compare the chunks that lie in the bytes from ``start`` on with their checksums.
+
+        Raises:
+            ContainerError: One is not as it was saved.
+        """
+        size = self._sums.chunk_bytes
+        view = memoryview(data)
+        end = start + len(view)
+        for chunk in range(-(-start // size), -(-end // size)):
+            a, b = chunk * size, min(self.nbytes, (chunk + 1) * size)
+            if self._sound[chunk] or b > end:
+                continue
+            if zlib.crc32(view[a - start : b - start]) != self._sums.crcs[chunk]:
+                problem = f"is damaged: bytes {a:,} to {b:,} are not what was saved"
+                raise ContainerError(self.path, problem, "restore it from a copy, or use another tag")
+            self._sound[chunk] = 1
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end).
+
+        Raises:
+            StorageError: The range cannot be read whole.
+            ContainerError: It is not as it was saved.
+        """
+        first, last = self.widened(start, end)
+        data = self.reader.read(first, last)
+        self.check(first, data)
+        return data[start - first : end - first]
+
+    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of each range, in order."""
+        return [self.read(r.start, r.end) for r in ranges]
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Be ready to read these ranges."""
+        self.reader.read_ahead(ranges)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on.
+
+        Raises:
+            StorageError: The range cannot be read whole.
+            ContainerError: It is not as it was saved.
+        """
+        end = start + len(buffer)
+        first, last = self.widened(start, end)
+        size = self._sums.chunk_bytes
+        # Whole chunks go straight to their place; of those at the ends more is read than is asked for.
+        low = start if first == start else min(end, first + size)
+        high = end if last == end else max(low, (last - 1) // size * size)
+        if low < high:
+            middle = buffer[low - start : high - start]
+            self.reader.read_into(low, middle)
+            self.check(low, middle)
+        for a, b in ((start, low), (high, end)):
+            if a < b:
+                buffer[a - start : b - start] = self.read(a, b)
+
+    def check_unchanged(self) -> None:
+        """Make sure that the file is still the one that was opened."""
+        self.reader.check_unchanged()
+
+    def close(self) -> None:
+        """Release the file."""
+        self.reader.close()

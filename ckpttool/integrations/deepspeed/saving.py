@@ -1,0 +1,246 @@
+"""What a live engine would save, taken through DeepSpeed's own seam for that: nothing is written here.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py (``save_checkpoint``) and runtime/checkpoint_engine/checkpoint_engine.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import posixpath
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from ckpttool.errors import CkptError, PlanError
+from ckpttool.integrations.pickling import describe
+from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
+from ckpttool.saving.upkeep import SCRATCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ckpttool.integrations.pickling import StorageBytes
+    from ckpttool.saving.outgoing import OutgoingFile
+
+ALIGNMENT = 64
+"""Bytes; what is copied to the host begins at multiples of this."""
+HUGE_PAGE = 1 << 21
+
+
+@dataclass(slots=True)
+class Collected:
+    """The files that this rank is to write."""
+
+    files: list[OutgoingFile] = field(default_factory=list)
+    """Into the directory of the tag."""
+    beside: dict[str, bytes] = field(default_factory=dict)
+    """Into the root: DeepSpeed's scripts."""
+    failed: CkptError | None = None
+    """Why they are not all."""
+    scratch: str = ""
+    """Holds some of them."""
+
+    def release(self) -> None:
+        """Forget them."""
+        self.files.clear()
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
+    """Notes what DeepSpeed would write.
+
+    Args:
+        own: The engine's own, which says who writes what.
+        directory: What DeepSpeed takes for the directory of the tag.
+        memory: Where to copy tensors to at once; None to refer to them where they are.
+    """
+
+    def __init__(self, own: Any, directory: str, memory: HostMemory | None) -> None:
+        super().__init__()
+        self.name = "ckpttool"
+        self._own = own
+        self._directory = directory
+        self._memory = memory
+        self.found = Collected()
+
+    def create(self, info: Any) -> None:
+        """Nothing is to be begun."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Directories are made by who writes."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Note a file."""
+        if self.found.failed is not None:
+            return
+        name = posixpath.relpath(path, self._directory)
+        try:
+            pickled = describe(state_dict)
+        except Exception as error:
+            # Not raised here, where the other ranks would wait for this one for ever.
+            problem = f"cannot be pickled: {type(error).__name__}: {error}"
+            self.found.failed = PlanError(name, problem, "see what client_state holds")
+            return
+        storages = pickled.storages
+        held = storages if self._memory is None else self._memory.hold(storages)
+        self.found.files.append(TorchFile(name, pickled.structure, held))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Is not asked for in a save."""
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> bool:
+        """Is done when all ranks have written."""
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """As the engine's own says, which has told the engine so before."""
+        return bool(self._own.is_data_parallel_writer(dp_rank))
+
+    def preserves_storage_sharing(self) -> bool:
+        """False: DeepSpeed need not copy views of large buffers, of which only the parts in use are written."""
+        return False
+
+
+class HostMemory:
+    """The host's memory for one rank's state, used again for every save.
+
+    Args:
+        pinned: Whether a GPU is to copy to it.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._blocks: list[Any] = []
+        self._block = 0
+        self._used = 0
+
+    def reset(self) -> None:
+        """Nothing that is held is needed any more."""
+        self._block = self._used = 0
+
+    def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, Held]:
+        """Copy the bytes of storages; all is there when ``settle`` returns."""
+        total = sum(-(-s.nbytes // ALIGNMENT) * ALIGNMENT for s in storages.values())
+        memory = self._take(total)
+        held = {}
+        at = 0
+        for key, storage in storages.items():
+            target = memory[at : at + storage.nbytes]
+            target.copy_(storage.tensor, non_blocking=self._pinned)
+            held[key] = Held(memoryview(target.numpy()))
+            at += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
+        return held
+
+    def settle(self) -> None:
+        """Wait for copies from a device."""
+        if self._pinned:
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().synchronize()
+
+    def _take(self, nbytes: int) -> Any:
+        # One block a file: their sizes are the same from save to save.
+        while self._block < len(self._blocks):
+            block = self._blocks[self._block]
+            if block.numel() >= nbytes:
+                self._block += 1
+                return block
+            del self._blocks[self._block]
+        self._blocks.append(self._allocate(nbytes))
+        self._block += 1
+        return self._blocks[-1]
+
+    def _allocate(self, nbytes: int) -> Any:
+        if self._pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
+        with contextlib.suppress(OSError, AttributeError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def _swapped(engine: Any, other: Any) -> Iterator[None]:
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = other
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = own
+
+
+def check_engine(engine: Any) -> None:
+    """Make sure that it is DeepSpeed's.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
+        problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
+        raise PlanError("engine", problem, "pass what deepspeed.initialize returned")
+
+
+def collect(
+    engine: Any, *, tag: str, client_state: Mapping[str, Any], memory: HostMemory | None, exclude_frozen: bool,
+    scratch_root: str | None,
+) -> Collected:  # fmt: skip
+    """What this rank would save, on every rank; no file of it is written.
+
+    Args:
+        engine: ``deepspeed.DeepSpeedEngine`` or its pipeline's.
+        tag: The checkpoint's name.
+        client_state: What the train loop saves along.
+        memory: Where to copy tensors to; None to refer to them where they are, until the files are written.
+        exclude_frozen: Leave frozen parameters out.
+        scratch_root: A directory on the disk of the checkpoints, for what DeepSpeed itself copies from NVMe; None for
+            the system's.
+    """
+    nvme = bool(engine.zero_nvme_offload_optimizer())
+    scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=scratch_root if nvme else None)
+    directory = os.path.join(scratch, tag)
+    if memory is not None:
+        memory.reset()
+    collector = _Collector(engine.checkpoint_engine, directory, memory)
+    found = collector.found
+    found.scratch = scratch
+    try:
+        os.makedirs(directory)
+        with _swapped(engine, collector):
+            engine.save_checkpoint(
+                scratch, tag=tag, client_state=dict(client_state), save_latest=False,
+                exclude_frozen_parameters=exclude_frozen,
+            )  # fmt: skip
+        if memory is not None:
+            memory.settle()
+    except BaseException:
+        found.release()
+        raise
+    for entry in os.scandir(scratch):
+        if entry.is_file():
+            with open(entry.path, "rb") as file:
+                found.beside[entry.name] = file.read()
+    found.files += _copied(directory)
+    if not nvme:
+        found.scratch = ""
+        shutil.rmtree(scratch, ignore_errors=True)
+    return found
+
+
+def _copied(directory: str) -> Iterator[OutgoingFile]:
+    """What DeepSpeed has copied by itself: states that lie on NVMe."""
+    for above, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(above, name)
+            with open(path, "rb") as file:
+                data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if os.path.getsize(path) else b""
+            yield PlainFile(posixpath.relpath(path, directory), Held(memoryview(data)))

@@ -1,0 +1,220 @@
+"""What ``torch.save`` would write, without writing it: the structure as a pickle, and where the tensors' bytes lie.
+
+Source: torch 2.13, torch/serialization.py (``_save``: what a persistent id holds) and torch/_tensor.py
+(``Tensor.__reduce_ex__``).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+GAP_BYTES = 4096
+"""Where only parts of a storage are written, what is no further apart than this is one part."""
+
+
+class StorageBytes:
+    """A run of bytes of a storage, wherever it lies.
+
+    Args:
+        storage: ``torch.UntypedStorage``; lives as long.
+        start: First byte.
+        end: One past the last.
+    """
+
+    def __init__(self, storage: Any, start: int, end: int) -> None:
+        self._storage = storage
+        self._start = start
+        self.nbytes = end - start
+        self.on_host = storage.device.type == "cpu"
+
+        """Whether it is the host's memory."""
+
+    @property
+    def tensor(self) -> Any:
+        """The bytes as a ``torch.uint8`` tensor of one dimension that shares their memory."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+        return whole[self._start : self._start + self.nbytes]
+
+    def read(self, start: int, end: int) -> memoryview:
+        """The bytes [start, end) of the run."""
+        return memoryview(self.tensor[start:end].cpu().numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """What a file is to hold."""
+
+    structure: bytes
+    """``data.pkl``."""
+    storages: dict[str, StorageBytes]
+    """By the key that the structure has for it."""
+
+
+def describe(value: Any) -> Pickled:
+    """The structure of a value, and where its tensors' bytes lie; nothing is copied.
+
+    Tensors that share memory go on sharing it, as with ``torch.save``. Of a storage of which less than half is used, as
+    where a few views of a large buffer are saved, only what is used is written.
+
+    Raises:
+        pickle.PicklingError: Something in it cannot be pickled; so do AttributeError and TypeError.
+    """
+    seen = _Seen()
+    _pickle(value, seen)
+    placed = _Placed(seen)
+    return Pickled(_pickle(value, placed), placed.storages)
+
+
+def _pickle(value: Any, storages: _Seen | _Placed) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out, storages).dump(value)
+    return out.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The elements [start, end) of a storage, which become a storage of their own."""
+
+    storage: Any
+    dtype: Any
+    start: int
+    end: int
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, storages: _Seen | _Placed) -> None:
+        super().__init__(out, protocol=2)
+        self._storages = storages
+
+    def reducer_override(self, value: Any) -> Any:
+        """Tensors, of whose storage only what they use is written."""
+        if type(value) is not torch.Tensor or not _is_plain(value):
+            return NotImplemented
+        storage, offset = value.untyped_storage(), value.storage_offset()
+        run = self._storages.run(storage, value.dtype, offset, offset + _span(value))
+        arguments: Any = (
+            run,
+            offset - run.start,
+            tuple(value.size()),
+            value.stride(),
+            value.requires_grad,
+            OrderedDict(),
+        )
+        state = torch._utils._get_obj_state(value)
+        if not state:
+            return torch._utils._rebuild_tensor_v2, arguments
+        rebuilt = (torch._utils._rebuild_tensor_v2, torch.Tensor, arguments, state)
+        return torch._tensor._rebuild_from_type_v2, rebuilt
+
+    def persistent_id(self, value: Any) -> Any:
+        """Storages, which lie outside the pickle."""
+        if isinstance(value, _Run):
+            kind, width = getattr(torch, torch.storage._dtype_to_storage_type_map()[value.dtype]), value.dtype.itemsize
+            key = self._storages.key(value.storage, value.start * width, value.end * width)
+            return ("storage", kind, key, torch.serialization.location_tag(value.storage), value.end - value.start)
+        if isinstance(value, torch.storage.TypedStorage):
+            storage = value._untyped_storage
+            kind, numel = getattr(torch, value._pickle_storage_type()), value._size()
+        elif isinstance(value, torch.UntypedStorage):
+            storage, kind, numel = value, torch.UntypedStorage, value.nbytes()
+        else:
+            return None
+        key = self._storages.whole_key(storage)
+        return ("storage", kind, key, torch.serialization.location_tag(storage), numel)
+
+
+def _is_plain(tensor: Any) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks)
+        and tensor.dtype in torch.storage._dtype_to_storage_type_map()
+    )
+
+
+def _span(tensor: Any) -> int:
+    """Elements of the storage from the first that a tensor uses to the last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum(int(size - 1) * int(stride) for size, stride in steps)
+
+
+class _Seen:
+    """Notes what is used of each storage."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, list[tuple[int, int, Any]]] = {}
+        """By storage: (first byte, one past the last, storage) of each tensor."""
+        self.whole: set[int] = set()
+        self.keep: list[Any] = []
+
+    def run(self, storage: Any, dtype: Any, start: int, end: int) -> _Run:
+        self.keep.append(storage)  # no other storage may get its identity
+        self.used.setdefault(storage._cdata, []).append((start * dtype.itemsize, end * dtype.itemsize, storage))
+        return _Run(storage, dtype, start, end)
+
+    def key(self, storage: Any, start: int, end: int) -> str:
+        return ""
+
+    def whole_key(self, storage: Any) -> str:
+        self.keep.append(storage)
+        self.whole.add(storage._cdata)
+        return ""
+
+
+class _Placed:
+    """Gives each run of used bytes a key."""
+
+    def __init__(self, seen: _Seen) -> None:
+        self.storages: dict[str, StorageBytes] = {}
+        self._keep = seen.keep
+        self._whole = seen.whole | {identity for identity, used in seen.used.items() if _is_mostly_used(used)}
+        self._runs = {identity: list(_merged(used)) for identity, used in seen.used.items()}
+        self._keys: dict[tuple[int, int, int], str] = {}
+
+    def run(self, storage: Any, dtype: Any, start: int, end: int) -> _Run:
+        width = dtype.itemsize
+        if storage._cdata in self._whole:
+            return _Run(storage, dtype, 0, storage.nbytes() // width)
+        for first, last in self._runs[storage._cdata]:
+            if first <= start * width and end * width <= last and first % width == 0 and last % width == 0:
+                return _Run(storage, dtype, first // width, last // width)
+        return _Run(storage, dtype, start, end)  # it is used as another type, too, at places that do not fit this one
+
+    def whole_key(self, storage: Any) -> str:
+        return self.key(storage, 0, storage.nbytes())
+
+    def key(self, storage: Any, start: int, end: int) -> str:
+        found = self._keys.setdefault((storage._cdata, start, end), str(len(self._keys)))
+        if found not in self.storages:
+            self.storages[found] = StorageBytes(storage, start, end)
+        return found
+
+
+def _is_mostly_used(used: list[tuple[int, int, Any]]) -> bool:
+    return bool(2 * sum(b - a for a, b in _merged(used)) >= used[0][2].nbytes())
+
+
+def _merged(used: Iterable[tuple[int, int, Any]]) -> Iterable[tuple[int, int]]:
+    ordered = sorted((a, b) for a, b, _ in used)
+    if not ordered:
+        return
+    start, end = ordered[0]
+    for a, b in itertools.islice(ordered, 1, None):
+        if a > end + GAP_BYTES:
+            yield start, end
+            start, end = a, b
+        else:
+            end = max(end, b)
+    yield start, end

@@ -1,0 +1,285 @@
+"""The life of the checkpoints in one root: saved from a train loop, found again, and cleared away."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import posixpath
+import threading
+import time
+from dataclasses import dataclass
+from os import fspath
+from typing import TYPE_CHECKING, Any
+
+from ckpttool._version import __version__
+from ckpttool.errors import CkptError, PlanError
+from ckpttool.retention import Rules
+from ckpttool.saving.protocol import Request, place_for, save
+from ckpttool.saving.upkeep import tidy
+from ckpttool.storage import LOCAL, is_url, local_path, without_secrets
+from ckpttool.storage.failures import RETRIES
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from ckpttool.integrations.deepspeed.saving import Collected, HostMemory
+    from ckpttool.saving.ranks import Ranks
+
+LOG = logging.getLogger("ckpttool")
+TIMEOUT = 1800.0
+"""Seconds that a rank may be behind, if nothing else is asked for."""
+GRACE = 3600.0
+"""Seconds after which what a killed save has left is removed, if nothing else is asked for."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """How a save went, on one rank."""
+
+    tag: str
+    """The checkpoint's name."""
+    step: int
+    """Steps of the engine."""
+    path: str
+    """Its directory."""
+    nbytes: int
+    """Bytes that this rank wrote."""
+    stall_seconds: float
+    """How long the train loop stood still."""
+    seconds: float
+    """From the call to the commit."""
+    retries: int
+    """Requests that were made again because the store failed."""
+    error: CkptError | None = None
+    """Why it was not saved; None if it was."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What this rank wrote, over the time from the call to the commit."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.tag} was not saved: {self.error}"
+        text = (
+            f"saved {self.tag} (step {self.step}): {self.nbytes / 1e6:,.1f} MB of this rank in {self.seconds:.2f} s "
+            f"({self.bytes_per_second / 1e6:,.0f} MB/s), training stood still for {self.stall_seconds:.3f} s"
+        )
+        return f"{text}, {self.retries} retries" if self.retries else text
+
+
+class CheckpointManager:
+    """Saves and restores the state of a DeepSpeed engine; make one on every rank, with the same arguments.
+
+    A save is a plain DeepSpeed checkpoint that is committed as a whole or not at all; nobody needs ckpttool to load it.
+
+    Args:
+        root: Directory or URL of all checkpoints of the run; every rank must reach it.
+        keep_last: Keep so many of the newest. Without any rule all are kept.
+        keep_every: Keep those whose step is a multiple of this.
+        keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
+        async_save: Let the train loop go on as soon as the state is copied to the host's memory, and write in the
+            background.
+        timeout: Seconds that a rank may be behind the others before a save is given up.
+        grace: Seconds after which what a killed save has left is removed, by the newest of its files.
+        on_save: Called on every rank after each save, in the thread that saved.
+        storage_options: What to tell the storage's fsspec class; default: what it finds itself.
+
+    Raises:
+        ValueError: A rule makes no sense.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, str, int] | None = None,
+        async_save: bool = False,
+        timeout: float = TIMEOUT,
+        grace: float = GRACE,
+        on_save: Callable[[SaveReport], None] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = fspath(root)
+        self.root = without_secrets(local_path(given)).rstrip("/") or given
+        if not is_url(self.root):
+            self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
+        self._place = place_for(given, storage_options)
+        self._options = storage_options
+        best = None if keep_best is None else ":".join(map(str, keep_best))
+        given_rules = (keep_last, keep_every, best)
+        self._rules = None if given_rules == (None, None, None) else Rules(*given_rules)
+        self._async = async_save
+        self._timeout = timeout
+        self._grace = grace
+        self._on_save = on_save
+        self._name = f"manager {next(_numbers)}"
+        self._ranks: Ranks | None = None
+        self._memory: HostMemory | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: CkptError | None = None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+            return
+        try:
+            self.wait()
+        except CkptError as failed:
+            LOG.error("%s", failed)  # noqa: TRY400  the error that is on its way says more
+
+    def save(
+        self,
+        engine: Any,
+        *,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> SaveReport | None:
+        """Save the engine's state, on every rank at the same step.
+
+        Args:
+            engine: What ``deepspeed.initialize`` returned.
+            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps.
+            client_state: What to save along; ``restore`` returns it.
+            metrics: Numbers that say how good the model is; those of the first rank count.
+            overwrite: Replace a checkpoint of that name.
+            exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
+
+        Returns:
+            How it went; None while it is being written in the background.
+
+        Raises:
+            CkptError: This save failed, or the one before it that ran in the background; says which rank and why.
+                Nothing was committed.
+        """
+        self.wait()
+        began = time.perf_counter()
+        from ckpttool.integrations.deepspeed.saving import check_engine, collect
+
+        check_engine(engine)
+        step = int(engine.global_steps)
+        tag = f"global_step{step}" if tag is None else str(tag)
+        _check_tag(tag)
+        request = Request(
+            tag=tag,
+            step=step,
+            stage=int(engine.zero_optimization_stage()),
+            metrics={str(name): float(value) for name, value in (metrics or {}).items()},
+            versions=_versions(),
+            overwrite=overwrite,
+        )
+        ranks = self._meet()
+        collected = collect(
+            engine, tag=tag, client_state=client_state or {}, memory=self._host_memory(engine),
+            exclude_frozen=exclude_frozen_parameters, scratch_root=self.root if self._place.storage is LOCAL else None,
+        )  # fmt: skip
+        if not self._async:
+            report = self._write(ranks, request, collected, began, None)
+            if report.error is not None:
+                raise report.error
+            return report
+        stall = time.perf_counter() - began
+        # Not a daemon: the interpreter waits for it at its end.
+        self._thread = threading.Thread(
+            target=self._write, args=(ranks, request, collected, began, stall), name="ckpttool-save"
+        )
+        self._thread.start()
+        return None
+
+    def wait(self) -> None:
+        """Wait until what is being saved in the background is committed.
+
+        Raises:
+            CkptError: It was not.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _write(
+        self, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
+    ) -> SaveReport:
+        """Write what was collected; never raises."""
+        before, nbytes = RETRIES.count, sum(f.nbytes for f in collected.files)
+        error: CkptError | None = None
+        try:
+            save(
+                self._place, self.root, ranks, request, collected.files, beside=collected.beside,
+                failed=collected.failed, timeout=self._timeout,
+            )  # fmt: skip
+        except CkptError as failed:
+            error = failed
+        except Exception as failed:
+            LOG.exception("a save failed")
+            path = posixpath.join(self.root, request.tag)
+            error = PlanError(path, f"was not saved: {type(failed).__name__}: {failed}", "see the log")
+        finally:
+            collected.release()
+        seconds = time.perf_counter() - began
+        report = SaveReport(
+            tag=request.tag, step=request.step, path=posixpath.join(self.root, request.tag), nbytes=nbytes,
+            stall_seconds=seconds if stall is None else stall, seconds=seconds, retries=RETRIES.count - before,
+            error=error,
+        )  # fmt: skip
+        if error is None:
+            LOG.info("%s", report)
+        else:
+            LOG.error("%s", report)
+            if stall is not None:
+                self._failed = error
+        self._tell(report)
+        if error is None and ranks.rank == 0:
+            tidy(self._place, self.root, self._rules, grace=self._grace)
+        return report
+
+    def _tell(self, report: SaveReport) -> None:
+        if self._on_save is None:
+            return
+        try:
+            self._on_save(report)
+        except Exception:
+            LOG.exception("on_save failed")
+
+    def _meet(self) -> Ranks:
+        if self._ranks is None:
+            from ckpttool.integrations.process_group import ranks_of_process_group
+
+            self._ranks = ranks_of_process_group(self._name)
+        return self._ranks
+
+    def _host_memory(self, engine: Any) -> HostMemory | None:
+        """Where to copy the state to: what lies on a device must pass through the host in any case."""
+        on_device = engine.device.type != "cpu"
+        if self._memory is None and (self._async or on_device):
+            from ckpttool.integrations.deepspeed.saving import HostMemory
+
+            self._memory = HostMemory(pinned=on_device)
+        return self._memory
+
+
+def _check_tag(tag: str) -> None:
+    if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
+        raise ValueError(f"{tag!r} cannot be a tag: it must be printable, and no part of it may begin with a dot")
+
+
+def _versions() -> dict[str, str]:
+    import deepspeed
+    import torch
+
+    return {"ckpttool": __version__, "deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)}

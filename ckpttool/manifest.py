@@ -1,0 +1,157 @@
+"""The manifest of a save: what was written, and that all of it was. A directory that has one is a commit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import posixpath
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums
+from ckpttool.errors import LayoutError, StorageError
+from ckpttool.storage import MANIFEST, is_half_removed, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.storage import Storage
+
+FORMAT = 1
+"""The form of the file; readers refuse later ones."""
+MAX_BYTES = 1 << 28
+"""A manifest of ten thousand ranks is smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a save wrote."""
+
+    tag: str
+    """The checkpoint's name."""
+    step: int
+    """Steps of the engine."""
+    created: float
+    """When it was committed, in seconds since 1970."""
+    attempt: str
+    """Differs for every save, of the same tag too."""
+    world_size: int
+    """Ranks that saved it."""
+    stage: int
+    """ZeRO stage."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the train loop said of the model."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages that wrote it."""
+    files: Mapping[str, Checksums] = field(default_factory=dict)
+    """Every file, by its name in the directory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files.values())
+
+    def to_json(self) -> bytes:
+        """The manifest's file."""
+        files = {
+            name: {"nbytes": f.nbytes, "chunk_bytes": f.chunk_bytes, "crc32": _packed(f.crcs)}
+            for name, f in sorted(self.files.items())
+        }
+        values = {k: v for k, v in _shallow(self).items() if k != "files"}
+        return json.dumps({"format": FORMAT, **values, "files": files}, indent=1).encode()
+
+
+def _shallow(manifest: Manifest) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
+
+
+def is_commit(storage: Storage, directory: str) -> bool:
+    """Whether a directory is a checkpoint that was saved to its end, and is not being removed."""
+    return storage.exists(posixpath.join(directory, MANIFEST)) and not is_half_removed(storage, directory)
+
+
+def commits(storage: Storage, root: str) -> list[str]:
+    """The directories right below a root that are commits."""
+    if not storage.is_dir(root):
+        return []
+    found = (posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir and not e.name.startswith("."))
+    return [directory for directory in found if is_commit(storage, directory)]
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        StorageError: There is none, or it cannot be read.
+        LayoutError: It is damaged, or of a later release.
+    """
+    path = posixpath.join(directory, MANIFEST)
+    with storage.open(path) as reader:
+        if reader.nbytes > MAX_BYTES:
+            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a manifest", "is it damaged?")
+        data = reader.read(0, reader.nbytes)
+    try:
+        return parse_manifest(data)
+    except _LaterError:
+        problem = "was written by a later release of ckpttool"
+        raise LayoutError(path, problem, "upgrade ckpttool, or use plain DeepSpeed") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
+        raise LayoutError(path, "is no manifest of ckpttool's", "is it damaged? use another tag") from error
+
+
+class _LaterError(Exception):
+    pass
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read a manifest's file.
+
+    Raises:
+        ValueError: It is none; so do the errors that reading data of another form raises.
+    """
+    found = json.loads(data)
+    if int(found["format"]) > FORMAT:
+        raise _LaterError
+    files = {str(name): _checksums(values) for name, values in found["files"].items()}
+    if any(part in {"", ".", ".."} for name in files for part in name.split("/")):
+        raise ValueError("a name leads out of the directory")
+    return Manifest(
+        tag=str(found["tag"]),
+        step=int(found["step"]),
+        created=float(found["created"]),
+        attempt=str(found["attempt"]),
+        world_size=int(found["world_size"]),
+        stage=int(found["stage"]),
+        metrics={str(k): float(v) for k, v in found["metrics"].items()},
+        versions={str(k): str(v) for k, v in found["versions"].items()},
+        files=files,
+    )
+
+
+def _checksums(values: Mapping[str, Any]) -> Checksums:
+    nbytes, size = int(values["nbytes"]), int(values["chunk_bytes"])
+    raw = base64.b64decode(values["crc32"], validate=True)
+    count = -(-nbytes // size) if size >= MIN_CHUNK_BYTES else -1
+    if nbytes < 0 or not 0 <= count <= MAX_CHUNKS or len(raw) != 4 * count:
+        raise ValueError("checksums do not fit the size")
+    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw))
+
+
+def _packed(crcs: tuple[int, ...]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+
+
+def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[StorageError]:
+    """Every file of a manifest that is not there in full."""
+    there = {name: entry.nbytes for name, entry in walk(storage, directory)}
+    hint = "restore it from a copy, or use another tag"
+    problems = []
+    for name, file in manifest.files.items():
+        path = posixpath.join(directory, name)
+        if name not in there:
+            problems.append(StorageError(path, "is missing, and the manifest has it", hint))
+        elif there[name] != file.nbytes:
+            problem = f"is {there[name]:,} bytes long, {file.nbytes:,} by the manifest"
+            problems.append(StorageError(path, problem, hint))
+    return problems

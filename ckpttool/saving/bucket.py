@@ -1,0 +1,129 @@
+"""What a save does in a bucket: an object is there as a whole when the store has acknowledged it, and not before."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import CkptError
+from ckpttool.saving.outgoing import pieces
+from ckpttool.storage.removal import remove_remote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckpttool.checksums import Checksums
+    from ckpttool.saving.outgoing import OutgoingFile
+    from ckpttool.storage.remote import RemoteStorage, Upload
+
+PARTS_AT_ONCE = 8
+"""Parts that one rank uploads at the same time; each is held in memory meanwhile."""
+
+
+class Bucket:
+    """Saves on a distant storage.
+
+    Args:
+        storage: Where.
+    """
+
+    def __init__(self, storage: RemoteStorage) -> None:
+        self.storage = storage
+
+    def prepare(self, directory: str) -> None:
+        """Stores have no directories."""
+        self.storage.forget()
+
+    def free_bytes(self, directory: str) -> int | None:
+        """Stores do not say."""
+        return None
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small object.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self.storage.put(path, data)
+
+    def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
+        """Write a rank's files; their checksums, in order.
+
+        Raises:
+            StorageError: One cannot be written.
+        """
+        written = []
+        uploads: list[Upload] = []
+        try:
+            with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="ckpttool-upload") as pool:
+                for file in files:
+                    written.append(file.seal())
+                    self._write_file(f"{directory}/{file.name}", file, pool, uploads)
+            self.storage.at_once([partial(upload.commit) for upload in uploads])
+        except BaseException:
+            with contextlib.suppress(CkptError):
+                self.storage.at_once([partial(upload.discard) for upload in uploads])
+            raise
+        return written
+
+    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, uploads: list[Upload]) -> None:
+        size = self.storage.part_bytes(file.nbytes)
+        held = pieces(file)
+        if file.nbytes <= size:
+            self.storage.put(path, bytes(_filled(held, 0, file.nbytes)))
+            return
+        upload = self.storage.create(path, file.nbytes)
+        uploads.append(upload)
+        starts = range(0, file.nbytes, size)
+        # in order, so that what has to be written in order never waits for what has not begun
+        running = [pool.submit(_upload, upload, held, a, min(file.nbytes, a + size)) for a in starts]
+        try:
+            for future in running:
+                future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+    def delete(self, path: str) -> None:
+        """Remove an object, if it is there.
+
+        Raises:
+            StorageError: It cannot be removed.
+        """
+        self.storage.delete([path])
+
+    def remove(self, directory: str) -> None:
+        """Remove all objects of a directory so that what is left of it if that fails is not taken for whole.
+
+        Raises:
+            StorageError: One cannot be removed.
+        """
+        self.storage.forget()
+        remove_remote(self.storage, directory)
+
+    def set_aside(self, directory: str, aside: str) -> bool:
+        """Objects cannot be renamed."""
+        return False
+
+
+def _upload(upload: Upload, held: list[Piece], start: int, end: int) -> None:
+    try:
+        upload.write(start, _filled(held, start, end))
+    except BaseException as error:
+        upload.give_up(error)
+        raise
+
+
+def _filled(held: list[Piece], start: int, end: int) -> bytearray:
+    """The bytes [start, end) of a file that lies in pieces."""
+    data = bytearray(end - start)
+    for first, last, read in held:
+        a, b = max(first, start), min(last, end)
+        if a < b:
+            data[a - start : b - start] = read(a - first, b - first)
+    return data
+
+
+Piece = tuple[int, int, "Callable[[int, int], memoryview]"]

@@ -1,0 +1,192 @@
+"""What a save does on local disk, or on a file system that nodes share: every step durable before the next.
+
+Source of the order of steps: POSIX, rename() and fsync(): a file's bytes are safe after fsync of the file, its name
+after fsync of the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ckpttool.storage import LOCAL, remove_directory, reserve, storage_error, translate_os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckpttool.checksums import Checksums
+    from ckpttool.saving.outgoing import OutgoingFile
+
+PARTIAL = ".partial"
+"""Behind the name of a file that is being written."""
+WRITE_BYTES = 1 << 23
+"""Bytes of one write; the disk is told to begin with them at once."""
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+class Disk:
+    """Saves on local disk."""
+
+    storage = LOCAL
+
+    def prepare(self, directory: str) -> None:
+        """Make a directory, and those above it.
+
+        Raises:
+            StorageError: It cannot be made.
+        """
+        with translate_os_errors(directory):
+            missing = []
+            above = directory
+            while above and not os.path.isdir(above):
+                missing.append(above)
+                above = os.path.dirname(above)
+            for path in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(path)
+                _sync_directory(os.path.dirname(path) or ".")
+
+    def free_bytes(self, directory: str) -> int | None:
+        """Bytes that can still be written."""
+        with translate_os_errors(directory):
+            info = os.statvfs(directory)
+        return info.f_bavail * info.f_frsize
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file: as a whole, or what was there stays.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self._write(path, lambda fd: _write(fd, data, 0))
+        with translate_os_errors(path):
+            _sync_directory(os.path.dirname(path))
+
+    def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
+        """Write a rank's files; their checksums, in order.
+
+        Raises:
+            StorageError: One cannot be written.
+        """
+        written = []
+        directories = {directory}
+        with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-hash") as pool:
+            for file in files:
+                path = os.path.join(directory, file.name)
+                if os.path.dirname(path) not in directories:
+                    self.prepare(os.path.dirname(path))
+                    directories.add(os.path.dirname(path))
+                written.append(self._write_file(path, file, pool))
+        for one in directories:
+            with translate_os_errors(one):
+                _sync_directory(one)
+        return written
+
+    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor) -> Checksums:
+        sealed = pool.submit(file.seal)
+
+        def fill(fd: int) -> None:
+            reserve(fd, file.nbytes, path)
+            for first, payload in file.bulk():
+                for start in range(0, payload.nbytes, WRITE_BYTES):
+                    end = min(payload.nbytes, start + WRITE_BYTES)
+                    _write(fd, payload.read(start, end), first + start)
+                    _begin_to_sync(fd, first + start, end - start)
+            sealed.result()
+            for first, data in file.rest():
+                _write(fd, data, first)
+
+        try:
+            self._write(path, fill)
+        finally:
+            sealed.cancel()
+            with contextlib.suppress(BaseException):
+                sealed.result()  # nobody may be reading the memory when this returns
+        return sealed.result()
+
+    @staticmethod
+    def _write(path: str, fill: Callable[[int], None]) -> None:
+        partial = f"{path}{PARTIAL}"
+        with translate_os_errors(path):
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                try:
+                    fill(fd)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                os.rename(partial, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial)
+                raise
+
+    def delete(self, path: str) -> None:
+        """Remove a file, if it is there.
+
+        Raises:
+            StorageError: It cannot be removed.
+        """
+        with translate_os_errors(path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove(self, directory: str) -> None:
+        """Remove a directory so that what is left of it if that fails is not taken for whole.
+
+        Raises:
+            StorageError: Something in it cannot be removed.
+        """
+        remove_directory(directory)
+
+    def set_aside(self, directory: str, aside: str) -> bool:
+        """Give a directory another name; False where that cannot be done at once.
+
+        Raises:
+            StorageError: It cannot be renamed.
+        """
+        with translate_os_errors(directory):
+            os.rename(directory, aside)
+            _sync_directory(os.path.dirname(directory))
+        return True
+
+
+def _write(fd: int, data: bytes | memoryview, start: int) -> None:
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:] if done else view, start + done)
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some file systems of networks sync no directories: their names are safe when the call that made them returns.
+        if error.errno not in _NO_SYNC:
+            raise storage_error(path, error) from error
+    finally:
+        os.close(fd)
+
+
+_NO_SYNC = {22, 95}
+"""EINVAL, EOPNOTSUPP."""
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return found
+
+
+def _begin_to_sync(fd: int, start: int, nbytes: int) -> None:
+    """Let the disk begin to write, so that it has little left to do when the file is synced."""
+    call = _sync_file_range()
+    if call is not None:
+        call(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)

@@ -1,0 +1,284 @@
+"""How many ranks save one checkpoint so that it is there as a whole, or not at all.
+
+1. Every rank says what it is going to write; the first checks that they agree, that there is room, and marks the
+   directory as unfinished.
+2. Each writes its own files to their final place, durably.
+3. Every rank says how that went. If all is well the first writes the manifest, which is the commit; then ``latest``;
+   and takes the mark away. If not it removes the directory, and all ranks raise the same error.
+
+A run that is killed in between leaves a directory with a mark and no manifest: readers refuse it, and the next save
+under the same name clears it away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpttool.checksums import Checksums
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.manifest import Manifest, commits, is_commit
+from ckpttool.saving.ranks import RankError
+from ckpttool.storage import MANIFEST, MARK, is_url, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.saving.outgoing import OutgoingFile
+    from ckpttool.saving.ranks import Ranks
+    from ckpttool.storage import Storage
+
+LATEST = "latest"
+REPLACED = ".replaced"
+"""Behind the name of a checkpoint that is being saved anew, until that is done."""
+ROOM = 1.02
+"""Directories and the like take some, too."""
+SEEN_WITHIN = 60.0
+"""Seconds that file systems of networks may take to show one node what another wrote."""
+
+
+class Place(Protocol):
+    """What a save does to a storage. Every call is durable when it returns."""
+
+    @property
+    def storage(self) -> Storage:
+        """For reading what is there."""
+
+    def prepare(self, directory: str) -> None:
+        """Make a directory, and those above it."""
+
+    def free_bytes(self, directory: str) -> int | None:
+        """Bytes that can still be written; None where nobody knows."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file as a whole, or leave what is there."""
+
+    def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
+        """Write files; their checksums, in order."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file, if it is there."""
+
+    def remove(self, directory: str) -> None:
+        """Remove a directory so that what is left of it if that fails is not taken for whole."""
+
+    def set_aside(self, directory: str, aside: str) -> bool:
+        """Give a directory another name at once; False where that cannot be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be saved."""
+
+    tag: str
+    """Its name."""
+    step: int
+    """Steps of the engine."""
+    stage: int
+    """ZeRO stage."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    overwrite: bool = False
+    """Whether to replace a checkpoint of that name."""
+
+
+def place_for(url: str, options: Mapping[str, Any] | None) -> Place:
+    """Where saves to a path or URL go.
+
+    Raises:
+        StorageError: There is no such scheme, or the package for it is not installed.
+    """
+    if not is_url(url):
+        from ckpttool.saving.disk import Disk
+
+        return Disk()
+    from ckpttool.saving.bucket import Bucket
+    from ckpttool.storage.remote import open_remote
+
+    return Bucket(open_remote(url, options or {}))
+
+
+def save(
+    place: Place,
+    root: str,
+    ranks: Ranks,
+    request: Request,
+    files: Sequence[OutgoingFile],
+    *,
+    timeout: float,
+    beside: Mapping[str, bytes] | None = None,
+    failed: CkptError | None = None,
+) -> Manifest:
+    """Save one checkpoint, on every rank.
+
+    Args:
+        place: Where.
+        root: The directory of all checkpoints.
+        ranks: Who takes part.
+        request: The same on all ranks, but for what is said of the first.
+        files: What this rank writes.
+        timeout: Seconds that a rank may be behind the first.
+        beside: Small files that lie in the root; the first rank's count.
+        failed: Why this rank cannot take part.
+
+    Raises:
+        RankError: A rank failed or was not heard of; nothing was committed.
+        CkptError: The checkpoint is there already, or there is no room for it.
+    """
+    directory = posixpath.join(root, request.tag)
+    said = {
+        "tag": request.tag,
+        "step": request.step,
+        "nbytes": sum(f.nbytes for f in files),
+        "names": [f.name for f in files],
+        "error": _as_text(failed),
+    }
+    attempt = ranks.agree(
+        directory, said, lambda all_said: _claim(place, root, directory, request, all_said), timeout=timeout
+    )
+    done: dict[str, Any] = {"files": {}, "error": None}
+    try:
+        if ranks.rank:
+            _see_mark(place.storage, directory, attempt)
+        for file, sums in zip(files, place.write(directory, files), strict=True):
+            done["files"][file.name] = [sums.nbytes, sums.chunk_bytes, list(sums.crcs)]
+    except CkptError as error:
+        done["error"] = str(error)
+    except (OSError, RuntimeError, MemoryError) as error:
+        done["error"] = f"{type(error).__name__}: {error}"
+    found = ranks.agree(
+        directory,
+        done,
+        lambda all_said: _finish(place, root, directory, request, attempt, all_said, beside or {}),
+        timeout=timeout,
+        last=True,
+    )
+    return Manifest(**found)
+
+
+def _as_text(error: CkptError | None) -> str | None:
+    return None if error is None else str(error)
+
+
+def _raise_failures(directory: str, said: list[Any]) -> None:
+    failures = [(rank, one["error"]) for rank, one in enumerate(said) if one["error"]]
+    if failures:
+        rank, text = failures[0]
+        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        raise RankError(directory, f"was not saved: rank {rank}: {text}{more}", "nothing was committed")
+
+
+def _claim(place: Place, root: str, directory: str, request: Request, said: list[Any]) -> str:
+    """See that a save can begin, and mark its directory; what the mark says."""
+    _raise_failures(directory, said)
+    for rank, one in enumerate(said):
+        if (one["tag"], one["step"]) != (request.tag, request.step):
+            problem = f"rank 0 saves it at step {request.step}, rank {rank} {one['tag']!r} at step {one['step']}"
+            raise RankError(directory, problem, "give all ranks the same tag at the same step")
+    names = [name for one in said for name in one["names"]]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RankError(directory, f"two ranks would write {twice}", "this is a bug in ckpttool")
+    place.prepare(root)
+    _clear(place, root, directory, request)
+    needed, free = int(ROOM * sum(one["nbytes"] for one in said)), place.free_bytes(root)
+    if free is not None and free < needed:
+        problem = f"takes {needed:,} bytes, and only {free:,} are free"
+        raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
+    place.prepare(directory)
+    attempt = secrets.token_hex(8)
+    mark = {"key": f"save {attempt}", "files": [], "host": socket.gethostname(), "process": os.getpid()}
+    place.put(posixpath.join(directory, MARK), json.dumps(mark).encode())
+    return attempt
+
+
+def _clear(place: Place, root: str, directory: str, request: Request) -> None:
+    """See to what lies where a checkpoint is to be."""
+    storage = place.storage
+    if not storage.is_dir(directory):
+        if storage.exists(directory):
+            raise StorageError(directory, "is in the way and no directory", "move it, or choose another tag")
+        return
+    names = {name for name, _ in walk(storage, directory)}
+    if not names:
+        return
+    if is_commit(storage, directory) or MARK not in names:
+        if not request.overwrite:
+            what = "is saved already" if MANIFEST in names else "holds files that are none of this save's"
+            raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
+        if not place.set_aside(directory, _aside(place, directory)):
+            if not any(c != directory for c in commits(storage, root)):
+                problem = "is the only whole checkpoint, and a store cannot keep it while it is replaced"
+                raise StorageError(directory, problem, "choose another tag")
+            place.remove(directory)
+        return
+    place.remove(directory)  # a run that was killed has left it
+
+
+def _aside(place: Place, directory: str) -> str:
+    aside = f"{directory}{REPLACED}"
+    if place.storage.exists(aside):
+        place.remove(aside)
+    return aside
+
+
+def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
+    """Make sure that this rank sees what the first wrote.
+
+    Raises:
+        StorageError: It does not.
+    """
+    path = posixpath.join(directory, MARK)
+    end = time.monotonic() + SEEN_WITHIN
+    while True:
+        storage.refresh([path])
+        try:
+            if storage.exists(path) and attempt in storage.read_text(path):
+                return
+        except StorageError:
+            pass  # it may come yet
+        if time.monotonic() > end:
+            problem = "is not seen by all ranks: rank 0 made it"
+            raise StorageError(directory, problem, "choose a root that all nodes share")
+        time.sleep(0.05)
+
+
+def _finish(
+    place: Place, root: str, directory: str, request: Request, attempt: str, said: list[Any],
+    beside: Mapping[str, bytes],
+) -> dict[str, Any]:  # fmt: skip
+    """Commit, or clear away; what the manifest says, but for the files."""
+    try:
+        _raise_failures(directory, said)
+    except CkptError:
+        place.remove(directory)  # all ranks have ended: nobody writes there any more
+        if place.storage.exists(f"{directory}{REPLACED}"):
+            place.set_aside(f"{directory}{REPLACED}", directory)
+        raise
+    files = {name: Checksums(f[0], f[1], tuple(f[2])) for one in said for name, f in one["files"].items()}
+    values: dict[str, Any] = {
+        "tag": request.tag,
+        "step": request.step,
+        "created": time.time(),
+        "attempt": attempt,
+        "world_size": len(said),
+        "stage": request.stage,
+        "metrics": dict(request.metrics),
+        "versions": dict(request.versions),
+    }
+    for name, data in beside.items():
+        if not place.storage.exists(posixpath.join(root, name)):
+            place.put(posixpath.join(root, name), data)
+    place.put(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
+    place.put(posixpath.join(root, LATEST), request.tag.encode())
+    place.delete(posixpath.join(directory, MARK))
+    aside = f"{directory}{REPLACED}"
+    if place.storage.exists(aside):
+        place.remove(aside)
+    return values
