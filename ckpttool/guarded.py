@@ -26,7 +26,8 @@ class GuardedStorage:
 
     def __init__(self, storage: Storage, checksums: Mapping[str, Checksums]) -> None:
         self._storage = storage
-        self._checksums = checksums
+        self.checksums = checksums
+        """By path: what is checked."""
         self.distant = storage.distant
         self._sound: dict[str, bytearray] = {}
         """By path: a 1 for each chunk that was found so."""
@@ -55,7 +56,7 @@ class GuardedStorage:
             ContainerError: It has another size than it was saved with.
         """
         reader = self._storage.open(path, ahead=ahead)
-        sums = self._checksums.get(path)
+        sums = self.checksums.get(path)
         if sums is None:
             return reader
         if reader.nbytes != sums.nbytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import posixpath
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from os import fspath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool._version import __version__
-from ckpttool.errors import CkptError, PlanError
+from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.retention import Rules
 from ckpttool.saving.protocol import Request, place_for, save
 from ckpttool.saving.upkeep import tidy
@@ -21,9 +22,10 @@ from ckpttool.storage.failures import RETRIES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.integrations.deepspeed.saving import Collected, HostMemory
     from ckpttool.saving.ranks import Ranks
 
@@ -86,10 +88,11 @@ class CheckpointManager:
         timeout: Seconds that a rank may be behind the others before a save is given up.
         grace: Seconds after which what a killed save has left is removed, by the newest of its files.
         on_save: Called on every rank after each save, in the thread that saved.
+        signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
         storage_options: What to tell the storage's fsspec class; default: what it finds itself.
 
     Raises:
-        ValueError: A rule makes no sense.
+        ValueError: A rule makes no sense; or signals are to be watched in a thread that is not the main one.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class CheckpointManager:
         timeout: float = TIMEOUT,
         grace: float = GRACE,
         on_save: Callable[[SaveReport], None] | None = None,
+        signals: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         given = fspath(root)
@@ -123,6 +127,12 @@ class CheckpointManager:
         self._memory: HostMemory | None = None
         self._thread: threading.Thread | None = None
         self._failed: CkptError | None = None
+        self._signalled = False
+        self._group: Any = None
+        self.restored: LoadReport | None = None
+        """How the last ``restore`` went."""
+        for number in signals:
+            self._watch(number)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -211,6 +221,92 @@ class CheckpointManager:
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
+
+    def restore(
+        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False
+    ) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may be other ones.
+
+        What is torn or damaged is passed over, with a warning in the log. All that is read of what this class saved is
+        compared with its checksums before the engine is touched.
+
+        Args:
+            engine: What ``deepspeed.initialize`` returned.
+            tag: Load this one and no other.
+            strict: As for ``ckpttool.load``.
+            weights_only: As for ``ckpttool.load``.
+
+        Returns:
+            The client state that was saved along; None if there is no checkpoint. ``restored`` says more.
+
+        Raises:
+            CkptError: There are checkpoints, and none of them can be restored; the same on every rank.
+        """
+        return self._restore(engine, tag, strict=strict, weights_only=weights_only, dry_run=False)
+
+    def preview(
+        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False
+    ) -> LoadReport | None:
+        """Say what ``restore`` would do, on every rank; the engine stays as it is. None if there is no checkpoint."""
+        before = self.restored
+        try:
+            self._restore(engine, tag, strict=strict, weights_only=weights_only, dry_run=True)
+            return self.restored
+        finally:
+            self.restored = before
+
+    def _restore(
+        self, engine: Any, tag: str | None, *, strict: bool, weights_only: bool, dry_run: bool
+    ) -> dict[str, Any] | None:
+        self.wait()
+        self.restored = None
+        from ckpttool.integrations.deepspeed.loading import restore_engine
+        from ckpttool.integrations.deepspeed.resuming import find_together, open_together
+
+        found = find_together(self._place.storage, self.root, tag)
+        first: CkptError | None = None
+        for candidate in found:
+            try:
+                checkpoint = open_together(self._place.storage, candidate.path)
+                report = restore_engine(engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run)
+            except PlanError:
+                raise  # it is whole, and does not fit: an older one will fit no better
+            except CkptError as error:
+                if tag is not None:
+                    raise
+                LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                first = first or error
+                continue
+            if not dry_run:
+                LOG.info("%s", report)
+            self.restored = report
+            return dict(report.client_state)
+        if first is not None:
+            count = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
+            problem = f"holds {count}, and none can be restored; of the newest: {first.problem}"
+            raise LayoutError(self.root, problem, "restore one from a copy, or choose another root to begin anew")
+        return None
+
+    def preempted(self) -> bool:
+        """Whether a signal has announced the end of the run, to any rank; call it on every rank, once a step.
+
+        If so, save, wait, and leave the loop: the signal itself is noted, and does no more.
+        """
+        from ckpttool.integrations.process_group import any_of, own_group
+
+        if self._group is None:
+            self._group = own_group()
+        return any_of(self._group, self._signalled)
+
+    def _watch(self, number: int) -> None:
+        before = signal.getsignal(number)
+
+        def note(caught: int, frame: Any) -> None:
+            self._signalled = True
+            if callable(before):
+                before(caught, frame)
+
+        signal.signal(number, note)
 
     def _write(
         self, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None

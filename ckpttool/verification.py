@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.checksums import cuts
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
+from ckpttool.manifest import is_commit, read_manifest, size_problems
 from ckpttool.model import stored_blocks
 from ckpttool.progress import Meter
 from ckpttool.proofs import full_proofs, sample_proofs, source_files
@@ -24,7 +26,9 @@ from ckpttool.threads import default_jobs, in_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ckpttool.checksums import Checksums
     from ckpttool.containers.torch_zip import Record
+    from ckpttool.manifest import Manifest
     from ckpttool.model import Checkpoint, State
     from ckpttool.plan import Proofs
     from ckpttool.progress import Advance, Progress
@@ -65,7 +69,7 @@ class VerifyReport:
     tensors: int
     """States of parameters, and buffers, whose place was checked."""
     records_checked: int
-    """Records whose CRC-32 was computed and compared."""
+    """CRC-32 that were computed and compared: of the chunks in a manifest, or else of records."""
     records_unrecorded: int
     """Records for which no CRC-32 is recorded: those of zero checksum, and all of legacy files (counted as one)."""
     findings: tuple[Finding, ...]
@@ -100,14 +104,20 @@ def verify_checkpoint(
         if error not in errors:
             errors.append(error)
     checked = unrecorded = 0
+    manifest: Manifest | None = None
     if checkpoint is not None:
         errors += checkpoint.notes
+        try:
+            if is_commit(checkpoint.storage, checkpoint.location):
+                manifest = read_manifest(checkpoint.storage, checkpoint.location)
+                errors += size_problems(checkpoint.storage, checkpoint.location, manifest)
+        except CkptError as error:
+            errors.append(error)
         proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
         meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
         if deep:
-            found, checked, unrecorded = _deep(
-                checkpoint, jobs or default_jobs(distant=checkpoint.storage.distant), meter
-            )
+            workers = jobs or default_jobs(distant=checkpoint.storage.distant)
+            found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
             errors += found
         try:
             errors += failed_proofs(proofs, advance=meter)
@@ -137,13 +147,18 @@ def _floating(state: State) -> bool:
     return DTYPES[state.dtype].floating
 
 
-def _deep(checkpoint: Checkpoint, jobs: int, advance: Advance) -> tuple[list[CkptError], int, int]:
-    """Checksums of every file, then values of every tensor: (errors, records compared, records without checksum)."""
+def _deep(
+    checkpoint: Checkpoint, manifest: Mapping[str, Checksums], jobs: int, advance: Advance
+) -> tuple[list[CkptError], int, int]:
+    """Checksums of every file, then values of every tensor: (errors, checksums compared, records without one)."""
     errors: list[CkptError] = []
     checked = unrecorded = 0
     files = source_files(checkpoint)
     with Sources(files) as sources:
-        sums = (partial(_check_sums, sources, i, f.kind, advance) for i, f in enumerate(checkpoint.files))
+        sums = (
+            partial(_check_sums, sources, i, f.kind, manifest.get(f.name) if f.directory is None else None, advance)
+            for i, f in enumerate(checkpoint.files)
+        )
         with contextlib.closing(in_threads(sums, jobs)) as results:
             for found, count, none in results:
                 errors += found
@@ -160,19 +175,39 @@ def _deep(checkpoint: Checkpoint, jobs: int, advance: Advance) -> tuple[list[Ckp
     return errors, checked, unrecorded
 
 
-def _check_sums(sources: Sources, index: int, kind: str, advance: Advance) -> tuple[list[CkptError], int, int]:
+def _check_sums(
+    sources: Sources, index: int, kind: str, saved: Checksums | None, advance: Advance
+) -> tuple[list[CkptError], int, int]:
     try:
         reader = sources[index]
+        bad = None
+        if saved is not None and saved.nbytes == reader.nbytes and (bad := _check_chunks(reader, saved)) is None:
+            advance(reader.nbytes)
+            return [], len(saved.crcs), 0
         if kind not in TORCH_FILES:
             advance(reader.nbytes)
             return [], 0, 1
         file = read_torch_file(reader)
         recorded = [r for r in file.records if r.crc_recorded]
         found = [error for record in recorded if (error := _check_sum(reader, record))]
+        if bad is not None and not found:
+            found.append(bad)  # between the records
     except CkptError as error:
         return [error], 0, 0
     advance(reader.nbytes)
     return found, len(recorded), len(file.records) - len(recorded) if file.records else 1
+
+
+def _check_chunks(reader: Reader, saved: Checksums) -> CkptError | None:
+    """Compare a file with what its manifest has; no byte of it is left out."""
+    buffer = memoryview(bytearray(min(saved.chunk_bytes, max(saved.nbytes, 1))))
+    for crc, (start, end) in zip(saved.crcs, cuts(0, saved.nbytes, saved.chunk_bytes), strict=True):
+        chunk = buffer[: end - start]
+        reader.read_into(start, chunk)
+        if zlib.crc32(chunk) != crc:
+            problem = f"bytes {start:,} to {end:,} are not what was saved"
+            return CkptError(reader.path, problem, "restore the file from a copy")
+    return None
 
 
 def _check_sum(reader: Reader, record: Record) -> CkptError | None:

@@ -14,7 +14,9 @@ from ckpttool.cli import _options as options
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K.")
 @click.option(
-    "--keep-best", metavar="METRIC", help="Keep that with the least METRIC in its client state (METRIC:max: the most)."
+    "--keep-best",
+    metavar="METRIC",
+    help="Keep that with the least METRIC it was saved with (METRIC:max: the most; METRIC:min:3: the three least).",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @options.json_option
@@ -37,11 +39,15 @@ def prune(
     from ckpttool import api
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_decisions
+    from ckpttool.retention import parse_best
 
     if keep_last is None and keep_every is None and keep_best is None:
         raise click.UsageError("say what to keep: --keep-last, --keep-every or --keep-best")
-    if keep_best is not None and keep_best.partition(":")[2] not in {"", "min", "max"}:
-        raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max")
+    if keep_best is not None:
+        try:
+            parse_best(keep_best)
+        except ValueError:
+            raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT behind it") from None
     decisions = api.prune(
         root, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run,
         **options.chosen(storage_options=storage_options),

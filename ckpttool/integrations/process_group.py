@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 from ckpttool.errors import PlanError
@@ -27,3 +30,19 @@ def ranks_of_process_group(name: str) -> Ranks:
         problem = "the process group has no store that its ranks could meet in"
         raise PlanError("torch.distributed", problem, "start it with the nccl or gloo backend")
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.PrefixStore("ckpttool", store), name)
+
+
+def own_group() -> Any:
+    """A process group for small numbers of the host's, whatever the training uses; None for a run of one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo")
+
+
+def any_of(group: Any, value: bool) -> bool:
+    """Whether it is true on any rank of a group."""
+    if group is None:
+        return value
+    counted = torch.tensor([int(value)])
+    dist.all_reduce(counted, op=dist.ReduceOp.MAX, group=group)
+    return bool(counted.item())
