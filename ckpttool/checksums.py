@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from isal.isal_zlib import crc32  # zlib's, and seven times as fast
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+__all__ = ["Checksums", "chunk_bytes", "combine", "crc32", "cuts", "of_bytes", "of_pieces"]
 
 MIN_CHUNK_BYTES = 1 << 20
 """Chunks are no shorter than this,"""
@@ -76,7 +79,7 @@ def of_bytes(data: bytes) -> Checksums:
     """Checksums of a small file."""
     size = chunk_bytes(len(data))
     view = memoryview(data)
-    return Checksums(len(data), size, tuple(zlib.crc32(view[a:b]) for a, b in cuts(0, len(data), size)))
+    return Checksums(len(data), size, tuple(crc32(view[a:b]) for a, b in cuts(0, len(data), size)))
 
 
 @lru_cache(maxsize=4096)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
 
+from ckpttool.checksums import crc32
 from ckpttool.errors import ContainerError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class GuardedReader:
             a, b = chunk * size, min(self.nbytes, (chunk + 1) * size)
             if self._sound[chunk] or b > end:
                 continue
-            if zlib.crc32(view[a - start : b - start]) != self._sums.crcs[chunk]:
+            if crc32(view[a - start : b - start]) != self._sums.crcs[chunk]:
                 problem = f"is damaged: bytes {a:,} to {b:,} are not what was saved"
                 raise ContainerError(self.path, problem, "restore it from a copy, or use another tag")
             self._sound[chunk] = 1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.checksums import cuts
+from ckpttool.checksums import crc32, cuts
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError
@@ -204,7 +203,7 @@ def _check_chunks(reader: Reader, saved: Checksums) -> CkptError | None:
     for crc, (start, end) in zip(saved.crcs, cuts(0, saved.nbytes, saved.chunk_bytes), strict=True):
         chunk = buffer[: end - start]
         reader.read_into(start, chunk)
-        if zlib.crc32(chunk) != crc:
+        if crc32(chunk) != crc:
             problem = f"bytes {start:,} to {end:,} are not what was saved"
             return CkptError(reader.path, problem, "restore the file from a copy")
     return None
@@ -217,7 +216,7 @@ def _check_sum(reader: Reader, record: Record) -> CkptError | None:
     while at < record.where.end:
         chunk = memoryview(buffer)[: min(len(buffer), record.where.end - at)]
         reader.read_into(at, chunk)
-        crc = zlib.crc32(chunk, crc)
+        crc = crc32(chunk, crc)
         at += len(chunk)
     if crc == record.crc32:
         return None

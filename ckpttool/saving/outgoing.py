@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from ckpttool.checksums import Checksums, chunk_bytes, combine, cuts, of_pieces
+from ckpttool.checksums import Checksums, chunk_bytes, combine, crc32, cuts, of_pieces
 from ckpttool.containers import torch_zip
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class PlainFile:
         size = chunk_bytes(self.nbytes)
         return of_pieces(
             self.nbytes,
-            ((a, b - a, zlib.crc32(self.payload.read(a, b))) for a, b in cuts(0, self.nbytes, size)),
+            ((a, b - a, crc32(self.payload.read(a, b))) for a, b in cuts(0, self.nbytes, size)),
         )
 
     def bulk(self) -> Iterator[tuple[int, Payload]]:
@@ -124,7 +123,7 @@ class TorchFile:
         for key, payload in self.payloads.items():
             where, whole = self._built.payloads[key], 0
             for a, b in cuts(where.start, where.end, size):
-                crc = zlib.crc32(payload.read(a - where.start, b - where.start))
+                crc = crc32(payload.read(a - where.start, b - where.start))
                 whole = combine(whole, crc, b - a)
                 pieces.append((a, b - a, crc))
             crcs[key] = whole
@@ -132,7 +131,7 @@ class TorchFile:
         for start, data in self._built.literals:
             view = memoryview(data)
             for a, b in cuts(start, start + len(data), size):
-                pieces.append((a, b - a, zlib.crc32(view[a - start : b - start])))
+                pieces.append((a, b - a, crc32(view[a - start : b - start])))
         return of_pieces(self.nbytes, sorted(pieces))
 
     def bulk(self) -> Iterator[tuple[int, Payload]]:
