@@ -142,7 +142,6 @@ class Windows:
             overflowed += count_overflowed(values, result)
         return overflowed
 
-
     def _copy_local(self, window: memoryview, start: int, end: int) -> int:
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._rows["target"], end, side="left"))

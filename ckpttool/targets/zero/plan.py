@@ -442,8 +442,9 @@ class _Writer:
         dtype = self._dtype([held.name for held in touched], key)
         pieces, numel = [], 0
         for held in touched:
-            state = self.parameters[held.name].states[key]
-            pieces.append(Piece(state, dtype, numel * itemsize(dtype), held.first, held.numel))
+            state = self.parameters[held.name].states.get(key)
+            if state is not None:
+                pieces.append(Piece(state, dtype, numel * itemsize(dtype), held.first, held.numel))
             numel += held.numel
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
