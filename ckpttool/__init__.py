@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ckpttool.comparison import DiffReport
     from ckpttool.digests import Digest
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
+    from ckpttool.integrations.deepspeed.loading import load, preview
+    from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.model import Checkpoint
     from ckpttool.retention import Decision
     from ckpttool.statistics import TensorStats
@@ -47,6 +49,8 @@ _HOMES = {
     "Digest": "digests",
     "CkptError": "errors", "ContainerError": "errors", "LayoutError": "errors", "PlanError": "errors",
     "StorageError": "errors",
+    "load": "integrations.deepspeed.loading", "preview": "integrations.deepspeed.loading",
+    "LoadReport": "integrations.deepspeed.report",
     "Checkpoint": "model",
     "TensorStats": "statistics",
     "VerifyReport": "verification",
@@ -54,9 +58,9 @@ _HOMES = {
 
 __all__ = [
     "Catalog", "CatalogEntry", "Checkpoint", "CkptError", "ContainerError", "ConvertReport", "CopyReport", "Decision",
-    "DiffReport", "Digest", "ExtractReport", "LayoutError", "PlanError", "StorageError", "TensorStats",
+    "DiffReport", "Digest", "ExtractReport", "LayoutError", "LoadReport", "PlanError", "StorageError", "TensorStats",
     "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest", "extract",
-    "extract_to_file", "inspect", "ls", "prune", "stats", "verify",
+    "extract_to_file", "inspect", "load", "ls", "preview", "prune", "stats", "verify",
 ]  # fmt: skip
 
 

@@ -282,8 +282,8 @@ class _Writer:
         if key == MASTER and not self.checkpoint.groups:
             return "F32"
         dtypes = {self.parameters[n].states[key].dtype for n in names if key in self.parameters[n].states}
-        if len(dtypes) > 1 and key == MASTER and self.fresh.issuperset(names):
-            return "F32"  # weights alone, of which some were kept in 16 bit
+        if len(dtypes) > 1 and key == MASTER and not self.fresh.isdisjoint(names):
+            return "F32"  # weights of which there is a 16-bit copy alone
         if len(dtypes) > 1:
             raise PlanError(self.checkpoint.location, f"has {key} in {sorted(dtypes)} in one group", "")
         return dtypes.pop() if dtypes else "F32"

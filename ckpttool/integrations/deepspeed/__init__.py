@@ -1,0 +1,1 @@
+"""Live DeepSpeed engines. Nothing heavy is imported before an engine is there."""
