@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
     from ckpttool.integrations.deepspeed.loading import load, preview
     from ckpttool.integrations.deepspeed.report import LoadReport
+    from ckpttool.integrations.state_dict import LazyStateDict, load_state_dict
     from ckpttool.model import Checkpoint
     from ckpttool.retention import Decision
     from ckpttool.statistics import TensorStats
@@ -51,6 +52,7 @@ _HOMES = {
     "StorageError": "errors",
     "load": "integrations.deepspeed.loading", "preview": "integrations.deepspeed.loading",
     "LoadReport": "integrations.deepspeed.report",
+    "LazyStateDict": "integrations.state_dict", "load_state_dict": "integrations.state_dict",
     "Checkpoint": "model",
     "TensorStats": "statistics",
     "VerifyReport": "verification",
@@ -58,9 +60,9 @@ _HOMES = {
 
 __all__ = [
     "Catalog", "CatalogEntry", "Checkpoint", "CkptError", "ContainerError", "ConvertReport", "CopyReport", "Decision",
-    "DiffReport", "Digest", "ExtractReport", "LayoutError", "LoadReport", "PlanError", "StorageError", "TensorStats",
-    "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest", "extract",
-    "extract_to_file", "inspect", "load", "ls", "preview", "prune", "stats", "verify",
+    "DiffReport", "Digest", "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport", "PlanError", "StorageError",
+    "TensorStats", "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest", "extract",
+    "extract_to_file", "inspect", "load", "load_state_dict", "ls", "preview", "prune", "stats", "verify",
 ]  # fmt: skip
 
 
