@@ -61,8 +61,8 @@ _HOMES = {
 __all__ = [
     "Catalog", "CatalogEntry", "Checkpoint", "CkptError", "ContainerError", "ConvertReport", "CopyReport", "Decision",
     "DiffReport", "Digest", "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport", "PlanError", "StorageError",
-    "TensorStats", "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest", "extract",
-    "extract_to_file", "inspect", "load", "load_state_dict", "ls", "preview", "prune", "stats", "verify",
+    "TensorStats", "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp", "diff", "digest",
+    "extract", "extract_to_file", "inspect", "load", "load_state_dict", "ls", "preview", "prune", "stats", "verify",
 ]  # fmt: skip
 
 

@@ -135,7 +135,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
             strict: Whether both must hold the same names.
 
         Raises:
-            PlanError: A shape differs; with ``strict`` a name is missing; or a parameter is partitioned or has no memory.
+            PlanError: A shape differs; with ``strict`` a name is missing; a parameter is partitioned or has no memory.
             StorageError: Reading failed.
         """
         where = self._checkpoint.location
