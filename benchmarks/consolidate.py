@@ -39,15 +39,15 @@ print(count, checkpoint.nbytes)
 """
 
 
-def checkpoint(stage: int, scale: str) -> Path:
+def checkpoint(stage: int, scale: str, ranks: int = RANKS) -> Path:
     """A checkpoint made by real DeepSpeed, made once."""
-    root = DATA / f"zero{stage}-{scale}"
+    root = DATA / (f"zero{stage}-{scale}" if ranks == RANKS else f"zero{stage}-dp{ranks}-{scale}")
     if not (root / "latest").exists():
         print(f"making {root.name} with DeepSpeed ...", flush=True)
         shutil.rmtree(root, ignore_errors=True)
-        command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+        command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command += [str(HERE / "make_checkpoint.py"), str(root), str(stage), scale]
-        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(RANKS)}
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks)}
         subprocess.run(command, check=True, env=env, capture_output=True)
     return root
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ckpttool.comparison import DiffReport
     from ckpttool.digests import Digest
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
+    from ckpttool.integrations.deepspeed.loading import load, preview
+    from ckpttool.integrations.deepspeed.report import LoadReport
+    from ckpttool.integrations.state_dict import LazyStateDict, load_state_dict
     from ckpttool.manager import CheckpointManager, SaveReport
     from ckpttool.model import Checkpoint
     from ckpttool.retention import Decision
@@ -49,6 +52,9 @@ _HOMES = {
     "Digest": "digests",
     "CkptError": "errors", "ContainerError": "errors", "LayoutError": "errors", "PlanError": "errors",
     "StorageError": "errors",
+    "load": "integrations.deepspeed.loading", "preview": "integrations.deepspeed.loading",
+    "LoadReport": "integrations.deepspeed.report",
+    "LazyStateDict": "integrations.state_dict", "load_state_dict": "integrations.state_dict",
     "Checkpoint": "model",
     "TensorStats": "statistics",
     "VerifyReport": "verification",
@@ -56,9 +62,10 @@ _HOMES = {
 
 __all__ = [
     "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError", "ConvertReport",
-    "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError", "PlanError", "SaveReport",
-    "StorageError", "TensorStats", "TransferReport", "VerifyReport", "__version__", "consolidate", "convert", "cp",
-    "diff", "digest", "extract", "extract_to_file", "inspect", "ls", "prune", "stats", "verify",
+    "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport",
+    "PlanError", "SaveReport", "StorageError", "TensorStats", "TransferReport", "VerifyReport", "__version__",
+    "consolidate", "convert", "cp", "diff", "digest", "extract", "extract_to_file", "inspect", "load",
+    "load_state_dict", "ls", "preview", "prune", "stats", "verify",
 ]  # fmt: skip
 
 

@@ -9,24 +9,24 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import LayoutError, PlanError, StorageError
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import Source, open_checkpoint
+from ckpttool.formats import source_paths as _paths
 from ckpttool.formats.companions import find_companions
 from ckpttool.progress import Meter
 from ckpttool.proofs import sample_proofs
 from ckpttool.sizes import parse_size
 from ckpttool.targets.companions import companions_for, with_companions
 from ckpttool.targets.weights import select_weights
-from ckpttool.transfer import MEMORY
+from ckpttool.transfer import memory_bytes as _memory
 from ckpttool.writing import Destination
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.catalog import Catalog
     from ckpttool.comparison import DiffReport
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from ckpttool.statistics import TensorStats
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.verification import VerifyReport
-
-Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A checkpoint: one directory (or file of weights), or several that hold the files of some ranks each."""
 
 _WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
@@ -823,15 +820,6 @@ def _same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: 
     return found.weights
 
 
-def _paths(src: Source) -> list[str]:
-    if isinstance(src, str | os.PathLike):
-        return [os.fspath(src)]
-    paths = [os.fspath(path) for path in src]
-    if not paths:
-        raise ValueError("no directory is given")
-    return paths
-
-
 def _plan_weights(
     to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, proofs: Proofs | None
 ) -> tuple[CopyPlan, str]:
@@ -868,7 +856,3 @@ def _proof(checkpoint: Checkpoint, selection: WeightSelection, written: Checkpoi
 
 def _is_weights(name: str) -> bool:
     return _WEIGHT_FILES.fullmatch(name) is not None
-
-
-def _memory(memory: int | str | None) -> int:
-    return MEMORY if memory is None else parse_size(str(memory))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.proving import failed_proofs
+from ckpttool.sizes import parse_size
 from ckpttool.sources import Sources
 from ckpttool.storage import reserve, translate_os_errors, write_at
 from ckpttool.threads import default_jobs, in_threads
@@ -29,6 +30,15 @@ MEMORY = 256 << 20
 """Bytes that windows in flight take together, unless another number is asked for."""
 LOCAL_WINDOW_BYTES = 4 << 20
 """What is fetched at once for a file on local disk."""
+
+
+def memory_bytes(memory: int | str | None) -> int:
+    """What may be in flight: bytes, a text like "256MB", or None for MEMORY.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    return MEMORY if memory is None else parse_size(str(memory))
 
 
 class Target(Protocol):

@@ -1,7 +1,8 @@
 """Puts a window of a target file together in memory, from wherever its bytes lie.
 
 For storages that are written in parts or read by requests: each window is one part, and all that it needs is asked for
-at once. Between local files ``execute`` copies without bringing bytes together.
+at once. And for who reads a file that is nowhere written. Between local files ``execute`` copies without bringing bytes
+together.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.casts import cast, count_overflowed
+from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.gather import Gatherer
+from ckpttool.sources import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +47,7 @@ class Windows:
         self._pairs = {plan.casts[i] for i in set(self._rows["cast"].tolist())}
         self._pairs |= {(g.state.dtype, g.dtype) for g in file.gathers}
         self._gathers = sorted(file.gathers, key=lambda g: g.target)
+        self._zeros = sorted(zeros for zeros in file.zeros if zeros[1])
 
     def cost(self, nbytes: int) -> int:
         """Bytes of memory that putting together and writing so many bytes of the file takes, at the most.
@@ -61,7 +64,28 @@ class Windows:
             StorageError: Reading failed, or a source changed meanwhile.
         """
         window = bytearray(end - start)
-        for offset, data in self._literals[self._first_literal(start) :]:
+        return window, self.fill(start, memoryview(window))
+
+    def fill(self, start: int, window: memoryview) -> int:
+        """Fill ``window`` with the bytes of the file from ``start`` on, wherever it lies in memory.
+
+        Where sources are local, bytes that are not cast are read to where they belong, and what is cast passes through
+        a small buffer: any size will do. Where they are distant, what a window needs is there twice for a moment.
+
+        Returns:
+            Finite values that became infinite in a narrower type.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        end = start + len(window)
+        for offset, nbytes in self._zeros[self._first(self._zeros, start) :]:
+            if offset >= end:
+                break
+            low, high = max(offset, start), min(offset + nbytes, end)
+            if low < high:
+                np.frombuffer(window[low - start : high - start], dtype=np.uint8)[:] = 0
+        for offset, data in self._literals[self._first(self._literals, start) :]:
             if offset >= end:
                 break
             _put(window, start, offset, data)
@@ -77,13 +101,25 @@ class Windows:
                     _put(window, start, at, result.view(np.uint8).data)
                     overflowed += count_overflowed(values, result)
                     at += result.nbytes
-        return window, overflowed
+        return overflowed
 
-    def _first_literal(self, start: int) -> int:
-        """The last literal that begins at or before a byte: it may reach beyond it."""
-        return max(0, bisect.bisect_right(self._literals, start, key=lambda literal: literal[0]) - 1)
+    def literal(self, start: int, end: int) -> memoryview | None:
+        """The bytes [start, end) of the file if the plan itself has all of them: nothing is read for these."""
+        if not self._literals:
+            return None
+        offset, data = self._literals[self._first(self._literals, start)]
+        if offset <= start and end <= offset + len(data):
+            return memoryview(data)[start - offset : end - offset]
+        return None
 
-    def _copy(self, window: bytearray, start: int, end: int) -> int:
+    @staticmethod
+    def _first(spans: Sequence[tuple[int, Any]], start: int) -> int:
+        """The last literal or run of zeros that begins at or before a byte: it may reach beyond it."""
+        return max(0, bisect.bisect_right(spans, start, key=lambda span: span[0]) - 1)
+
+    def _copy(self, window: memoryview, start: int, end: int) -> int:
+        if not self._sources.distant:
+            return self._copy_local(window, start, end)
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._rows["target"], end, side="left"))
         spans: list[tuple[int, int, int]] = []
@@ -106,13 +142,34 @@ class Windows:
             overflowed += count_overflowed(values, result)
         return overflowed
 
+    def _copy_local(self, window: memoryview, start: int, end: int) -> int:
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._rows["target"], end, side="left"))
+        overflowed = 0
+        scratch = Scratch()
+        for row in self._rows[first:last]:
+            source, target = self._casts[int(row["cast"])]
+            reader, begin, at = self._sources[int(row["source"])], int(row["start"]), int(row["target"])
+            if source == target:
+                low, high = max(at, start), min(at + int(row["numel"]) * itemsize(target), end)
+                reader.read_into(begin + low - at, window[low - start : high - start])
+                continue
+            low, high = _elements(at, int(row["numel"]), itemsize(target), start, end)
+            for element in range(low, high, CAST_ELEMENTS):
+                count = min(CAST_ELEMENTS, high - element)
+                values = scratch.read(reader, begin + element * itemsize(source), count, source)
+                result = cast(values, target)
+                _put(window, start, at + element * itemsize(target), result.view(np.uint8).data)
+                overflowed += count_overflowed(values, result)
+        return overflowed
+
 
 def _elements(target: int, numel: int, width: int, start: int, end: int) -> tuple[int, int]:
     """The elements that lie in [start, end) of the file, those that are cut by its borders included."""
     return max(0, (start - target) // width), min(numel, -((target - end) // width))
 
 
-def _put(window: bytearray, start: int, at: int, data: bytes | memoryview) -> None:
+def _put(window: memoryview, start: int, at: int, data: bytes | memoryview) -> None:
     """Put bytes in their place; what lies outside the window is left out."""
     skip = max(0, start - at)
     room = start + len(window) - at

@@ -61,6 +61,10 @@ class Load:
     """Of its pipeline."""
     experts: int = 1
     """Ranks that its experts are spread over."""
+    resume: dict[str, Any] | None = None
+    """What to tell ``ckpttool.load``; None to let DeepSpeed load by itself."""
+    change: str = ""
+    """What is otherwise with the model or its groups; see ``_change`` and ``_optimizer``."""
 
 
 @dataclass(frozen=True)
@@ -201,24 +205,29 @@ def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     case = common.Case(load.id, load.stage, load.world_size, plain.train, load.dtype, load.zero_options, options)
     config = common.ds_config(case)
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": load.universal}
+    _change(load.change, model)
     given: dict[str, Any]
     if load.optimizer == "muon":  # DeepSpeed builds it itself
         config |= optimizers.MUON
         given = {"model_parameters": [p for p in model.parameters() if p.requires_grad]}
     else:
-        given = {"optimizer": _optimizer(load.optimizer, model)}
+        given = {"optimizer": _optimizer(load.optimizer, model, load.change)}
     engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+    look = load.stage > 0 and (load.change or load.resume is not None)
+    before = _copied(common.live_tensors(engine)) if look else {}
     try:
-        _, client_state = engine.load_checkpoint(load.root)
+        client_state, report = _load_engine(engine, load)
     except Exception as error:
-        return {}, {"error": f"{type(error).__name__}: {error}"}
+        same = not before or _same(before, common.live_tensors(engine))
+        engine.destroy()
+        return {}, {"error": f"{type(error).__name__}: {error}", "untouched": same}
     tensors = common.live_tensors(engine)
     facts = {
         "error": "",
         "wrapper": type(engine.optimizer).__name__,
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "scheduler": engine.lr_scheduler.state_dict(),
+        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
         "loss_scale": float(getattr(engine.optimizer, "cur_scale", 0) or 0),
         "scalars": common.live_scalars(engine),
         "groups": [
@@ -226,17 +235,79 @@ def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
             for names, options in zip(common.live_groups(engine), engine.optimizer.param_groups, strict=True)
         ],
         "client_state": {k: client_state[k] for k in common.CLIENT_STATE if k in client_state},
+        "untouched": bool(before) and _same(before, tensors),
+        **report,
     }
+    tensors |= {f"before/{key}": value for key, value in before.items()} if load.change else {}
     try:
         tokens = torch.arange(12).reshape(2, 6)
         loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
         engine.backward(loss)
         engine.step()
         facts["step"] = "" if torch.isfinite(loss) else f"the loss is {loss}"
+        facts["losses"] = [loss.item(), *(_step(engine) for _ in range(2))]
     except Exception as error:
         facts["step"] = f"{type(error).__name__}: {error}"
     engine.destroy()
     return tensors, facts
+
+
+def _step(engine: Any) -> float:
+    """Train on; the same tokens on every rank, so that their mean gradient does not depend on how many there are."""
+    import torch
+
+    tokens = torch.arange(12).reshape(2, 6)
+    loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _load_engine(engine: Any, load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load as it is asked for; the client's state, and of a load by ckpttool its report and what all ranks read."""
+    import torch
+
+    import ckpttool
+
+    if load.resume is None:
+        return engine.load_checkpoint(load.root)[1], {}
+    report = ckpttool.load(engine, load.root, **load.resume)
+    read = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(read, report.nbytes_read)
+    plain = {
+        name: getattr(report, name)
+        for name in ("road", "missing", "unexpected", "notes", "states", "scheduler", "loss_scale", "groups_kept",
+                     "parameters", "buffers", "dry_run")
+    }  # fmt: skip
+    return dict(report.client_state), {"report": plain, "read": read, "told": str(report)}
+
+
+def _copied(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {key: tensor.detach().clone() for key, tensor in tensors.items()}
+
+
+def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    import torch
+
+    return before.keys() == now.keys() and all(torch.equal(before[key], now[key]) for key in before)
+
+
+def _change(change: str, model: Any) -> None:
+    """Make a model that is not quite the one that was saved."""
+    import torch
+
+    if change == "shape":
+        model.tiny = torch.nn.Parameter(torch.ones(4))
+    elif change == "more":
+        model.extra = torch.nn.Parameter(torch.linspace(-1, 1, 30).reshape(5, 6))
+        model.register_buffer("more", torch.full((2,), 7.0))
+    elif change == "less":
+        del model.norm.bias
+        model.norm.bias = None
+        del model.seen
+    elif change == "unfrozen":
+        for p in model.frozen_proj.parameters():
+            p.requires_grad_(True)
 
 
 def _load_parallel(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -252,11 +323,12 @@ def _load_parallel(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     parallel = build(load.model, config, tensor=load.tensor, stages=load.stages, experts=load.experts)
     engine = parallel.engine
     try:
-        engine.load_checkpoint(load.root)
+        _, report = _load_engine(engine, load)
     except Exception as error:
         return {}, {"error": f"{type(error).__name__}: {error}"}
     facts: dict[str, Any] = {
         "error": "",
+        **report,
         "global_steps": engine.global_steps,
         "scalars": common.live_scalars(engine),
         "groups": [common.hyper_parameters(group) for group in engine.optimizer.param_groups],
@@ -268,11 +340,18 @@ def _load_parallel(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     return tensors, facts
 
 
-def _optimizer(name: str, model: Any) -> Any:
+def _optimizer(name: str, model: Any, change: str = "") -> Any:
     import torch
     from recipes.plain import param_groups
 
     groups = param_groups(model)
+    if change == "reversed":  # other groups first, other parameters first
+        groups = [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
+    elif change == "one group":
+        groups = [{**groups[0], "params": [p for group in groups for p in group["params"]]}]
+    elif change == "three groups":
+        first, second = groups
+        groups = [{**first, "params": first["params"][:2]}, second, {**first, "params": first["params"][2:]}]
     if name == "sgd":
         return torch.optim.SGD(groups, momentum=0.9, nesterov=True)
     if name == "adagrad":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, StorageError
@@ -12,13 +14,30 @@ from ckpttool.formats.zero.reader import read_zero
 from ckpttool.storage import WAIT, local_path, open_storage, parent, scheme_of, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from ckpttool.formats.zero.files import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
-__all__ = ["open_checkpoint"]
+__all__ = ["Source", "open_checkpoint", "source_paths"]
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A checkpoint: one directory (or file of weights), or several that hold the files of some ranks each."""
+
+
+def source_paths(src: Source) -> list[str]:
+    """The directories of a source.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if isinstance(src, str | os.PathLike):
+        return [os.fspath(src)]
+    paths = [os.fspath(path) for path in src]
+    if not paths:
+        raise ValueError("no directory is given")
+    return paths
 
 
 def open_checkpoint(

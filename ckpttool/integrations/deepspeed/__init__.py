@@ -1,3 +1,1 @@
-"""A live DeepSpeed engine: its state to files, and files to its state."""
-
-from __future__ import annotations
+"""A live DeepSpeed engine: its state to files, and files to its state. Nothing heavy is imported before it is there."""

@@ -38,11 +38,21 @@ class FlatGroup:
     """Elements of each parameter, in the order of the buffer."""
     ranks: int
     """Ranks that share it."""
+    alignment: int = 1
+    """Elements that the place of every parameter is a multiple of (``parameter_alignment``)."""
 
     @property
     def numel(self) -> int:
-        """Elements without padding."""
-        return sum(self.sizes.values())
+        """Elements without the padding at the end."""
+        return sum(self.sizes.values()) + sum(self.paddings())
+
+    def paddings(self) -> list[int]:
+        """Elements of padding behind each parameter but the last."""
+        result, at, last = [], 0, len(self.sizes) - 1
+        for number, numel in enumerate(self.sizes.values()):
+            result.append(-(at + numel) % self.alignment if number < last else 0)
+            at += numel + result[-1]
+        return result
 
     @property
     def partition(self) -> int:
@@ -57,9 +67,9 @@ class FlatGroup:
     def offsets(self) -> dict[str, int]:
         """First element of each parameter in the buffer."""
         result, at = {}, 0
-        for name, numel in self.sizes.items():
+        for (name, numel), padding in zip(self.sizes.items(), self.paddings(), strict=True):
             result[name] = at
-            at += numel
+            at += numel + padding
         return result
 
     def fragments(self) -> list[list[Fragment]]:
@@ -92,14 +102,17 @@ class SubGroup:
 
     def fragments(self) -> list[list[Fragment]]:
         """What each rank holds."""
-        result: list[list[Fragment]] = [[] for _ in range(self.ranks)]
+        return [self.held(rank) for rank in range(self.ranks)]
+
+    def held(self, rank: int) -> list[Fragment]:
+        """What one rank holds."""
+        result: list[Fragment] = []
         position = 0
         for name, numel in self.sizes.items():
             size = piece(numel, self.ranks)
-            for rank in range(self.ranks):
-                count = min(size, numel - rank * size)
-                if count > 0:
-                    result[rank].append(Fragment(name, rank * size, count, position))
+            count = min(size, numel - rank * size)
+            if count > 0:
+                result.append(Fragment(name, rank * size, count, position))
             position += size
         return result
 

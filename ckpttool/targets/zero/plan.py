@@ -8,6 +8,7 @@ runtime/zero/stage_1_and_2.py (``state_dict``, ``_rigid_load_state_dict``) and r
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,8 @@ class Shape:
     """What the target run computes in, safetensors' spelling."""
     expert_parallel: int | None = None
     """Ranks that experts are spread over; None for as many as they were."""
+    alignment: int = 1
+    """Elements that the place of every parameter in a flat buffer of stages 1 and 2 is a multiple of."""
 
 
 def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
@@ -76,6 +79,44 @@ def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
     writer = _Writer(checkpoint, shape, tag)
     files = [*writer.optimizer_files(), *writer.model_files(), plain_file(LATEST, tag.encode())]
     return CopyPlan(writer.copies.sources, writer.copies.casts, tuple(files), sample_proofs(checkpoint))
+
+
+def plan_rank(
+    checkpoint: Checkpoint, shape: Shape, rank: int, *, tag: str, fresh: frozenset[str] = frozenset()
+) -> CopyPlan:
+    """Plan what one rank alone needs of a native checkpoint: its partition, and the structure of its model states.
+
+    What all ranks hold alike is left out: weights that follow from the masters, buffers and, below stage 3, frozen
+    parameters.
+
+    Args:
+        checkpoint: As for ``plan_zero``.
+        shape: Ranks and stage.
+        rank: The data-parallel rank.
+        tag: Name of the checkpoint.
+        fresh: Parameters that the checkpoint lacks in part or wholly: what it lacks of them stays zero.
+
+    Returns:
+        A plan of two files: optimizer states, model states.
+
+    Raises:
+        PlanError: The source lacks what a ZeRO checkpoint needs.
+    """
+    writer = _Writer(checkpoint, shape, tag, fresh)
+    files = (writer.optimizer_file(rank), writer.model_file(rank, shared=False))
+    return CopyPlan(writer.copies.sources, writer.copies.casts, files)
+
+
+def held_by(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """The parameters of every group as one rank of the target knows them, in the optimizer's order, and their shapes.
+
+    Raises:
+        PlanError: The source lacks what a ZeRO checkpoint needs.
+    """
+    writer = _Writer(checkpoint, shape, "")
+    return [
+        [(own, held.shape) for own, held in writer.place(g, rank)[0].held.items()] for g in range(len(writer.groups))
+    ]
 
 
 def shape_for(
@@ -162,10 +203,11 @@ def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
 
 
 class _Writer:
-    def __init__(self, checkpoint: Checkpoint, shape: Shape, tag: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, shape: Shape, tag: str, fresh: frozenset[str] = frozenset()) -> None:
         self.checkpoint = checkpoint
         self.shape = shape
         self.tag = tag
+        self.fresh = fresh
         self.copies = CopyBuilder(checkpoint)
         self.parameters = {p.name: p for p in checkpoint.parameters}
         self.source_groups = checkpoint.groups or _one_group(checkpoint)
@@ -184,7 +226,7 @@ class _Writer:
             {n: shares[0].held[n].numel for n in own} for shares, own in zip(self.shares, self.groups, strict=True)
         ]
         counts = [len(shares[0].ranks) for shares in self.shares]
-        self.flat = [FlatGroup(own, count) for own, count in zip(sizes, counts, strict=True)]
+        self.flat = [FlatGroup(own, count, shape.alignment) for own, count in zip(sizes, counts, strict=True)]
         self.subs = [
             list(sub_groups(own, count, shape.sub_group_size)) for own, count in zip(sizes, counts, strict=True)
         ]
@@ -220,12 +262,13 @@ class _Writer:
         names = list(share.held)
         return round_robin(names, len(share.ranks)) if self.shape.round_robin and self.shape.stage < 3 else names
 
-    def _place(self, group: int, rank: int) -> tuple[Share, int]:
+    def place(self, group: int, rank: int) -> tuple[Share, int]:
         """What a rank has a part of, and the number of its part."""
         share = next(s for s in self.shares[group] if rank in s.ranks)
         return share, share.ranks.index(rank)
 
     def _keys(self, names: Sequence[str]) -> list[str]:
+        names = [n for n in names if n not in self.fresh]
         held = [set(self.parameters[n].states) - {MASTER, MODULE} for n in names]
         for name, keys in zip(names, held, strict=True):
             without_master = self.checkpoint.groups and MASTER not in self.parameters[name].states
@@ -238,7 +281,9 @@ class _Writer:
     def _dtype(self, names: Sequence[str], key: str) -> str:
         if key == MASTER and not self.checkpoint.groups:
             return "F32"
-        dtypes = {self.parameters[n].states[key].dtype for n in names}
+        dtypes = {self.parameters[n].states[key].dtype for n in names if key in self.parameters[n].states}
+        if len(dtypes) > 1 and key == MASTER and not self.fresh.isdisjoint(names):
+            return "F32"  # weights of which there is a 16-bit copy alone
         if len(dtypes) > 1:
             raise PlanError(self.checkpoint.location, f"has {key} in {sorted(dtypes)} in one group", "")
         return dtypes.pop() if dtypes else "F32"
@@ -271,21 +316,24 @@ class _Writer:
 
     def optimizer_files(self) -> list[TargetFile]:
         """One for each rank."""
-        fragments12 = [g.fragments() for g in self.flat] if self.shape.stage < 3 else []
-        fragments3 = [[s.fragments() for s in subs] for subs in self.subs] if self.shape.stage == 3 else []
-        files = []
-        for rank in range(self.shape.ranks):
-            file = TorchFileBuilder(self._name("optim", rank), self.copies)
-            places = [self._place(g, rank) for g in range(len(self.groups))]
-            if self.shape.stage == 3:
-                own3 = [[f[part] for f in subs] for subs, (_, part) in zip(fragments3, places, strict=True)]
-                states = self._stage3(file, rank, places, own3)
-            else:
-                own = [f[part] for f, (_, part) in zip(fragments12, places, strict=True)]
-                states = self._stage12(file, places, own)
-            root = {"optimizer_state_dict": states, "ds_config": self.config(), "ds_version": self.release}
-            files.append(file.build(root))
-        return files
+        return [self.optimizer_file(rank) for rank in range(self.shape.ranks)]
+
+    def optimizer_file(self, rank: int) -> TargetFile:
+        """A rank's partitions of everything that the optimizer keeps."""
+        file = TorchFileBuilder(self._name("optim", rank), self.copies)
+        places = [self.place(g, rank) for g in range(len(self.groups))]
+        if self.shape.stage == 3:
+            held = [[s.held(part) for s in subs] for subs, (_, part) in zip(self.subs, places, strict=True)]
+            states = self._stage3(file, rank, places, held)
+        else:
+            states = self._stage12(file, places, [f[part] for f, (_, part) in zip(self.fragments, places, strict=True)])
+        root = {"optimizer_state_dict": states, "ds_config": self.config(), "ds_version": self.release}
+        return file.build(root)
+
+    @functools.cached_property
+    def fragments(self) -> list[list[list[Fragment]]]:
+        """At stages 1 and 2, what each rank's partition of every group holds."""
+        return [g.fragments() for g in self.flat]
 
     def _stage12(
         self, file: TorchFileBuilder, places: Sequence[tuple[Share, int]], fragments: Sequence[Sequence[Fragment]]
@@ -320,7 +368,12 @@ class _Writer:
             "partition_count": [flat.ranks for flat in self.flat],
             "ds_version": self.release,
             "param_slice_mappings": mappings,
+            **self._aligned(),
         }
+
+    def _aligned(self) -> dict[str, Any]:
+        """What says how parameters were aligned; where it is left out, DeepSpeed takes them for not aligned."""
+        return {"param_alignment_paddings": [f.paddings() for f in self.flat]} if self.shape.alignment > 1 else {}
 
     def _stage3(
         self,
@@ -373,6 +426,8 @@ class _Writer:
         pieces = []
         for f in fragments:
             held = share.held[f.name]
+            if held.name in self.fresh and key not in self.parameters[held.name].states:
+                continue
             pieces.append(Piece(self._state(held.name, key), dtype, f.position * width, held.first + f.first, f.numel))
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
@@ -387,8 +442,9 @@ class _Writer:
         dtype = self._dtype([held.name for held in touched], key)
         pieces, numel = [], 0
         for held in touched:
-            state = self.parameters[held.name].states[key]
-            pieces.append(Piece(state, dtype, numel * itemsize(dtype), held.first, held.numel))
+            state = self.parameters[held.name].states.get(key)
+            if state is not None:
+                pieces.append(Piece(state, dtype, numel * itemsize(dtype), held.first, held.numel))
             numel += held.numel
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
@@ -430,7 +486,7 @@ class _Writer:
 
     def model_files(self) -> list[TargetFile]:
         """One, or at stage 3 one for each rank; below stage 3 one for each expert too."""
-        files = [self._model(rank) for rank in range(self.shape.ranks if self.shape.stage == 3 else 1)]
+        files = [self.model_file(rank) for rank in range(self.shape.ranks if self.shape.stage == 3 else 1)]
         return files if self.shape.stage == 3 else [*files, *self._expert_files()]
 
     def _expert_files(self) -> Iterator[TargetFile]:
@@ -452,20 +508,15 @@ class _Writer:
         for key, file in files.items():
             yield file.build(modules[key])
 
-    def _model(self, rank: int) -> TargetFile:
+    def model_file(self, rank: int, *, shared: bool = True) -> TargetFile:
+        """The model states of a rank; ``shared`` for those that all ranks hold alike too."""
         c = self.checkpoint
         file = TorchFileBuilder(self._name("model", rank), self.copies)
         frozen = [p for p in c.parameters if p.frozen]
-        module = self._placeholders(file) if self.shape.stage == 3 else self._module(file)
-        for buffer in c.buffers:
-            if not self.experts.owns(buffer.name):
-                module[buffer.name] = file.whole(buffer.state)
-        for alias, name in c.aliases.items():
-            if name in module:
-                module[alias] = module[name]
+        module = self._shared(file) if shared else OrderedDict()
         # Of weights alone nobody knows which will be frozen: the engine must find all in the module.
         # Where none is kept (exclude_frozen_parameters) it must not be looked for either.
-        listed = self.shape.stage >= 2 and bool(c.groups) and bool(frozen)
+        listed = self.shape.stage >= (2 if shared else 3) and bool(c.groups) and bool(frozen)
         step = {"skipped_steps": c.skipped_steps, "global_steps": c.step or 0}
         if c.samples is not None:  # left out, DeepSpeed computes it
             step["global_samples"] = c.samples
@@ -491,6 +542,17 @@ class _Writer:
             **client,
         }
         return file.build(root)
+
+    def _shared(self, file: TorchFileBuilder) -> OrderedDict:
+        """The module's state dict, tied names and buffers included."""
+        module = self._placeholders(file) if self.shape.stage == 3 else self._module(file)
+        for buffer in self.checkpoint.buffers:
+            if not self.experts.owns(buffer.name):
+                module[buffer.name] = file.whole(buffer.state)
+        for alias, name in self.checkpoint.aliases.items():
+            if name in module:
+                module[alias] = module[name]
+        return module
 
     def _buffers(self) -> list[tuple[list[str], Mapping[str, Held]]]:
         """Names in every flat buffer, and what they stand for."""

@@ -1,0 +1,83 @@
+"""Measure ckpttool.load on other ranks against DeepSpeed's load on the same, and against its universal checkpoints.
+
+    python benchmarks/restore.py [--runs N] [--stages 2 3] [--scale large|small]
+
+A checkpoint of 4 ranks is loaded on 4, 2 and 3, and one of 2 ranks on 4, where it is DeepSpeed's own that it is held
+against: the same bytes for the same ranks. The checkpoints are those of ``consolidate.py``. Quote the ratios: the
+seconds are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+from consolidate import DATA, HERE, PYTHON, checkpoint
+from measure import Command, run_once
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def restore(root: Path, stage: int, scale: str, ranks: int, way: str, runs: int) -> dict[str, float]:
+    """Load on so many ranks; see ``restore_rank.py``."""
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(HERE / "restore_rank.py"), str(root), str(stage), scale, way, str(runs)]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks)}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    figures: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return figures
+
+
+def bench_stage(stage: int, scale: str, runs: int) -> None:
+    """All comparisons of one stage."""
+    four, two = checkpoint(stage, scale), checkpoint(stage, scale, ranks=2)
+    out = DATA / "universal"
+    print(f"\n=== ZeRO-{stage}, {scale} ===")
+    print(f"{'':52}{'wall s':>8}{'first':>8}{'extra MB':>10}   wall of native on the same ranks")
+    native = {ranks: restore(root, stage, scale, ranks, "native", runs) for ranks, root in ((4, four), (2, two))}
+    for ranks, figures in native.items():
+        _row(f"engine.load_checkpoint, {ranks} on {ranks}", figures, figures)
+    for root, saved, ranks in ((four, 4, 4), (two, 2, 4), (four, 4, 2)):
+        _row(f"ckpttool.load, {saved} on {ranks}", restore(root, stage, scale, ranks, "ckpttool", runs), native[ranks])
+    _row("ckpttool.load, weights_only, 4 on 2", restore(four, stage, scale, 2, "weights", runs), native[2])
+    tag = (four / "latest").read_text()
+    peer = [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(four / tag)]
+    peer += ["--output_folder", str(out / "universal"), "--inject_missing_state"]
+    peer += ["--num_extract_workers", "2", "--num_merge_workers", "2"]
+    made = run_once(Command("ds_to_universal", [peer], lambda: shutil.rmtree(out, ignore_errors=True)))
+    (out / "latest_universal").write_text("universal")
+    loaded = restore(out, stage, scale, 2, "universal", runs)
+    both = {**loaded, "seconds": made.wall + loaded["seconds"], "first": made.wall + loaded["first"]}
+    _row("load_universal, 4 on 2", loaded, native[2])
+    _row("ds_to_universal and load_universal, 4 on 2", both, native[2])
+    shutil.rmtree(out)
+
+
+def _row(name: str, figures: dict[str, float], native: dict[str, float]) -> None:
+    ratio = figures["seconds"] / native["seconds"]
+    extra = figures["extra"] / 1e6
+    print(f"{name:52}{figures['seconds']:8.2f}{figures['first']:8.2f}{extra:10.0f}   {ratio:.2f}x", flush=True)
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="counted loads, after one that is not (default: 3)")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=(2, 3))
+    parser.add_argument("--scale", choices=("small", "large"), default="large")
+    arguments = parser.parse_args()
+    DATA.mkdir(exist_ok=True)
+    for stage in arguments.stages:
+        bench_stage(stage, arguments.scale, arguments.runs)
+
+
+if __name__ == "__main__":
+    main()

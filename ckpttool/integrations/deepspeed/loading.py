@@ -1,0 +1,249 @@
+"""Resume a live DeepSpeed engine from any checkpoint, on any number of ranks, with no conversion in between.
+
+Every rank reads only what it owns. A load has two halves: the first reads, and may fail; then the ranks agree that all
+have succeeded; the second changes the engine. So a damaged file leaves no engine half loaded, and no rank waits for one
+that has given up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import CkptError, LayoutError
+from ckpttool.formats import open_checkpoint, source_paths
+from ckpttool.integrations.deepspeed.live import look
+from ckpttool.integrations.deepspeed.preparing import keeps_loss_scale, prepare
+from ckpttool.integrations.deepspeed.report import LoadReport
+from ckpttool.model import MASTER, MODULE
+from ckpttool.storage import LOCAL, open_storage
+from ckpttool.transfer import memory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.formats import Source
+    from ckpttool.integrations.deepspeed.live import LiveEngine
+    from ckpttool.integrations.deepspeed.preparing import Prepared
+    from ckpttool.model import Checkpoint
+
+Agree = Callable[[BaseException | None], None]
+"""Called on every rank with what the first half of a load raised there, or None: raises on all if any failed."""
+
+
+def load(
+    engine: Any,
+    src: Source,
+    *,
+    tag: str | None = None,
+    strict: bool = True,
+    weights_only: bool = False,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    memory: int | str | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a DeepSpeed engine, whatever the ranks and the ZeRO stage that it was saved with.
+
+    To be called on every rank, like ``engine.load_checkpoint``. Where ranks, stage and parameters are as they were,
+    DeepSpeed reads its own files; otherwise each rank reads the ranges that it owns, from the N ranks' files. Like
+    ``engine.load_checkpoint``, and unlike ``inspect``, it unpickles what is in them: load only what you trust.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        strict: Whether both must hold the same parameters and buffers. If not, what is missing keeps the engine's
+            values, and what has no place is left out; the report names both.
+        weights_only: Load masters, weights and buffers from any source that holds weights, and leave the optimizer's
+            states, the counters and the scheduler as they are.
+        dry_run: Say what would be loaded; the engine stays as it is.
+        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        memory: Bytes, or a text like "256MB", that requests in flight may take on each rank where the checkpoint is
+            distant; default: 256 MB.
+
+    Returns:
+        What was restored; ``client_state`` is what the user's code saved along.
+
+    Raises:
+        CkptError: The checkpoint is not sound or does not fit the engine; the same on every rank.
+        ValueError: ``memory`` is no size.
+    """
+    began = time.perf_counter()
+    room = memory_bytes(memory)
+    checkpoint = open_together(src, tag=tag, storage_options=storage_options)
+    report = restore_engine(engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
+    return replace(report, seconds=time.perf_counter() - began)
+
+
+def preview(
+    engine: Any,
+    src: Source,
+    *,
+    tag: str | None = None,
+    strict: bool = True,
+    weights_only: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Say what ``load`` would do; no weights are read, and the engine stays as it is.
+
+    Args:
+        engine: As for ``load``.
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        strict: As for ``load``.
+        weights_only: As for ``load``.
+        storage_options: As for ``load``.
+
+    Raises:
+        CkptError: The checkpoint is not sound or does not fit the engine; the same on every rank.
+    """
+    return load(
+        engine, src, tag=tag, strict=strict, weights_only=weights_only, dry_run=True, storage_options=storage_options
+    )
+
+
+def restore_engine(
+    engine: Any,
+    checkpoint: Checkpoint,
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+    dry_run: bool = False,
+    memory: int | str | None = None,
+    agree: Agree | None = None,
+) -> LoadReport:
+    """Load a checkpoint that is open already; to be called on every rank with the same.
+
+    Args:
+        engine: As for ``load``.
+        checkpoint: The checkpoint; everything is read through its ``storage``.
+        strict: As for ``load``.
+        weights_only: As for ``load``.
+        dry_run: As for ``load``.
+        memory: As for ``load``.
+        agree: Lets the ranks agree between the halves; default: ``agree_by_name``.
+
+    Raises:
+        CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, and no engine was touched.
+    """
+    began = time.perf_counter()
+    live: LiveEngine | None = None
+    prepared: Prepared | None = None
+    error: BaseException | None = None
+    try:
+        room = memory_bytes(memory)
+        live = look(engine)
+        prepared = prepare(live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
+    except BaseException as problem:  # raised again below, when all ranks know
+        error = problem
+    (agree or agree_by_name)(error)
+    if error is not None or live is None or prepared is None:
+        raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
+    client_state: Mapping[str, Any] = {} if weights_only else checkpoint.client_state
+    if not dry_run:
+        from ckpttool.integrations.deepspeed import handing
+
+        if weights_only:
+            handing.hand_over_weights(live, prepared)
+        else:
+            returned = handing.hand_over(live, prepared)
+            client_state = {key: returned[key] for key in checkpoint.client_state if key in returned}
+    return _report(live, prepared, client_state, weights_only, dry_run, time.perf_counter() - began)
+
+
+def open_together(
+    src: Source, *, tag: str | None = None, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Read the layout of a checkpoint on the first rank, and tell the others: N ranks do not ask for M files each.
+
+    Raises:
+        CkptError: There is no sound checkpoint; the same on every rank.
+    """
+    import torch.distributed as dist
+
+    paths = source_paths(src)
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            # A storage holds connections: every rank has its own.
+            told = [replace(open_checkpoint(paths, tag=tag, options=storage_options), storage=LOCAL)]
+        except Exception as error:  # told to all below
+            told = [error if isinstance(error, CkptError) else LayoutError(paths[0], repr(error), "")]
+    dist.broadcast_object_list(told)
+    found = told[0]
+    if isinstance(found, CkptError):
+        raise found
+    checkpoint: Checkpoint = replace(found, storage=open_storage(paths[0], storage_options))
+    return checkpoint
+
+
+def agree_by_name(error: BaseException | None) -> None:
+    """Raise on every rank what was raised on any: there as it was, elsewhere with the rank that it comes from."""
+    import torch.distributed as dist
+
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if error is None else _told(error))
+    if error is not None:
+        raise error
+    for rank, (kind, path, problem, hint) in ((r, t) for r, t in enumerate(told) if t is not None):
+        raise kind(path, f"rank {rank}: {problem}", hint)
+
+
+def _told(error: BaseException) -> tuple[type[CkptError], str, str, str]:
+    if isinstance(error, CkptError):
+        return type(error), error.path, error.problem, error.hint
+    return LayoutError, "loading", f"{type(error).__name__}: {error}", "see the output of that rank"
+
+
+def _report(
+    live: LiveEngine,
+    prepared: Prepared,
+    client_state: Mapping[str, Any],
+    weights_only: bool,
+    dry_run: bool,
+    seconds: float,
+) -> LoadReport:
+    checkpoint, fitted = prepared.checkpoint, prepared.fitted
+    source = checkpoint if fitted is None else fitted.checkpoint
+    restored = [p for p in source.parameters if p.states]
+    states = {key: None for p in restored if not p.frozen for key in p.states if key not in {MASTER, MODULE}}
+    kept = () if fitted is None else fitted.kept
+    missing = () if fitted is None else fitted.missing
+    notes = [*prepared.notes]
+    scheduler = live.engine.lr_scheduler is not None and not weights_only
+    if scheduler and checkpoint.scheduler is None:
+        notes.append("the checkpoint has no state for the scheduler: it stays as it is")
+    scale = keeps_loss_scale(live, checkpoint) or prepared.road == "native"
+    if not weights_only and not scale and live.dtype == "F16":
+        notes.append("the checkpoint has no loss scale for fp16: the engine keeps its own")
+    if live.engine.load_universal_checkpoint():
+        notes.append("load_universal in the engine's configuration was passed over: no conversion is needed")
+    groups = range(len(live.hyperparameters)) if not weights_only else ()
+    return LoadReport(
+        path=checkpoint.location,
+        tag=checkpoint.tag,
+        step=checkpoint.step,
+        road=prepared.road,
+        dry_run=dry_run,
+        weights_only=weights_only,
+        source=checkpoint.topology,
+        source_stage=checkpoint.stage,
+        target=live.topology,
+        target_stage=live.stage,
+        parameters=len(restored),
+        elements=sum(p.numel for p in restored),
+        buffers=len(checkpoint.buffers if fitted is None or prepared.road == "native" else fitted.buffers),
+        states=() if weights_only else tuple(states),
+        groups_restored=tuple(g for g in groups if g not in kept),
+        groups_kept=kept if not weights_only else tuple(range(len(live.hyperparameters))),
+        scheduler=scheduler and checkpoint.scheduler is not None,
+        loss_scale=scale and not weights_only and bool(live.stage or live.wrapper),
+        missing=missing,
+        unexpected=() if fitted is None else fitted.unexpected,
+        notes=tuple(dict.fromkeys(notes)),
+        nbytes_read=prepared.nbytes_read,
+        seconds=seconds,
+        client_state=client_state,
+    )

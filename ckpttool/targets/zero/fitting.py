@@ -1,0 +1,228 @@
+"""A checkpoint as a live model wants it: its parameters by name, in the model's own groups.
+
+What comes out is a checkpoint again, so that the plan of native files serves for it too. Nothing is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import PlanError
+from ckpttool.model import MASTER, MODULE, Parameter, ParamGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckpttool.model import Checkpoint, ScalarState, State
+
+NAMED = 5
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """Names and shapes of what a model holds."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Every parameter by its first name, in the order of the module, before ZeRO partitions it."""
+    groups: Sequence[Sequence[str]]
+    """What the optimizer trains, group by group in its own order."""
+    buffers: Mapping[str, tuple[int, ...]]
+    """Shapes of persistent buffers."""
+    aliases: Mapping[str, str]
+    """Tied names: another name of a parameter to its first."""
+
+    @property
+    def frozen(self) -> list[str]:
+        """Parameters that the optimizer leaves alone."""
+        trained = {name for group in self.groups for name in group}
+        return [name for name in self.shapes if name not in trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fitted:
+    """What of a checkpoint goes where in a model."""
+
+    checkpoint: Checkpoint
+    """The parameters that the model holds, in its groups. Of those in ``missing`` there are no states."""
+    fresh: frozenset[str] = frozenset()
+    """Parameters of which it lacks some or all states."""
+    buffers: Mapping[str, State] = field(default_factory=dict)
+    """Of the model's buffers, those that the checkpoint has."""
+    missing: tuple[str, ...] = ()
+    """Parameters and buffers of the model that the checkpoint lacks."""
+    unexpected: tuple[str, ...] = ()
+    """Parameters and buffers of the checkpoint that the model lacks."""
+    kept: tuple[int, ...] = ()
+    """The model's groups for which the checkpoint has no hyper-parameters, or several."""
+    regrouped: bool = False
+    """Whether the model's groups are not the checkpoint's."""
+    notes: tuple[str, ...] = ()
+    """What is not as it was."""
+
+
+def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: bool) -> Fitted:
+    """Match a checkpoint with a model, by name.
+
+    Args:
+        checkpoint: Any source.
+        live: The model.
+        strict: Whether all names must be on both sides.
+        weights_only: Leave out what the optimizer keeps.
+
+    Raises:
+        PlanError: A shape differs; or with ``strict`` a name is missing; or there is no optimizer.
+    """
+    if not weights_only and (not checkpoint.groups or checkpoint.unsliceable):
+        problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.unsliceable[:NAMED])}"
+        problem = problem if checkpoint.unsliceable else "does not say what the optimizer trains"
+        raise PlanError(checkpoint.location, problem, "load it with weights_only=True")
+    return _Fit(checkpoint, live, weights_only).fitted(strict)
+
+
+class _Fit:
+    def __init__(self, checkpoint: Checkpoint, live: LiveModel, weights_only: bool) -> None:
+        self.checkpoint = checkpoint
+        self.live = live
+        self.weights_only = weights_only
+        self.notes: list[str] = []
+        self.parameters = {p.name: p for p in checkpoint.parameters}
+        self.sources: dict[str, Parameter | State] = {b.name: b.state for b in checkpoint.buffers}
+        self.sources.update(self.parameters)
+        self.names: dict[str, list[str]] = {}
+        """Every name of each of the model's parameters."""
+        for alias, name in live.aliases.items():
+            self.names.setdefault(name, []).append(alias)
+        self.missing: list[str] = []
+        self.taken: set[str] = set()
+
+    def fitted(self, strict: bool) -> Fitted:
+        found = {name: self._find(name, shape) for name, shape in self.live.shapes.items()}
+        buffers = {n: s for n, shape in self.live.buffers.items() if (s := self._weights(self._find(n, shape)))}
+        known = {*self.live.shapes, *self.live.buffers, *self.live.aliases}
+        unexpected = [n for n in self.sources if n not in self.taken and n not in known]
+        self.notes += [
+            f"{n} is tied to {live_name} in the model: the values of {self._source_name(live_name)} were taken"
+            for n, live_name in self.live.aliases.items()
+            if n in self.sources and n not in self.taken
+        ]
+        if strict:
+            self._refuse("lacks", "of the model", self.missing, "and these keep the values that the model has")
+            self._refuse("holds", "that the model lacks", unexpected, "and these are left out")
+        fresh: set[str] = set()
+        parameters = []
+        for group, names in enumerate(self.live.groups):
+            for name in names:
+                states = self._trained(name, found[name], fresh)
+                parameters.append(Parameter(name, self.live.shapes[name], group, states))
+        frozen = [(n, state) for n in self.live.frozen if (state := self._weights(found[n])) is not None]
+        parameters += [Parameter(n, self.live.shapes[n], None, {MODULE: state}) for n, state in frozen]
+        groups, kept = self._groups()
+        order = [tuple(self._source_name(n) for n in names) for names in self.live.groups]
+        checkpoint = replace(
+            self.checkpoint,
+            format="zero",  # the model says which are frozen, whatever the source does not tell
+            parameters=tuple(parameters),
+            buffers=(),
+            aliases={},
+            groups=tuple(groups),
+            unsliceable=(),
+            twins=(),
+        )
+        return Fitted(
+            checkpoint=checkpoint,
+            fresh=frozenset(fresh),
+            buffers=buffers,
+            missing=tuple(self.missing),
+            unexpected=tuple(unexpected),
+            kept=tuple(kept),
+            regrouped=order != [g.parameters for g in self.checkpoint.groups],
+            notes=tuple(self.notes),
+        )
+
+    def _refuse(self, verb: str, whose: str, names: Sequence[str], otherwise: str) -> None:
+        if names:
+            raise PlanError(
+                self.checkpoint.location, f"{verb} {listed(names)} {whose}", f"pass strict=False, {otherwise}"
+            )
+
+    # ------------------------------------------------------------------------------------------------ one tensor
+
+    def _source_name(self, name: str) -> str:
+        """What the checkpoint calls a parameter of the model; the model's own name if it has none."""
+        for candidate in (name, *self.names.get(name, ())):
+            stored: str = self.checkpoint.aliases.get(candidate, candidate)
+            if stored in self.sources:
+                return stored
+        return name
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Parameter | State | None:
+        stored = self._source_name(name)
+        found = self.sources.get(stored)
+        if found is None:
+            if all(shape):  # what has no elements may not have been saved, and nothing is lost
+                self.missing.append(name)
+            return None
+        self.taken.add(stored)
+        # Releases before 0.19.8 lose the shape of a parameter without elements, universal checkpoints that of a scalar.
+        if found.shape != shape and (all(found.shape) or all(shape)) and {found.shape, shape} != {(), (1,)}:
+            problem = f"{name} has shape {list(found.shape)} there and {list(shape)} in the model"
+            raise PlanError(self.checkpoint.location, problem, "build the model as it was when it was saved")
+        return found
+
+    @staticmethod
+    def _weights(found: Parameter | State | None) -> State | None:
+        if isinstance(found, Parameter):
+            return found.states.get(MASTER) or found.states.get(MODULE)
+        return found
+
+    def _trained(self, name: str, found: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
+        weights = self._weights(found)
+        if weights is None or self.weights_only:
+            fresh.add(name)
+            return {} if weights is None else {MASTER: weights}
+        if isinstance(found, Parameter) and MASTER in found.states and not found.frozen:
+            return {key: state for key, state in found.states.items() if key != MODULE}
+        self.notes.append(f"{name} was not trained there: it starts without moments")
+        fresh.add(name)
+        return {MASTER: weights}
+
+    # ---------------------------------------------------------------------------------------------------- groups
+
+    def _groups(self) -> tuple[list[ParamGroup], list[int]]:
+        """The model's groups with the checkpoint's hyper-parameters, and those for which it has none."""
+        groups, kept = [], []
+        for number, names in enumerate(self.live.groups):
+            elements: dict[int, int] = {}
+            for name in names if not self.weights_only else ():
+                p = self.parameters.get(self._source_name(name))
+                if p is not None and p.group is not None and p.group >= 0:
+                    elements[p.group] = elements.get(p.group, 0) + p.numel
+            sources = [self.checkpoint.groups[i] for i in elements]
+            options = [{k: v for k, v in g.hyperparameters.items() if k != "params"} for g in sources]
+            if not options or not options[0] or any(o != options[0] for o in options):
+                if not self.weights_only:
+                    kept.append(number)
+                    differ = f"its parameters came from groups {_numbers(elements)}, which differ"
+                    why = differ if any(options) else "there are none for it"
+                    self.notes.append(f"group {number} keeps the model's hyper-parameters: {why}")
+                options = [{}]
+            scalars: Mapping[str, ScalarState] = {}
+            if sources:
+                most = max(elements, key=lambda i: elements[i])
+                scalars = self.checkpoint.groups[most].scalars
+                if any(dict(g.scalars) != dict(scalars) for g in sources):
+                    self.notes.append(f"group {number} takes the steps of group {most}: those of others differ")
+            groups.append(ParamGroup(tuple(names), options[0], scalars))
+        return groups, kept
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(values)))
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
