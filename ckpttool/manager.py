@@ -260,6 +260,7 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:
         self.wait()
         self.restored = None
+        ranks = self._meet()
         from ckpttool.integrations.deepspeed.loading import restore_engine
         from ckpttool.integrations.deepspeed.resuming import find_together, open_together
 
@@ -274,10 +275,11 @@ class CheckpointManager:
             except CkptError as error:
                 if tag is not None:
                     raise
-                LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                if ranks.rank == 0:  # the others would say the same
+                    LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
                 first = first or error
                 continue
-            if not dry_run:
+            if not dry_run and ranks.rank == 0:
                 LOG.info("%s", report)
             self.restored = report
             return dict(report.client_state)
@@ -334,7 +336,7 @@ class CheckpointManager:
             error=error,
         )  # fmt: skip
         if error is None:
-            LOG.info("%s", report)
+            LOG.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", report)
         else:
             LOG.error("%s", report)
             if stall is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.storage import server
 from tests.truth import HERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -33,3 +34,12 @@ def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
         return target
 
     return copy
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[tuple[str, Any]]:
+    """URL of a running S3 server and boto3's client for it; started when the first test of this worker asks."""
+    with server.running() as endpoint:
+        client = server.client(endpoint)
+        yield endpoint, client
+        client.close()

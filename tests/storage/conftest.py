@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[tuple[str, Any]]:
-    """URL of a running S3 server and boto3's client for it; started when the first test of this worker asks."""
-    with server.running() as endpoint:
-        client = server.client(endpoint)
-        yield endpoint, client
-        client.close()
-
-
 @pytest.fixture
 def s3(s3_server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
     """A fresh bucket. Clients that the test, or a command that it runs, makes find what lets them in."""

@@ -1,0 +1,140 @@
+"""Train loops that save and resume through CheckpointManager, beside DeepSpeed's own saves of the same engines."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests import forked
+
+CLIENT_STATE = {"epoch": 2, "nested": {"seen": [1, 2.5, None]}, "bytes": b"\x00\xff"}
+TRAINED = 2
+"""Steps before the save;"""
+FOLLOWING = 3
+"""and behind it, of which the losses are compared."""
+
+
+def main(directory: Path) -> None:
+    """Do all jobs; those of one number of ranks share their processes."""
+    import deepspeed  # noqa: F401  once, for all that are forked
+
+    jobs = forked.jobs_in(directory)
+    if any(job["model"] == "autoep" for job in jobs):
+        from transformers import MixtralForCausalLM  # noqa: F401  the same
+    for (_, world_size), group in itertools.groupby(jobs, lambda j: (j["turn"], j["world_size"])):
+        own = list(group)
+        forked.run_ranks(world_size, lambda own=own: _rank(own, directory))  # type: ignore[misc]
+
+
+def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
+    import torch
+    from recipes import common
+
+    common.start(seed=4321)
+    for job in jobs:
+        forked.end_if_stuck()
+        torch.manual_seed(4321)
+        {"save": _save, "resume": _resume}[job["do"]](job, directory / job["id"])
+        torch.distributed.barrier()
+    common.leave()
+
+
+def _build(job: dict[str, Any]) -> Any:
+    from recipes import common
+
+    from tests.parallel_engines import build
+
+    config = {"scheduler": None, "gradient_clipping": None, **job.get("config", {})}
+    case = common.Case(job["id"], job["stage"], job["world_size"], common.leave, job.get("dtype", "bf16"), {}, config)
+    if job["model"] == "plain":
+        return _plain(common.ds_config(case))
+    return build(job["model"], common.ds_config(case), tensor=1, stages=job.get("stages", 1), experts=job["experts"])
+
+
+def _plain(config: dict[str, Any]) -> Any:
+    """The odd model, which learns slowly enough for losses to be compared."""
+    import deepspeed
+    import torch
+    from recipes import common, plain
+
+    from tests.parallel_engines import Parallel
+
+    model = plain.build_model()
+    optimizer = torch.optim.AdamW(plain.param_groups(model))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> Any:
+        tokens = torch.arange(12).reshape(2, 6)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return Parallel(engine, lambda: common.live_tensors(engine), step)
+
+
+def _save(job: dict[str, Any], directory: Path) -> None:
+    """Train, save by both, train on, and go back."""
+    import torch
+
+    from ckpttool import CheckpointManager
+
+    parallel = _build(job)
+    engine, first = parallel.engine, torch.distributed.get_rank() == 0
+    for _ in range(TRAINED):
+        parallel.step()
+    engine.save_checkpoint(str(directory / "native"), tag="tag", client_state=CLIENT_STATE)
+    held = parallel.whole()
+    reports: list[Any] = []
+    manager = CheckpointManager(job["root"], async_save=job["background"], on_save=reports.append, keep_last=3)
+    manager.save(engine, tag="tag", client_state=CLIENT_STATE, metrics={"loss": 0.5})
+    losses = [float(parallel.step()) for _ in range(FOLLOWING)]  # while it is being saved, where that is asynchronous
+    manager.wait()
+    after = None
+    if job["goes_back"]:
+        assert manager.restore(engine) == CLIENT_STATE
+        after = _kept(parallel.whole())
+    if first:
+        facts = {"losses": losses, "held": _kept(held), "after": after, "report": str(reports[0])}
+        torch.save(facts, directory / "facts.pt")
+    engine.destroy()
+
+
+def _resume(job: dict[str, Any], directory: Path) -> None:
+    """Build another engine, on other ranks or of another stage, and go on from what was saved."""
+    import torch
+
+    from ckpttool import CheckpointManager
+
+    parallel = _build(job)
+    manager = CheckpointManager(job["root"])
+    before = _kept(parallel.whole())
+    preview = manager.preview(parallel.engine)
+    unchanged = _same(before, _kept(parallel.whole()))
+    client_state = manager.restore(parallel.engine)
+    held, steps = _kept(parallel.whole()), parallel.engine.global_steps
+    losses = [float(parallel.step()) for _ in range(FOLLOWING)]
+    if torch.distributed.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "losses": losses, "held": held, "client_state": client_state, "preview": str(preview),
+            "unchanged": unchanged, "report": str(manager.restored), "steps": steps,
+        }  # fmt: skip
+        torch.save(facts, directory / "facts.pt")
+    parallel.engine.destroy()
+
+
+def _kept(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

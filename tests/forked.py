@@ -1,0 +1,105 @@
+"""Ranks of real DeepSpeed on the CPU, forked from one process that has imported it once."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 300
+"""How long one thing may take before it counts as stuck: a hundred times what it takes on a quiet machine."""
+
+
+def start(module: str, jobs: Sequence[dict[str, Any]], directory: Path) -> str:
+    """Run a module's ``main`` on the jobs, in a process of its own; what it printed.
+
+    The module is given the directory, where it finds the jobs in ``jobs.json``.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "jobs.json").write_text(json.dumps(list(jobs)))
+    path = [str(HERE.parent), str(HERE.parent / "fixtures"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(path),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+    }
+    command = [sys.executable, "-m", module, str(directory)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def jobs_in(directory: Path) -> list[dict[str, Any]]:
+    """What is to be done."""
+    found: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
+    return found
+
+
+def run_ranks(world_size: int, body: Callable[[], None]) -> None:
+    """Do something on so many ranks, which end with it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [_fork(body, rank, world_size, port) for rank in range(world_size)]
+    wait_for(ranks)
+
+
+def _fork(body: Callable[[], None], rank: int, world_size: int, port: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        end_if_stuck()
+        body()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait_for(ranks: list[int]) -> None:
+    """Wait until all have ended well; one that did not takes the others along, who would wait for it forever."""
+    while ranks:
+        for pid in list(ranks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ranks.remove(pid)
+            if ended and status:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit(f"the rank of process {pid} ended with status {status}")
+        time.sleep(0.02)
+
+
+def end_if_stuck() -> None:
+    """From now on, tell where this rank hangs and end it: none outlives the test, whatever becomes of its parent."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
