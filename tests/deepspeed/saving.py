@@ -35,8 +35,9 @@ def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
     common.start(seed=4321)
     for job in jobs:
         forked.end_if_stuck()
+        (directory / job["id"]).mkdir(exist_ok=True)
         torch.manual_seed(4321)
-        {"save": _save, "resume": _resume}[job["do"]](job, directory / job["id"])
+        {"save": _save, "resume": _resume, "life": _life}[job["do"]](job, directory / job["id"])
         torch.distributed.barrier()
     common.leave()
 
@@ -117,13 +118,70 @@ def _resume(job: dict[str, Any], directory: Path) -> None:
     held, steps = _kept(parallel.whole()), parallel.engine.global_steps
     losses = [float(parallel.step()) for _ in range(FOLLOWING)]
     if torch.distributed.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
         facts = {
             "losses": losses, "held": held, "client_state": client_state, "preview": str(preview),
             "unchanged": unchanged, "report": str(manager.restored), "steps": steps,
         }  # fmt: skip
         torch.save(facts, directory / "facts.pt")
     parallel.engine.destroy()
+
+
+def _life(job: dict[str, Any], directory: Path) -> None:
+    """What a manager does when things go wrong, and at the end of a run."""
+    import os
+    import signal
+
+    import torch
+
+    from ckpttool import CheckpointManager, CkptError
+
+    rank = torch.distributed.get_rank()
+    parallel = _build(job)
+    engine, root = parallel.engine, directory / "root"
+    facts: dict[str, Any] = {}
+    reports: list[Any] = []
+    manager: Any = CheckpointManager(
+        root, async_save=True, keep_last=2, keep_best=("loss", "min", 1), on_save=reports.append,
+        signals=[signal.SIGUSR1], timeout=30,
+    )  # fmt: skip
+    facts["nothing there"] = (manager.preview(engine), manager.restore(engine), manager.preempted())
+    for loss in (3.0, 1.0, 2.0, 2.5, 2.2):
+        parallel.step()
+        manager.save(engine, metrics={"loss": loss})
+    manager.wait()
+    torch.distributed.barrier()
+    facts["kept"] = sorted(p.name for p in root.iterdir() if p.is_dir())
+    facts["reports"] = [(r.tag, r.step, r.nbytes > 0, r.seconds >= r.stall_seconds > 0, r.error) for r in reports]
+
+    def told(function: Any) -> str:
+        try:
+            function()
+        except CkptError as error:
+            return str(error)
+        return ""
+
+    manager.save(engine)  # is there already: heard of at the next call
+    facts["again"] = told(lambda: manager.save(engine, tag="other"))
+    facts["after an error"] = told(manager.wait)
+    manager.save(engine, tag="pickled", client_state={"f": (lambda: 0) if rank == 0 else 0})
+    facts["unpicklable"] = told(manager.wait)
+    manager.save(engine, tag=f"of rank {rank}")
+    facts["tags"] = told(manager.wait)
+    facts["no tag"] = told(lambda: manager.restore(engine, tag="nowhere"))
+    facts["left"] = sorted(p.name for p in root.iterdir() if p.is_dir())
+    blocking: Any = CheckpointManager(directory / "second")
+    facts["blocking"] = blocking.save(engine, tag="a/b").tag
+    facts["there"] = told(lambda: blocking.save(engine, tag="a/b"))
+    facts["overwritten"] = blocking.save(engine, tag="a/b", client_state={"n": 2}, overwrite=True).error
+    facts["read back"] = blocking.restore(engine)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    torch.distributed.barrier()
+    facts["preempted"] = manager.preempted()
+    manager.save(engine, tag="last", overwrite=True)  # and nobody waits for it
+    torch.save(facts, directory / f"facts-{rank}.pt")
+    parallel.engine.destroy()
+    manager._thread.join()  # which the interpreter does at its end; these ranks have none
 
 
 def _kept(tensors: dict[str, Any]) -> dict[str, Any]:

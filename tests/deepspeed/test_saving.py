@@ -77,7 +77,7 @@ def bucket(s3_server: tuple[str, Any]) -> Iterator[server.Bucket]:
 def done(tmp_path_factory: TempPathFactory, bucket: server.Bucket) -> Path:
     """A directory with what each job has left in a directory of its name."""
     directory = tmp_path_factory.mktemp("saving")
-    jobs = [*SAVES, *S3, *(_resume(*one) for one in RESUMES)]
+    jobs = [*SAVES, *S3, *(_resume(*one) for one in RESUMES), {**_job(2, 2), "id": "life", "do": "life"}]
     for job in jobs:
         name = job.get("source", job["id"])
         job["root"] = bucket.url(name) if "s3" in name else str(directory / name / "ours")
@@ -169,3 +169,30 @@ def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, d
     # In bf16 on a CPU even the same engine computes another loss where its memory is aligned otherwise: up to 3 % here,
     # where training has brought it from 3.4 down to 0.03.
     assert after["losses"] == pytest.approx(before["losses"], rel=0.05)
+
+
+def test_the_life_of_a_manager(done: Path) -> None:
+    root = done / "life" / "root"
+    for rank in (0, 1):
+        facts = torch.load(done / "life" / f"facts-{rank}.pt", weights_only=False)
+        assert facts["nothing there"] == (None, None, False)
+        assert facts["kept"] == ["global_step2", "global_step4", "global_step5"]
+        assert facts["reports"] == [(f"global_step{n}", n, True, True, None) for n in range(1, 6)]
+        assert facts["again"] == (f"{root}/global_step5: is saved already; choose another tag, or pass overwrite=True")
+        assert facts["after an error"] == ""
+        assert facts["unpicklable"].startswith(
+            f"{root}/pickled: was not saved: rank 0: mp_rank_00_model_states.pt: cannot be pickled: "
+        )
+        assert facts["unpicklable"].endswith("see what client_state holds; nothing was committed")
+        assert facts["tags"].startswith(f"{root}/of rank 0: rank 0 saves it at step 5, rank 1 'of rank 1' at step 5")
+        assert facts["no tag"].startswith(
+            f"{root}: holds no checkpoint of tag 'nowhere'; these are there: global_step5, "
+        )
+        assert facts["left"] == facts["kept"]
+        assert facts["blocking"] == "a/b"
+        assert "is saved already" in facts["there"]
+        assert facts["overwritten"] is None
+        assert facts["read back"] == {"n": 2}
+        assert facts["preempted"]
+    assert (root / "latest").read_text() == "last"
+    assert ckpttool.inspect(root).step == 5
