@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import ckpttool
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -81,8 +83,33 @@ def test_the_demo_runs_and_finds_every_weight_equal(tmp_path: Path) -> None:
     assert "20 of 20 equal, bit for bit" in printed
 
 
+@pytest.mark.deepspeed
+def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    script, root = str(ROOT / "examples" / "train_loop.py"), str(tmp_path / "run")
+    first = _torchrun(2, script, root, "--steps", "4", "--save-every", "2")
+    assert first.count("saved global_step") == 2
+    second = _torchrun(3, script, root, "--steps", "6", "--save-every", "2", "--stage", "3")
+    assert "from ZeRO-2 over 2 ranks to ZeRO-3 over 3 ranks" in second
+    assert "step 6: loss" in second
+    assert "step 2: loss" not in second
+    entries = ckpttool.ls(root).entries
+    assert [(e.name, e.whole, e.latest) for e in entries[-2:]] == [
+        ("global_step4", True, False),
+        ("global_step6", True, True),
+    ]
+
+
+def _torchrun(ranks: int, *arguments: str) -> str:
+    """Both what it prints and what it logs."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
 def test_every_example_is_run_here() -> None:
-    assert {p.name for p in (ROOT / "examples").glob("*.py")} == {"demo.py", "library.py"}
+    assert {p.name for p in (ROOT / "examples").glob("*.py")} == {"demo.py", "library.py", "train_loop.py"}
 
 
 def test_the_changelog_names_this_version() -> None:
