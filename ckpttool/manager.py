@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from ckpttool.candidates import Candidate
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.integrations.deepspeed.saving import Collected, HostMemory
+    from ckpttool.saving.protocol import Place
     from ckpttool.saving.ranks import Ranks
 
 LOG = logging.getLogger("ckpttool")
@@ -90,6 +92,7 @@ class CheckpointManager:
         on_save: Called on every rank after each save, in the thread that saved.
         signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
         storage_options: What to tell the storage's fsspec class; default: what it finds itself.
+        place: Where to save, for who has it open already; default: what the root says.
 
     Raises:
         ValueError: A rule makes no sense; or signals are to be watched in a thread that is not the main one.
@@ -108,21 +111,23 @@ class CheckpointManager:
         on_save: Callable[[SaveReport], None] | None = None,
         signals: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
+        place: Place | None = None,
     ) -> None:
         given = fspath(root)
         self.root = without_secrets(local_path(given)).rstrip("/") or given
         if not is_url(self.root):
             self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
-        self._place = place_for(given, storage_options)
-        self._options = storage_options
+        self._place = place or place_for(given, storage_options)
         best = None if keep_best is None else ":".join(map(str, keep_best))
         given_rules = (keep_last, keep_every, best)
         self._rules = None if given_rules == (None, None, None) else Rules(*given_rules)
-        self._async = async_save
+        self.saves_in_background = async_save
+        """Whether ``save`` returns before the checkpoint is committed."""
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
-        self._name = f"manager {next(_numbers)}"
+        self.name = f"manager {next(_numbers)}"
+        """The same on every rank."""
         self._ranks: Ranks | None = None
         self._memory: HostMemory | None = None
         self._thread: threading.Thread | None = None
@@ -176,6 +181,16 @@ class CheckpointManager:
                 Nothing was committed.
         """
         self.wait()
+        return self.save_into(
+            self.root, engine, tag=tag, client_state=client_state or {}, metrics=metrics or {}, overwrite=overwrite,
+            exclude_frozen=exclude_frozen_parameters,
+        )  # fmt: skip
+
+    def save_into(
+        self, root: str, engine: Any, *, tag: str | None, client_state: Mapping[str, Any],
+        metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool,
+    ) -> SaveReport | None:  # fmt: skip
+        """As ``save``, into another root of the same storage, after ``wait``: for who gives each checkpoint its own."""
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.saving import check_engine, collect
 
@@ -187,24 +202,24 @@ class CheckpointManager:
             tag=tag,
             step=step,
             stage=int(engine.zero_optimization_stage()),
-            metrics={str(name): float(value) for name, value in (metrics or {}).items()},
+            metrics={str(name): float(value) for name, value in metrics.items()},
             versions=_versions(),
             overwrite=overwrite,
         )
         ranks = self._meet()
         collected = collect(
-            engine, tag=tag, client_state=client_state or {}, memory=self._host_memory(engine),
-            exclude_frozen=exclude_frozen_parameters, scratch_root=self.root if self._place.storage is LOCAL else None,
+            engine, tag=tag, client_state=client_state, memory=self._host_memory(engine),
+            exclude_frozen=exclude_frozen, scratch_root=self.root if self._place.storage is LOCAL else None,
         )  # fmt: skip
-        if not self._async:
-            report = self._write(ranks, request, collected, began, None)
+        if not self.saves_in_background:
+            report = self._write(root, ranks, request, collected, began, None)
             if report.error is not None:
                 raise report.error
             return report
         stall = time.perf_counter() - began
         # Not a daemon: the interpreter waits for it at its end.
         self._thread = threading.Thread(
-            target=self._write, args=(ranks, request, collected, began, stall), name="ckpttool-save"
+            target=self._write, args=(root, ranks, request, collected, began, stall), name="ckpttool-save"
         )
         self._thread.start()
         return None
@@ -259,12 +274,23 @@ class CheckpointManager:
         self, engine: Any, tag: str | None, *, strict: bool, weights_only: bool, dry_run: bool
     ) -> dict[str, Any] | None:
         self.wait()
-        self.restored = None
-        ranks = self._meet()
-        from ckpttool.integrations.deepspeed.loading import restore_engine
-        from ckpttool.integrations.deepspeed.resuming import find_together, open_together
+        from ckpttool.integrations.deepspeed.resuming import find_together
 
         found = find_together(self._place.storage, self.root, tag)
+        return self.restore_any(
+            found, engine, strict=strict, weights_only=weights_only, dry_run=dry_run, passing_over=tag is None
+        )
+
+    def restore_any(
+        self, found: Sequence[Candidate], engine: Any, *, strict: bool, weights_only: bool, dry_run: bool,
+        passing_over: bool,
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Restore the first of some checkpoints, or, if it is damaged and may be passed over, the next."""
+        from ckpttool.integrations.deepspeed.loading import restore_engine
+        from ckpttool.integrations.deepspeed.resuming import open_together
+
+        self.restored = None
+        ranks = self._meet()
         first: CkptError | None = None
         for candidate in found:
             try:
@@ -273,7 +299,7 @@ class CheckpointManager:
             except PlanError:
                 raise  # it is whole, and does not fit: an older one will fit no better
             except CkptError as error:
-                if tag is not None:
+                if not passing_over:
                     raise
                 if ranks.rank == 0:  # the others would say the same
                     LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
@@ -311,27 +337,27 @@ class CheckpointManager:
         signal.signal(number, note)
 
     def _write(
-        self, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
+        self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
     ) -> SaveReport:
         """Write what was collected; never raises."""
         before, nbytes = RETRIES.count, sum(f.nbytes for f in collected.files)
         error: CkptError | None = None
         try:
             save(
-                self._place, self.root, ranks, request, collected.files, beside=collected.beside,
+                self._place, root, ranks, request, collected.files, beside=collected.beside,
                 failed=collected.failed, timeout=self._timeout,
             )  # fmt: skip
         except CkptError as failed:
             error = failed
         except Exception as failed:
             LOG.exception("a save failed")
-            path = posixpath.join(self.root, request.tag)
+            path = posixpath.join(root, request.tag)
             error = PlanError(path, f"was not saved: {type(failed).__name__}: {failed}", "see the log")
         finally:
             collected.release()
         seconds = time.perf_counter() - began
         report = SaveReport(
-            tag=request.tag, step=request.step, path=posixpath.join(self.root, request.tag), nbytes=nbytes,
+            tag=request.tag, step=request.step, path=posixpath.join(root, request.tag), nbytes=nbytes,
             stall_seconds=seconds if stall is None else stall, seconds=seconds, retries=RETRIES.count - before,
             error=error,
         )  # fmt: skip
@@ -343,7 +369,7 @@ class CheckpointManager:
                 self._failed = error
         self._tell(report)
         if error is None and ranks.rank == 0:
-            tidy(self._place, self.root, self._rules, grace=self._grace)
+            tidy(self._place, root, self._rules, grace=self._grace)
         return report
 
     def _tell(self, report: SaveReport) -> None:
@@ -358,13 +384,13 @@ class CheckpointManager:
         if self._ranks is None:
             from ckpttool.integrations.process_group import ranks_of_process_group
 
-            self._ranks = ranks_of_process_group(self._name)
+            self._ranks = ranks_of_process_group(self.name)
         return self._ranks
 
     def _host_memory(self, engine: Any) -> HostMemory | None:
         """Where to copy the state to: what lies on a device must pass through the host in any case."""
         on_device = engine.device.type != "cpu"
-        if self._memory is None and (self._async or on_device):
+        if self._memory is None and (self.saves_in_background or on_device):
             from ckpttool.integrations.deepspeed.saving import HostMemory
 
             self._memory = HostMemory(pinned=on_device)

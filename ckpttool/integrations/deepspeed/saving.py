@@ -206,6 +206,8 @@ def collect(
             the system's.
     """
     nvme = bool(engine.zero_nvme_offload_optimizer())
+    if nvme and scratch_root is not None:
+        os.makedirs(scratch_root, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=scratch_root if nvme else None)
     directory = os.path.join(scratch, tag)
     if memory is not None:
