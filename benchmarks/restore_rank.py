@@ -1,7 +1,7 @@
 """One rank of ``restore.py``: ``torchrun restore_rank.py ROOT STAGE SCALE WAY RUNS``, where WAY is one of the below.
 
-Prints, on the first rank, a line of JSON: the median seconds of a load, all ranks together, and the most memory that one
-rank has taken beyond what it had before.
+Prints, on the first rank, a line of JSON: the median seconds of a load, all ranks together, and the most memory that
+one rank has taken beyond what it had before.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
     if prepared.road == "native":
         later = prepared.later
         assert later is not None  # noqa: S101  (the native road has it)
-        held = dict(prepared.files)
+        held = prepared.files
         files, names = {}, []
         for file in checkpoint.files:
             if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
@@ -112,6 +112,8 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             instead["zero_elastic_checkpoint"] = lambda: False
         with _replaced(engine, instead):
             _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
+    files.clear()
+    prepared.forget()
     if prepared.road == "planned":
         _refresh(live)
         _spread(live, prepared.replicas)
@@ -145,6 +147,8 @@ def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
             for name, values in fragments.items():
                 parameters[name].ds_tensor.data.copy_(values)
             optimizer.checkpoint_event_epilogue()
+        del ranks, partitions, states
+        prepared.forget()
     _refresh(live)
     _spread(live, prepared.replicas)
 

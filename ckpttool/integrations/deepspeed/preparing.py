@@ -62,7 +62,7 @@ class Prepared:
     notes: tuple[str, ...]
     nbytes_read: int
     """Bytes that were read, or would be."""
-    files: Mapping[str, Any] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
     """On the native road, what was in each file, by its name."""
     later: Callable[[str], Any] | None = None
     """On the native road, reads any other file."""
@@ -71,6 +71,12 @@ class Prepared:
     model: dict[str, Any] = field(default_factory=dict)
     """On the planned road, this rank's model states; without what follows from the masters or all ranks hold alike."""
     replicas: Replicas | None = None
+
+    def forget(self) -> None:
+        """Free what has been handed over."""
+        self.files.clear()
+        self.optimizer.clear()
+        self.model.clear()
 
 
 def prepare(
@@ -335,7 +341,7 @@ def _planned(
     own = bytearray(0 if dry_run else min(whole, first + slice_bytes) - first)
     replicas = Replicas(packed=packed, nbytes=whole, slice_bytes=slice_bytes, own=own)
     nbytes = plans[0].nbytes_read if live.stage else 0
-    nbytes += min(whole, first + slice_bytes) - first
+    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in packed)
     prepared = Prepared(
         road="planned", checkpoint=checkpoint, fitted=fitted, notes=tuple(notes), nbytes_read=nbytes, replicas=replicas
     )
