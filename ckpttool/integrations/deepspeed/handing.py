@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.dtypes import DTYPES
+from ckpttool.errors import LayoutError
 from ckpttool.integrations.deepspeed.live import version
 from ckpttool.integrations.deepspeed.preparing import native_files, own_experts
 
@@ -49,8 +50,16 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         self._files = files
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What is in a file."""
-        return self._files[os.path.basename(path)]()
+        """What is in a file.
+
+        Raises:
+            LayoutError: It is none of those that were foreseen.
+        """
+        name = os.path.basename(path)
+        if name not in self._files:
+            problem = f"is asked for by DeepSpeed {version()}, which ckpttool did not expect"
+            raise LayoutError(name, problem, "convert the checkpoint, and use engine.load_checkpoint")
+        return self._files[name]()
 
     def create(self, info: Any) -> None:
         """Nothing is saved."""

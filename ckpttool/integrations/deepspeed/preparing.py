@@ -20,7 +20,7 @@ from ckpttool.proofs import sample_proofs, source_files
 from ckpttool.proving import failed_proofs
 from ckpttool.sources import Sources
 from ckpttool.targets.packed import ALIGNMENT, Packed, plan_packed
-from ckpttool.targets.zero.fitting import Fitted, fit
+from ckpttool.targets.zero.fitting import Fitted, fit, listed
 from ckpttool.targets.zero.layout import piece, sub_groups
 from ckpttool.targets.zero.plan import SUB_GROUP_SIZE, Shape, held_by, plan_rank, zero_losses
 
@@ -196,7 +196,12 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, *, strict: bool, 
         parameters = tuple(p if p.frozen else _without_moments(p) for p in checkpoint.parameters)
         groups = tuple(replace(g, scalars={}) for g in checkpoint.groups)
         fitted = replace(checkpoint, parameters=parameters, groups=groups)
-    return Fitted(checkpoint=fitted, buffers=buffers)
+    there = {b.name for b in checkpoint.buffers} | {p.name for p in checkpoint.parameters if p.frozen}
+    missing = tuple(n for n in (*model.buffers, *model.frozen) if n not in there and live.stage)
+    if strict and missing:
+        hint = "pass strict=False, and these keep the values that the model has"
+        raise PlanError(checkpoint.location, f"lacks {listed(missing)} of the model", hint)
+    return Fitted(checkpoint=fitted, buffers=buffers, missing=missing)
 
 
 def _without_moments(p: Parameter) -> Parameter:
