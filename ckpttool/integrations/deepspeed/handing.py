@@ -219,7 +219,7 @@ def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
     if replicas is None or not replicas.nbytes:
         return
     targets = _targets(live)
-    device = next(iter(targets.values()))[0].device if dist.get_backend(live.world) == "gloo" else live.engine.device
+    device = "cpu" if dist.get_backend(live.world) == "gloo" else live.engine.device
     own = torch.frombuffer(replicas.own, dtype=torch.uint8) if replicas.own else None
     packed = iter(replicas.packed)
     current = next(packed, None)

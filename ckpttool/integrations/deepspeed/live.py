@@ -18,8 +18,8 @@ from ckpttool.targets.zero.fitting import LiveModel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PARTITIONED = {"DeepSpeedZeroOptimizer": 2, "BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3}
-"""DeepSpeed's wrappers that partition, and the stage whose files each loads: 2 stands for 1 and 2."""
+PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
+"""DeepSpeed's wrappers that partition."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 """Its wrappers that keep whole masters on every rank."""
 _ENGINE = (

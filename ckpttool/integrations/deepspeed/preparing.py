@@ -97,11 +97,9 @@ def prepare(
     """
     if live.model is None or live.topology.tensor_parallel > 1:
         fitted = None
-        why = "was not saved by such ranks" if checkpoint.format == "zero" else "is no native checkpoint"
         if weights_only or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
-            problem = f"{why}, and the engine's {_parallel(live)} cannot be given other files than its own"
             problem = (
-                "an engine with tensor or pipeline parallelism is given all or nothing" if weights_only else problem
+                f"cannot be cut for the engine's {_parallel(live)}, which loads all that the same ranks have saved"
             )
             raise PlanError(checkpoint.location, problem, CONVERT)
         why_not = ""
@@ -129,9 +127,8 @@ def _parallel(live: LiveEngine) -> str:
 
 def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Whether the engine's files are like these: with stages 1 and 2 DeepSpeed writes and loads the same."""
-    same_stage = checkpoint.stage is not None and min(checkpoint.stage, 1) + (checkpoint.stage == 3) == min(
-        live.stage, 1
-    ) + (live.stage == 3)
+    groups = {0: 0, 1: 1, 2: 1, 3: 3}
+    same_stage = checkpoint.stage is not None and groups[checkpoint.stage] == groups[live.stage]
     return checkpoint.format == "zero" and same_stage and checkpoint.dtype == live.dtype
 
 
@@ -180,11 +177,13 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, *, strict: bool, 
         except ValueError as error:
             raise PlanError(checkpoint.location, str(error), CONVERT) from error
         ours = [[(name, model.shapes[name]) for name in names] for names in model.groups]
-        for number, (theirs, own) in enumerate(zip(held, ours, strict=False)):
-            if theirs != own or len(held) != len(ours):
-                odd = next((b[0] for a, b in zip(theirs, own, strict=False) if a != b), f"group {number}")
-                problem = f"trains other parameters than the model of experts, or in another order: {odd}"
-                raise PlanError(checkpoint.location, problem, "build the optimizer as it was when it was saved")
+        if held != ours:
+            flat, own = ([item for group in groups for item in group] for groups in (held, ours))
+            odd = next((b[0] for a, b in zip(flat, own, strict=False) if a != b), "other groups")
+            problem = f"trains other parameters than the model of experts, or in another order: {odd}"
+            raise PlanError(checkpoint.location, problem, "build the optimizer as it was when it was saved")
+    elif weights_only:
+        raise PlanError(checkpoint.location, "cannot be spread over an engine's experts without ZeRO", "choose stage 1")
     if any(NATIVE.fullmatch(b.name) for b in checkpoint.buffers):
         problem = "holds buffers of experts, which cannot be handed out"
         raise PlanError(
@@ -335,8 +334,11 @@ def _planned(
     if live.stage:
         shape = _shape(live)
         plans.append(plan_rank(fitted.checkpoint, shape, live.rank, tag=checkpoint.tag, fresh=fitted.fresh))
-        layout = zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
-        notes += layout
+        notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
+    for name in ("random_ltd", "curriculum_learning"):
+        enabled = getattr(live.engine, f"{name}_enabled", None)
+        if enabled is not None and enabled() and not weights_only:
+            notes.append(f"what {name} keeps is not carried over")
     packing, packed = plan_packed(fitted.checkpoint, _alike(live, fitted))
     plans.append(packing)
     whole = packing.files[0].nbytes
