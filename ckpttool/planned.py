@@ -94,6 +94,12 @@ class RangeFile(io.RawIOBase):
         self._at += count
         return count
 
+    def readall(self) -> bytes:
+        """All bytes from here to the end, asked for at once."""
+        data = bytearray(max(0, self.nbytes - self._at))
+        self.readinto(data)
+        return bytes(data)
+
     # ------------------------------------------------------------------------------------------------------ windows
 
     def _read(self, start: int, into: memoryview) -> None:

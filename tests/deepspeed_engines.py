@@ -6,6 +6,7 @@ DeepSpeed there, and forks the ranks of every world size from that process.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -90,6 +91,7 @@ def load_all(loads: Sequence[Load], directory: Path) -> dict[str, Loaded]:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # Muon would compile for minutes
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(path),
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
@@ -213,7 +215,7 @@ def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         given = {"optimizer": _optimizer(load.optimizer, model, load.change)}
     engine, *_ = deepspeed.initialize(model=model, config=config, **given)
-    look = load.stage > 0 and (load.change or load.resume is not None)
+    look = load.stage > 0 and load.optimizer != "muon" and (load.change or load.resume is not None)
     before = _copied(common.live_tensors(engine)) if look else {}
     try:
         client_state, report = _load_engine(engine, load)
@@ -271,15 +273,43 @@ def _load_engine(engine: Any, load: Load) -> tuple[dict[str, Any], dict[str, Any
 
     if load.resume is None:
         return engine.load_checkpoint(load.root)[1], {}
-    report = ckpttool.load(engine, load.root, **load.resume)
-    read = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(read, report.nbytes_read)
+    count = _count_bytes(fails=load.change == "rank 1 fails" and torch.distributed.get_rank() == 1)
+    with count as read:
+        report = ckpttool.load(engine, load.root, **load.resume)
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (report.nbytes_read, *read))
     plain = {
         name: getattr(report, name)
         for name in ("road", "missing", "unexpected", "notes", "states", "scheduler", "loss_scale", "groups_kept",
-                     "parameters", "buffers", "dry_run")
+                     "parameters", "buffers", "dry_run", "weights_only")
     }  # fmt: skip
-    return dict(report.client_state), {"report": plain, "read": read, "told": str(report)}
+    return dict(report.client_state), {"report": plain, "read": everyone, "told": str(report)}
+
+
+@contextlib.contextmanager
+def _count_bytes(*, fails: bool) -> Iterator[list[int]]:
+    """What this rank reads of local files meanwhile: [of structure, of tensors]; or it can read none of the latter."""
+    from ckpttool import StorageError
+    from ckpttool.storage import LocalReader
+
+    counted = [0, 0]
+    read, read_into = LocalReader.read, LocalReader.read_into
+
+    def count_read(self: Any, start: int, end: int) -> bytes:
+        counted[0] += end - start
+        return read(self, start, end)
+
+    def count_read_into(self: Any, start: int, buffer: memoryview) -> None:
+        if fails:
+            raise StorageError(self.path, "Input/output error", "check the disk")
+        counted[1] += len(buffer)
+        read_into(self, start, buffer)
+
+    LocalReader.read, LocalReader.read_into = count_read, count_read_into  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        LocalReader.read, LocalReader.read_into = read, read_into  # type: ignore[method-assign]
 
 
 def _copied(tensors: dict[str, Any]) -> dict[str, Any]:

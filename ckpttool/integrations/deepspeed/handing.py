@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.dtypes import DTYPES
+from ckpttool.errors import LayoutError
 from ckpttool.integrations.deepspeed.live import version
 from ckpttool.integrations.deepspeed.preparing import native_files, own_experts
 
@@ -49,8 +50,16 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         self._files = files
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What is in a file."""
-        return self._files[os.path.basename(path)]()
+        """What is in a file.
+
+        Raises:
+            LayoutError: It is none of those that were foreseen.
+        """
+        name = os.path.basename(path)
+        if name not in self._files:
+            problem = f"is asked for by DeepSpeed {version()}, which ckpttool did not expect"
+            raise LayoutError(name, problem, "convert the checkpoint, and use engine.load_checkpoint")
+        return self._files[name]()
 
     def create(self, info: Any) -> None:
         """Nothing is saved."""
@@ -72,7 +81,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
     if prepared.road == "native":
         later = prepared.later
         assert later is not None  # noqa: S101  (the native road has it)
-        held = dict(prepared.files)
+        held = prepared.files
         files, names = {}, []
         for file in checkpoint.files:
             if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
@@ -112,6 +121,8 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             instead["zero_elastic_checkpoint"] = lambda: False
         with _replaced(engine, instead):
             _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
+    files.clear()
+    prepared.forget()
     if prepared.road == "planned":
         _refresh(live)
         _spread(live, prepared.replicas)
@@ -145,6 +156,8 @@ def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
             for name, values in fragments.items():
                 parameters[name].ds_tensor.data.copy_(values)
             optimizer.checkpoint_event_epilogue()
+        del ranks, partitions, states
+        prepared.forget()
     _refresh(live)
     _spread(live, prepared.replicas)
 
@@ -206,7 +219,7 @@ def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
     if replicas is None or not replicas.nbytes:
         return
     targets = _targets(live)
-    device = next(iter(targets.values()))[0].device if dist.get_backend(live.world) == "gloo" else live.engine.device
+    device = "cpu" if dist.get_backend(live.world) == "gloo" else live.engine.device
     own = torch.frombuffer(replicas.own, dtype=torch.uint8) if replicas.own else None
     packed = iter(replicas.packed)
     current = next(packed, None)

@@ -18,8 +18,8 @@ from ckpttool.targets.zero.fitting import LiveModel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PARTITIONED = {"DeepSpeedZeroOptimizer": 2, "BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3}
-"""DeepSpeed's wrappers that partition, and the stage whose files each loads: 2 stands for 1 and 2."""
+PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
+"""DeepSpeed's wrappers that partition."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 """Its wrappers that keep whole masters on every rank."""
 _ENGINE = (
@@ -212,7 +212,11 @@ def _expert_parallel(engine: Any) -> int:
         return 1
     from deepspeed.utils import groups
 
-    return int(groups._get_expert_parallel_world_size(groups._get_max_expert_size_name()))
+    # Not groups._get_max_expert_size_name(), which knows the groups of earlier engines too.
+    layers = [
+        getattr(m, "ep_group_name", None) or getattr(m, "expert_group_name", None) for m in engine.module.modules()
+    ]
+    return max(int(groups._get_expert_parallel_world_size(name)) for name in layers if name)
 
 
 def _place(group: Any) -> tuple[int, int]:

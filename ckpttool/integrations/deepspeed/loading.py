@@ -123,7 +123,7 @@ def restore_engine(
         weights_only: As for ``load``.
         dry_run: As for ``load``.
         memory: As for ``load``.
-        agree: Lets the ranks agree between the halves; default: ``agree_by_name``.
+        agree: Lets the ranks agree between the halves; default: ``agree_on_all_ranks``.
 
     Raises:
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, and no engine was touched.
@@ -138,7 +138,7 @@ def restore_engine(
         prepared = prepare(live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
-    (agree or agree_by_name)(error)
+    (agree or agree_on_all_ranks)(error)
     if error is not None or live is None or prepared is None:
         raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
     client_state: Mapping[str, Any] = {} if weights_only else checkpoint.client_state
@@ -179,7 +179,7 @@ def open_together(
     return checkpoint
 
 
-def agree_by_name(error: BaseException | None) -> None:
+def agree_on_all_ranks(error: BaseException | None) -> None:
     """Raise on every rank what was raised on any: there as it was, elsewhere with the rank that it comes from."""
     import torch.distributed as dist
 

@@ -20,7 +20,7 @@ from ckpttool.proofs import sample_proofs, source_files
 from ckpttool.proving import failed_proofs
 from ckpttool.sources import Sources
 from ckpttool.targets.packed import ALIGNMENT, Packed, plan_packed
-from ckpttool.targets.zero.fitting import Fitted, fit
+from ckpttool.targets.zero.fitting import Fitted, fit, listed
 from ckpttool.targets.zero.layout import piece, sub_groups
 from ckpttool.targets.zero.plan import SUB_GROUP_SIZE, Shape, held_by, plan_rank, zero_losses
 
@@ -62,7 +62,7 @@ class Prepared:
     notes: tuple[str, ...]
     nbytes_read: int
     """Bytes that were read, or would be."""
-    files: Mapping[str, Any] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)
     """On the native road, what was in each file, by its name."""
     later: Callable[[str], Any] | None = None
     """On the native road, reads any other file."""
@@ -71,6 +71,12 @@ class Prepared:
     model: dict[str, Any] = field(default_factory=dict)
     """On the planned road, this rank's model states; without what follows from the masters or all ranks hold alike."""
     replicas: Replicas | None = None
+
+    def forget(self) -> None:
+        """Free what has been handed over."""
+        self.files.clear()
+        self.optimizer.clear()
+        self.model.clear()
 
 
 def prepare(
@@ -91,11 +97,9 @@ def prepare(
     """
     if live.model is None or live.topology.tensor_parallel > 1:
         fitted = None
-        why = "was not saved by such ranks" if checkpoint.format == "zero" else "is no native checkpoint"
         if weights_only or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
-            problem = f"{why}, and the engine's {_parallel(live)} cannot be given other files than its own"
             problem = (
-                "an engine with tensor or pipeline parallelism is given all or nothing" if weights_only else problem
+                f"cannot be cut for the engine's {_parallel(live)}, which loads all that the same ranks have saved"
             )
             raise PlanError(checkpoint.location, problem, CONVERT)
         why_not = ""
@@ -123,9 +127,8 @@ def _parallel(live: LiveEngine) -> str:
 
 def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Whether the engine's files are like these: with stages 1 and 2 DeepSpeed writes and loads the same."""
-    same_stage = checkpoint.stage is not None and min(checkpoint.stage, 1) + (checkpoint.stage == 3) == min(
-        live.stage, 1
-    ) + (live.stage == 3)
+    groups = {0: 0, 1: 1, 2: 1, 3: 3}
+    same_stage = checkpoint.stage is not None and groups[checkpoint.stage] == groups[live.stage]
     return checkpoint.format == "zero" and same_stage and checkpoint.dtype == live.dtype
 
 
@@ -174,11 +177,13 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, *, strict: bool, 
         except ValueError as error:
             raise PlanError(checkpoint.location, str(error), CONVERT) from error
         ours = [[(name, model.shapes[name]) for name in names] for names in model.groups]
-        for number, (theirs, own) in enumerate(zip(held, ours, strict=False)):
-            if theirs != own or len(held) != len(ours):
-                odd = next((b[0] for a, b in zip(theirs, own, strict=False) if a != b), f"group {number}")
-                problem = f"trains other parameters than the model of experts, or in another order: {odd}"
-                raise PlanError(checkpoint.location, problem, "build the optimizer as it was when it was saved")
+        if held != ours:
+            flat, own = ([item for group in groups for item in group] for groups in (held, ours))
+            odd = next((b[0] for a, b in zip(flat, own, strict=False) if a != b), "other groups")
+            problem = f"trains other parameters than the model of experts, or in another order: {odd}"
+            raise PlanError(checkpoint.location, problem, "build the optimizer as it was when it was saved")
+    elif weights_only:
+        raise PlanError(checkpoint.location, "cannot be spread over an engine's experts without ZeRO", "choose stage 1")
     if any(NATIVE.fullmatch(b.name) for b in checkpoint.buffers):
         problem = "holds buffers of experts, which cannot be handed out"
         raise PlanError(
@@ -190,7 +195,12 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, *, strict: bool, 
         parameters = tuple(p if p.frozen else _without_moments(p) for p in checkpoint.parameters)
         groups = tuple(replace(g, scalars={}) for g in checkpoint.groups)
         fitted = replace(checkpoint, parameters=parameters, groups=groups)
-    return Fitted(checkpoint=fitted, buffers=buffers)
+    there = {b.name for b in checkpoint.buffers} | {p.name for p in checkpoint.parameters if p.frozen}
+    missing = tuple(n for n in (*model.buffers, *model.frozen) if n not in there and live.stage)
+    if strict and missing:
+        hint = "pass strict=False, and these keep the values that the model has"
+        raise PlanError(checkpoint.location, f"lacks {listed(missing)} of the model", hint)
+    return Fitted(checkpoint=fitted, buffers=buffers, missing=missing)
 
 
 def _without_moments(p: Parameter) -> Parameter:
@@ -324,8 +334,11 @@ def _planned(
     if live.stage:
         shape = _shape(live)
         plans.append(plan_rank(fitted.checkpoint, shape, live.rank, tag=checkpoint.tag, fresh=fitted.fresh))
-        layout = zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
-        notes += layout
+        notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
+    for name in ("random_ltd", "curriculum_learning"):
+        enabled = getattr(live.engine, f"{name}_enabled", None)
+        if enabled is not None and enabled() and not weights_only:
+            notes.append(f"what {name} keeps is not carried over")
     packing, packed = plan_packed(fitted.checkpoint, _alike(live, fitted))
     plans.append(packing)
     whole = packing.files[0].nbytes
@@ -335,7 +348,7 @@ def _planned(
     own = bytearray(0 if dry_run else min(whole, first + slice_bytes) - first)
     replicas = Replicas(packed=packed, nbytes=whole, slice_bytes=slice_bytes, own=own)
     nbytes = plans[0].nbytes_read if live.stage else 0
-    nbytes += min(whole, first + slice_bytes) - first
+    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in packed)
     prepared = Prepared(
         road="planned", checkpoint=checkpoint, fitted=fitted, notes=tuple(notes), nbytes_read=nbytes, replicas=replicas
     )
