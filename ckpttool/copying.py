@@ -14,7 +14,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import MARK, walk
+from ckpttool.storage import MANIFEST, MARK, walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata")
-"""Files that make the others of a checkpoint without tags look whole."""
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata", MANIFEST)
+"""Files that make the others of a checkpoint look whole."""
 CARRIED = (*BESIDE, *RANDOM, *POSITION)
 """What frameworks put beside a checkpoint to resume from it."""
 MAX_NAMED = 10

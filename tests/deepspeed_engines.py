@@ -7,27 +7,20 @@ DeepSpeed there, and forks the ranks of every world size from that process.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests import forked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
-
-HERE = Path(__file__).resolve().parent
-SECONDS = 300
-"""How long one load may take before it counts as stuck: a hundred times what it takes on a quiet machine."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +77,7 @@ def load_all(loads: Sequence[Load], directory: Path) -> dict[str, Loaded]:
     """Run all loads; by id what came of each."""
     from safetensors import safe_open
 
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "loads.json").write_text(json.dumps([asdict(load) for load in loads]))
-    path = [str(HERE.parent), str(HERE.parent / "fixtures"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # Muon would compile for minutes
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(path),
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
-    }
-    command = [sys.executable, "-m", "tests.deepspeed_engines", str(directory)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    forked.start("tests.deepspeed_engines", [asdict(load) for load in loads], directory)
     result = {}
     for load in loads:
         with safe_open(str(directory / f"{load.id}.safetensors"), "pt") as file:
@@ -114,58 +93,11 @@ def load_all(loads: Sequence[Load], directory: Path) -> dict[str, Loaded]:
 def _main(directory: Path) -> None:
     import deepspeed  # noqa: F401  once, for all that are forked
 
-    loads = [Load(**values) for values in json.loads((directory / "loads.json").read_text())]
+    loads = [Load(**values) for values in forked.jobs_in(directory)]
     if any(load.model.startswith("auto") for load in loads):
         from transformers import LlamaForCausalLM, MixtralForCausalLM  # noqa: F401  the same
     for world_size, group in itertools.groupby(sorted(loads, key=lambda j: j.world_size), lambda j: j.world_size):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        own = list(group)
-        ranks = [_fork(own, rank, world_size, port, directory) for rank in range(world_size)]
-        _wait_for(ranks)
-
-
-def _fork(loads: Sequence[Load], rank: int, world_size: int, port: int, directory: Path) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if pid := os.fork():
-        return pid
-    status = 1
-    try:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        _rank(loads, directory)
-        status = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _wait_for(ranks: list[int]) -> None:
-    """Wait until all have ended well; one that did not takes the others along, who would wait for it forever."""
-    while ranks:
-        for pid in list(ranks):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                ranks.remove(pid)
-            if ended and status:
-                for other in ranks:
-                    os.kill(other, signal.SIGKILL)
-                raise SystemExit(f"the rank of process {pid} ended with status {status}")
-        time.sleep(0.02)
+        forked.run_ranks(world_size, partial(_rank, list(group), directory))
 
 
 def _rank(loads: Sequence[Load], directory: Path) -> None:
@@ -173,10 +105,9 @@ def _rank(loads: Sequence[Load], directory: Path) -> None:
     from recipes import common
     from safetensors.torch import save_file
 
-    _end_if_stuck()
     common.start(seed=4321)
     for load in loads:
-        _end_if_stuck()
+        forked.end_if_stuck()
         torch.manual_seed(4321)  # not the seed that the fixtures started from
         tensors, facts = _load_parallel(load) if load.model else _load(load)
         if torch.distributed.get_rank() == 0:
@@ -184,11 +115,6 @@ def _rank(loads: Sequence[Load], directory: Path) -> None:
             save_file(held, str(directory / f"{load.id}.safetensors"), metadata={"facts": json.dumps(facts)})
         torch.distributed.barrier()
     common.leave()
-
-
-def _end_if_stuck() -> None:
-    """From now on, tell where this rank hangs and end it: none outlives the test, whatever becomes of its parent."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
 
 
 def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:

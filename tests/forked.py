@@ -35,6 +35,7 @@ def start(module: str, jobs: Sequence[dict[str, Any]], directory: Path) -> str:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling Muon takes minutes
         "PYTHONPATH": os.pathsep.join(path),
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
     }
