@@ -10,8 +10,8 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import parse_name
-from ckpttool.guarded import GuardedStorage
-from ckpttool.manifest import is_commit, read_manifest, size_problems
+from ckpttool.guarded import guard
+from ckpttool.manifest import is_commit, read_manifest
 from ckpttool.storage import MANIFEST, MARK, is_half_removed
 
 if TYPE_CHECKING:
@@ -99,10 +99,4 @@ def open_whole(storage: Storage, path: str) -> Checkpoint:
     """
     if is_half_removed(storage, path):
         raise LayoutError(path, "is being removed", "use another tag")
-    if not is_commit(storage, path):
-        return open_checkpoint(path, storage=storage)
-    manifest = read_manifest(storage, path)
-    checksums = {posixpath.join(path, name): sums for name, sums in manifest.files.items()}
-    for problem in size_problems(storage, path, manifest):
-        raise problem
-    return open_checkpoint(path, storage=GuardedStorage(storage, checksums))
+    return open_checkpoint(path, storage=guard(storage, path))

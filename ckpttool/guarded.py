@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checksums import crc32
 from ckpttool.errors import ContainerError
+from ckpttool.manifest import is_commit, read_manifest, size_problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
     from ckpttool.ranges import ByteRange
     from ckpttool.storage import Entry, Reader, Storage
+
+
+def guard(storage: Storage, directory: str) -> Storage:
+    """A storage that checks what it reads of a checkpoint; the same storage if that has no manifest.
+
+    Raises:
+        CkptError: A file of the manifest is not there in full; or the manifest cannot be read.
+    """
+    if not is_commit(storage, directory):
+        return storage
+    manifest = read_manifest(storage, directory)
+    for problem in size_problems(storage, directory, manifest):
+        raise problem
+    return GuardedStorage(storage, {f"{directory}/{name}": sums for name, sums in manifest.files.items()})
 
 
 class GuardedStorage:

@@ -9,10 +9,12 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from os import fspath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool._version import __version__
+from ckpttool.candidates import open_whole
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.retention import Rules
 from ckpttool.saving.protocol import Request, place_for, save
@@ -287,14 +289,14 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:  # fmt: skip
         """Restore the first of some checkpoints, or, if it is damaged and may be passed over, the next."""
         from ckpttool.integrations.deepspeed.loading import restore_engine
-        from ckpttool.integrations.deepspeed.resuming import open_together
+        from ckpttool.integrations.deepspeed.together import open_together
 
         self.restored = None
-        ranks = self._meet()
+        ranks, storage = self._meet(), self._place.storage
         first: CkptError | None = None
         for candidate in found:
             try:
-                checkpoint = open_together(self._place.storage, candidate.path)
+                checkpoint = open_together(candidate.path, storage, partial(open_whole, storage, candidate.path))
                 report = restore_engine(engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run)
             except PlanError:
                 raise  # it is whole, and does not fit: an older one will fit no better

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, LayoutError
+from ckpttool.errors import LayoutError
 from ckpttool.formats import open_checkpoint, source_paths
 from ckpttool.integrations.deepspeed.live import look
 from ckpttool.integrations.deepspeed.preparing import keeps_loss_scale, prepare
 from ckpttool.integrations.deepspeed.report import LoadReport
+from ckpttool.integrations.deepspeed.together import agree_on_all_ranks, open_together
 from ckpttool.model import MASTER, MODULE
-from ckpttool.storage import LOCAL, open_storage
+from ckpttool.storage import open_storage
 from ckpttool.transfer import memory_bytes
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ def load(
     """
     began = time.perf_counter()
     room = memory_bytes(memory)
-    checkpoint = open_together(src, tag=tag, storage_options=storage_options)
+    paths = source_paths(src)
+    checkpoint = open_together(
+        paths[0],
+        open_storage(paths[0], storage_options),
+        lambda: open_checkpoint(paths, tag=tag, options=storage_options),
+    )
     report = restore_engine(engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
     return replace(report, seconds=time.perf_counter() - began)
 
@@ -151,50 +157,6 @@ def restore_engine(
             returned = handing.hand_over(live, prepared)
             client_state = {key: returned[key] for key in checkpoint.client_state if key in returned}
     return _report(live, prepared, client_state, weights_only, dry_run, time.perf_counter() - began)
-
-
-def open_together(
-    src: Source, *, tag: str | None = None, storage_options: Mapping[str, Any] | None = None
-) -> Checkpoint:
-    """Read the layout of a checkpoint on the first rank, and tell the others: N ranks do not ask for M files each.
-
-    Raises:
-        CkptError: There is no sound checkpoint; the same on every rank.
-    """
-    import torch.distributed as dist
-
-    paths = source_paths(src)
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            # A storage holds connections: every rank has its own.
-            told = [replace(open_checkpoint(paths, tag=tag, options=storage_options), storage=LOCAL)]
-        except Exception as error:  # told to all below
-            told = [error if isinstance(error, CkptError) else LayoutError(paths[0], repr(error), "")]
-    dist.broadcast_object_list(told)
-    found = told[0]
-    if isinstance(found, CkptError):
-        raise found
-    checkpoint: Checkpoint = replace(found, storage=open_storage(paths[0], storage_options))
-    return checkpoint
-
-
-def agree_on_all_ranks(error: BaseException | None) -> None:
-    """Raise on every rank what was raised on any: there as it was, elsewhere with the rank that it comes from."""
-    import torch.distributed as dist
-
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else _told(error))
-    if error is not None:
-        raise error
-    for rank, (kind, path, problem, hint) in ((r, t) for r, t in enumerate(told) if t is not None):
-        raise kind(path, f"rank {rank}: {problem}", hint)
-
-
-def _told(error: BaseException) -> tuple[type[CkptError], str, str, str]:
-    if isinstance(error, CkptError):
-        return type(error), error.path, error.problem, error.hint
-    return LayoutError, "loading", f"{type(error).__name__}: {error}", "see the output of that rank"
 
 
 def _report(
