@@ -235,7 +235,7 @@ def reserve(fd: int, nbytes: int, target: str) -> None:
 
 
 _NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP}
-"""What file systems of networks answer that sync no directories: names are safe when the call that made them is over."""
+"""What file systems of networks answer that sync no directories: names are safe there when they were made."""
 
 
 def sync_directory(path: str) -> None:

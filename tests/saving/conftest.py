@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
 MEMORY = "/dev/shm"  # noqa: S108  nothing in it is trusted
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory, in memory where there is such a place: thousands are made and removed in it."""
-    if not os.access(MEMORY, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="ckpttool-tests-", dir=MEMORY) as path:
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """An empty directory, in memory where there is such a place."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ckpttool-tests-", dir=place) as path:
         yield Path(path)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """An empty directory; thousands are made and removed in it."""
+    with in_memory() as path:
+        yield path

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckpttool.candidates import open_whole
 from ckpttool.errors import CkptError
 from ckpttool.manifest import is_commit
 from ckpttool.retention import Rules
@@ -68,6 +69,12 @@ class Scenario:
     steps: tuple[Save | Tidy, ...]
     old: int | None = None
     """Version that is the newest whole one before."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether what ``latest`` names is saved anew."""
+        saves = [s.save if isinstance(s, Killed) else s for s in (*self.before, *self.steps)]
+        return any(isinstance(s, Save) and s.overwrite for s in saves)
 
 
 SCENARIOS = [
@@ -164,6 +171,9 @@ class Bench:
         numbers = [scenario.old, *(s.number for s in scenario.steps if isinstance(s, Save))]
         saves = sum(isinstance(s, Save) for s in scenario.steps[:done])
         allowed = numbers[saves:]
+        if not scenario.replaces and os.path.exists(f"{base}/root/latest"):
+            # Whoever knows nothing of manifests follows it.
+            open_whole(LOCAL, f"{base}/root/{LOCAL.read_text(f'{base}/root/latest')}")
         found = chosen(f"{base}/root")
         if found is None:
             assert None in allowed, "nothing whole is left"
