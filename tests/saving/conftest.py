@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.saving.scenarios import Bench
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -29,3 +31,9 @@ def directory() -> Iterator[Path]:
     """An empty directory; thousands are made and removed in it."""
     with in_memory() as path:
         yield path
+
+
+@pytest.fixture
+def bench(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Where scenarios are run."""
+    return Bench(directory, monkeypatch)

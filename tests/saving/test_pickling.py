@@ -188,11 +188,10 @@ def test_modules_and_states() -> None:
     _check({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-@pytest.mark.parametrize("value", [lambda: 0, (x for x in "ab"), {"deep": [open]}, {"module": io}], ids=str)
+@pytest.mark.parametrize(
+    "value", [lambda: 0, (x for x in "ab"), {"module": io}], ids=["function", "generator", "module"]
+)
 def test_what_cannot_be_pickled(value: Any) -> None:
-    if value == {"deep": [open]}:
-        assert _ours(value) == value  # by its name
-        return
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         describe(value)
 

@@ -1,4 +1,4 @@
-"""As in test_crashes, with processes that SIGKILL ends and the stores of torch.distributed."""
+"""As in test_killed, with processes that SIGKILL ends and the stores of torch.distributed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def everything() -> Iterator[list[Ended]]:
         for rank, said in enumerate(recorded):
             assert said is not None
             changes = [i for i, name in enumerate(said["names"]) if name in CHANGES]
-            # A spread of them; every single one is test_crashes's.
+            # A spread of them; every single one is test_killed's.
             for i, number in enumerate(changes[:: max(1, len(changes) // 10)]):
                 for store in ("file", "tcp"):
                     fault = {"rank": rank, "number": number, "how": "before", "everyone": (i + rank) % 3 == 0}
