@@ -134,12 +134,15 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
     """The checkpoints in a directory that were saved to their end, by their manifests alone; older before newer ones.
 
     Raises:
-        CkptError: The directory or a manifest cannot be read.
+        CkptError: The directory cannot be read.
     """
     named, _ = _named(storage, root, None)
     entries = []
     for directory in commits(storage, root):
-        manifest = read_manifest(storage, directory)
+        try:
+            manifest = read_manifest(storage, directory)
+        except CkptError:
+            continue  # nobody knows what it is worth: it is not counted, and so it stays
         name = posixpath.basename(directory)
         entries.append(
             CatalogEntry(

@@ -43,3 +43,22 @@ def s3_server() -> Iterator[tuple[str, Any]]:
         client = server.client(endpoint)
         yield endpoint, client
         client.close()
+
+
+@pytest.fixture
+def crash_points(request: pytest.FixtureRequest) -> Callable[[int], None]:
+    """Counts the points at which a test broke something, for the summary."""
+
+    def tried(count: int) -> None:
+        assert count > 0
+        request.node.user_properties.append(("crash points", count))
+
+    return tried
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many points were tried, in all processes."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, []) if r.when == "call"]
+    counts = [count for report in reports for name, count in report.user_properties if name == "crash points"]
+    if counts:
+        terminalreporter.write_line(f"crash points tried: {sum(counts):,}")

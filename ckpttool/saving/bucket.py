@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.saving.outgoing import OutgoingFile
     from ckpttool.storage.remote import RemoteStorage, Upload
 
+LOG = logging.getLogger("ckpttool")
 PARTS_AT_ONCE = 8
 """Parts that one rank uploads at the same time; each is held in memory meanwhile."""
 
@@ -101,6 +103,13 @@ class Bucket:
             StorageError: One cannot be removed.
         """
         self.storage.forget()
+        prefix = f"{self.storage.object_name(directory)}/"
+        try:  # before the mark goes: who is killed here does it again
+            begun = [key.removeprefix(prefix) for key in self.storage.uploads(directory)]
+            if begun:
+                self.storage.abort_uploads(directory, begun)
+        except CkptError as error:  # these credentials may not see them
+            LOG.warning("uploads that a killed save began were not given up: %s", error)
         remove_remote(self.storage, directory)
 
     def set_aside(self, directory: str, aside: str) -> bool:

@@ -13,7 +13,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ckpttool.storage import LOCAL, remove_directory, reserve, storage_error, translate_os_errors
+from ckpttool.saving.protocol import PARTIAL
+from ckpttool.storage import LOCAL, remove_directory, reserve, sync_directory, translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
     from ckpttool.saving.outgoing import OutgoingFile
 
-PARTIAL = ".partial"
-"""Behind the name of a file that is being written."""
 WRITE_BYTES = 1 << 23
 """Bytes of one write; the disk is told to begin with them at once."""
 _SYNC_FILE_RANGE_WRITE = 2
@@ -48,7 +47,7 @@ class Disk:
             for path in reversed(missing):
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(path)
-                _sync_directory(os.path.dirname(path) or ".")
+                sync_directory(os.path.dirname(path) or ".")
 
     def free_bytes(self, directory: str) -> int | None:
         """Bytes that can still be written."""
@@ -64,7 +63,7 @@ class Disk:
         """
         self._write(path, lambda fd: _write(fd, data, 0))
         with translate_os_errors(path):
-            _sync_directory(os.path.dirname(path))
+            sync_directory(os.path.dirname(path))
 
     def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
         """Write a rank's files; their checksums, in order.
@@ -83,7 +82,7 @@ class Disk:
                 written.append(self._write_file(path, file, pool))
         for one in directories:
             with translate_os_errors(one):
-                _sync_directory(one)
+                sync_directory(one)
         return written
 
     def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor) -> Checksums:
@@ -131,8 +130,10 @@ class Disk:
         Raises:
             StorageError: It cannot be removed.
         """
-        with translate_os_errors(path), contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        with translate_os_errors(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            sync_directory(os.path.dirname(path))
 
     def remove(self, directory: str) -> None:
         """Remove a directory so that what is left of it if that fails is not taken for whole.
@@ -150,7 +151,7 @@ class Disk:
         """
         with translate_os_errors(directory):
             os.rename(directory, aside)
-            _sync_directory(os.path.dirname(directory))
+            sync_directory(os.path.dirname(directory))
         return True
 
 
@@ -159,22 +160,6 @@ def _write(fd: int, data: bytes | memoryview, start: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:] if done else view, start + done)
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some file systems of networks sync no directories: their names are safe when the call that made them returns.
-        if error.errno not in _NO_SYNC:
-            raise storage_error(path, error) from error
-    finally:
-        os.close(fd)
-
-
-_NO_SYNC = {22, 95}
-"""EINVAL, EOPNOTSUPP."""
 
 
 @functools.cache

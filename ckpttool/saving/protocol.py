@@ -13,30 +13,35 @@ under the same name clears it away.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import posixpath
 import secrets
 import socket
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.manifest import Manifest, commits, is_commit
 from ckpttool.saving.ranks import RankError
-from ckpttool.storage import MANIFEST, MARK, is_url, walk
+from ckpttool.storage import MANIFEST, MARK, is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.saving.outgoing import OutgoingFile
     from ckpttool.saving.ranks import Ranks
     from ckpttool.storage import Storage
 
+LOG = logging.getLogger("ckpttool")
 LATEST = "latest"
 REPLACED = ".replaced"
 """Behind the name of a checkpoint that is being saved anew, until that is done."""
+PARTIAL = ".partial"
+"""Behind the name of a file that is being written, where files are seen before they are whole."""
 ROOM = 1.02
 """Directories and the like take some, too."""
 SEEN_WITHIN = 60.0
@@ -205,27 +210,35 @@ def _clear(place: Place, root: str, directory: str, request: Request) -> None:
         if storage.exists(directory):
             raise StorageError(directory, "is in the way and no directory", "move it, or choose another tag")
         return
-    names = {name for name, _ in walk(storage, directory)}
+    names = {entry.name for entry in storage.listing(directory)}
     if not names:
         return
-    if is_commit(storage, directory) or MARK not in names:
-        if not request.overwrite:
-            what = "is saved already" if MANIFEST in names else "holds files that are none of this save's"
-            raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
-        if not place.set_aside(directory, _aside(place, directory)):
-            if not any(c != directory for c in commits(storage, root)):
-                problem = "is the only whole checkpoint, and a store cannot keep it while it is replaced"
-                raise StorageError(directory, problem, "choose another tag")
-            place.remove(directory)
+    if is_unfinished(storage, directory):
+        place.remove(directory)  # a run that was killed has left it
         return
-    place.remove(directory)  # a run that was killed has left it
-
-
-def _aside(place: Place, directory: str) -> str:
+    committed = is_commit(storage, directory)
+    if not request.overwrite:
+        what = "is saved already" if committed else "holds files that are none of this save's"
+        raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
+    if commits(storage, directory):
+        raise StorageError(directory, "holds other checkpoints", "choose another tag")
     aside = f"{directory}{REPLACED}"
-    if place.storage.exists(aside):
+    if storage.exists(aside):
+        if is_commit(storage, aside) and not committed:
+            raise StorageError(aside, "may be the only whole checkpoint of this name", "choose another tag, or move it")
         place.remove(aside)
-    return aside
+    if not place.set_aside(directory, aside):
+        if not any(c != directory for c in commits(storage, root)):
+            problem = "is the only whole checkpoint, and a store cannot keep it while it is replaced"
+            raise StorageError(directory, problem, "choose another tag")
+        place.remove(directory)
+
+
+def is_unfinished(storage: Storage, directory: str) -> bool:
+    """Whether a save into a directory has begun, and was not committed."""
+    names = {entry.name for entry in storage.listing(directory)}
+    # The mark is the first that is written: who was killed at that has left nothing else.
+    return (MARK in names or names == {f"{MARK}{PARTIAL}"}) and not is_commit(storage, directory)
 
 
 def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
@@ -254,31 +267,54 @@ def _finish(
     beside: Mapping[str, bytes],
 ) -> dict[str, Any]:  # fmt: skip
     """Commit, or clear away; what the manifest says, but for the files."""
+    storage, latest = place.storage, posixpath.join(root, LATEST)
+    named: str | None = None
+    written = False
     try:
         _raise_failures(directory, said)
+        files = {name: Checksums(f[0], f[1], tuple(f[2])) for one in said for name, f in one["files"].items()}
+        values: dict[str, Any] = {
+            "tag": request.tag,
+            "step": request.step,
+            "created": time.time(),
+            "attempt": attempt,
+            "world_size": len(said),
+            "stage": request.stage,
+            "metrics": dict(request.metrics),
+            "versions": dict(request.versions),
+        }
+        for name, data in beside.items():
+            if not storage.exists(posixpath.join(root, name)):
+                place.put(posixpath.join(root, name), data)
+        named = storage.read_text(latest) if storage.exists(latest) else None
+        place.put(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
+        written = True
+        place.put(latest, request.tag.encode())
     except CkptError:
-        place.remove(directory)  # all ranks have ended: nobody writes there any more
-        if place.storage.exists(f"{directory}{REPLACED}"):
-            place.set_aside(f"{directory}{REPLACED}", directory)
+        # All ranks have ended: nobody writes there any more.
+        undo = [partial(place.remove, directory), partial(_put_back, place, directory)]
+        if written:
+            undo.append(partial(place.delete, latest) if named is None else partial(place.put, latest, named.encode()))
+        _try_each(undo)
         raise
-    files = {name: Checksums(f[0], f[1], tuple(f[2])) for one in said for name, f in one["files"].items()}
-    values: dict[str, Any] = {
-        "tag": request.tag,
-        "step": request.step,
-        "created": time.time(),
-        "attempt": attempt,
-        "world_size": len(said),
-        "stage": request.stage,
-        "metrics": dict(request.metrics),
-        "versions": dict(request.versions),
-    }
-    for name, data in beside.items():
-        if not place.storage.exists(posixpath.join(root, name)):
-            place.put(posixpath.join(root, name), data)
-    place.put(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
-    place.put(posixpath.join(root, LATEST), request.tag.encode())
-    place.delete(posixpath.join(directory, MARK))
-    aside = f"{directory}{REPLACED}"
-    if place.storage.exists(aside):
-        place.remove(aside)
+    # It is committed, whatever becomes of the rest: ``tidy`` sees to that again.
+    _try_each([partial(place.delete, posixpath.join(directory, MARK)), partial(_forget_replaced, place, directory)])
     return values
+
+
+def _put_back(place: Place, directory: str) -> None:
+    if place.storage.exists(f"{directory}{REPLACED}"):
+        place.set_aside(f"{directory}{REPLACED}", directory)
+
+
+def _forget_replaced(place: Place, directory: str) -> None:
+    if place.storage.exists(f"{directory}{REPLACED}"):
+        place.remove(f"{directory}{REPLACED}")
+
+
+def _try_each(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        try:
+            step()
+        except CkptError as error:
+            LOG.warning("could not clear away after a save: %s", error)

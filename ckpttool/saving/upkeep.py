@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalog import committed
 from ckpttool.errors import CkptError
-from ckpttool.manifest import is_commit
+from ckpttool.manifest import commits, is_commit
 from ckpttool.retention import decide, parse_best
-from ckpttool.saving.protocol import REPLACED
+from ckpttool.saving.protocol import REPLACED, is_unfinished
 from ckpttool.storage import MARK, is_half_removed, walk
 
 if TYPE_CHECKING:
@@ -37,15 +37,17 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
         doomed = left_over(place, root, grace=grace)
         if rules is not None:
             doomed += _not_kept(place, root, rules)
+        marks = (posixpath.join(directory, MARK) for directory in commits(place.storage, root))
+        marks_left = [mark for mark in marks if place.storage.exists(mark)]
     except CkptError as error:
         LOG.warning("old checkpoints were not looked at: %s", error)
         return
-    for directory in doomed:
+    for remove, path in [(place.remove, d) for d in doomed] + [(place.delete, m) for m in marks_left]:
         try:
-            place.remove(directory)
-            LOG.info("removed %s", directory)
+            remove(path)
+            LOG.info("removed %s", path)
         except CkptError as error:
-            LOG.warning("could not remove an old checkpoint: %s", error)
+            LOG.warning("could not remove what is not needed any more: %s", error)
 
 
 def _not_kept(place: Place, root: str, rules: Rules) -> list[str]:
@@ -77,4 +79,4 @@ def _is_left_over(place: Place, directory: str) -> bool:
         return True
     if directory.endswith(REPLACED):
         return is_commit(storage, directory.removesuffix(REPLACED))
-    return storage.exists(posixpath.join(directory, MARK)) and not is_commit(storage, directory)
+    return is_unfinished(storage, directory)

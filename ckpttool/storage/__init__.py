@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from ckpttool.storage.base import MANIFEST, MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
 from ckpttool.storage.errors import storage_error, translate_os_errors
-from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage, copy_range, reserve, write_at, write_new
+from ckpttool.storage.local import (
+    LOCAL,
+    LocalReader,
+    LocalStorage,
+    copy_range,
+    reserve,
+    sync_directory,
+    write_at,
+    write_new,
+)
 from ckpttool.storage.removal import HALF_REMOVED, is_half_removed, remove_directory
 from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_secrets
 
@@ -30,6 +39,7 @@ __all__ = [
     "reserve",
     "scheme_of",
     "storage_error",
+    "sync_directory",
     "translate_os_errors",
     "walk",
     "without_secrets",

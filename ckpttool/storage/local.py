@@ -234,6 +234,27 @@ def reserve(fd: int, nbytes: int, target: str) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+_NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP}
+"""What file systems of networks answer that sync no directories: names are safe there when they were made."""
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory safe.
+
+    Raises:
+        StorageError: The disk failed.
+    """
+    with translate_os_errors(path):
+        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
+        finally:
+            os.close(fd)
+
+
 def write_new(path: str, parts: Sequence[bytes | memoryview], *, overwrite: bool) -> None:
     """Write a small file whole or not at all.
 

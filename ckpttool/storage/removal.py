@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage.base import MARK, walk
 from ckpttool.storage.errors import translate_os_errors
+from ckpttool.storage.local import sync_directory
 from ckpttool.storage.urls import is_url
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def remove_local(path: str) -> None:
             if os.path.isdir(aside):
                 shutil.rmtree(aside)  # a run before this one was killed
             os.rename(path, aside)
+            sync_directory(above)  # or after a power failure some of it might be back under its name
         shutil.rmtree(aside)
 
 

@@ -1,0 +1,140 @@
+"""Little real checkpoints to save, and what of a root would be loaded."""
+
+from __future__ import annotations
+
+import functools
+import os
+import posixpath
+import zlib
+from typing import TYPE_CHECKING
+
+from ckpttool.candidates import candidates, open_whole
+from ckpttool.containers import torch_zip
+from ckpttool.errors import CkptError
+from ckpttool.guarded import GuardedStorage
+from ckpttool.manifest import is_commit, read_manifest
+from ckpttool.saving.outgoing import Held, PlainFile
+from ckpttool.saving.protocol import Request, save
+from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
+from tests.truth import HERE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpttool.manifest import Manifest
+    from ckpttool.saving.outgoing import OutgoingFile
+    from ckpttool.saving.protocol import Place
+    from ckpttool.saving.ranks import Ranks
+    from ckpttool.storage import Storage
+
+Version = dict[str, bytes]
+"""The files of a checkpoint."""
+
+
+@functools.cache
+def version(number: int, fixture: str = "zero2-dp2-bf16-sgd") -> Version:
+    """A real checkpoint; each number has other bytes in each file, and the same names and sizes."""
+    directory = next((HERE / "checkpoints" / fixture).glob("global_step*"))
+    found = {}
+    for path in sorted(directory.iterdir()):
+        data = bytearray(path.read_bytes())
+        if number:
+            with LOCAL.open(str(path)) as reader:
+                records = torch_zip.parse(reader)
+            largest = max((r for name, r in records.items() if "/data/" in name), key=lambda r: r.where.nbytes)
+            data[largest.where.start] ^= number  # an element of a tensor: what describes it stays as it is
+        found[path.name] = bytes(data)
+    return found
+
+
+def part(files: Version, rank: int, size: int) -> list[OutgoingFile]:
+    """What one of several ranks writes."""
+    return [PlainFile(name, Held(data)) for i, (name, data) in enumerate(sorted(files.items())) if i % size == rank]
+
+
+def save_version(
+    place: Place, root: str, ranks: Ranks, tag: str, number: int, *, overwrite: bool = False, timeout: float = 5.0,
+    metrics: dict[str, float] | None = None,
+) -> Manifest:  # fmt: skip
+    """Save one as all ranks together."""
+    request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite)
+    files = part(version(number), ranks.rank, ranks.size)
+    return save(place, root, ranks, request, files, timeout=timeout, beside={"zero_to_fp32.py": b"# a script\n"})
+
+
+def content(storage: Storage, path: str) -> Version:
+    """The files of a whole checkpoint, read past the manifest's checksums.
+
+    Raises:
+        CkptError: It is not whole.
+    """
+    names = [name for name, _ in walk(storage, path) if name not in {MANIFEST, MARK}]
+    if is_commit(storage, path):
+        manifest = read_manifest(storage, path)
+        storage = GuardedStorage(storage, {posixpath.join(path, n): s for n, s in manifest.files.items()})
+        names = list(manifest.files)
+    found = {}
+    for name in names:
+        with storage.open(posixpath.join(path, name)) as reader:
+            found[name] = bytes(reader.read(0, reader.nbytes))
+    return found
+
+
+def chosen(root: str, storage: Storage = LOCAL) -> tuple[str, Version] | None:
+    """Name and files of what is to be gone on from: the first that can be opened, which must then be whole."""
+    storage.refresh([])
+    for candidate in candidates(storage, root):
+        try:
+            open_whole(storage, candidate.path)
+        except CkptError:
+            continue
+        return candidate.tag, content(storage, candidate.path)
+    return None
+
+
+def whole(root: str, storage: Storage = LOCAL) -> dict[str, Version]:
+    """All whole checkpoints of a root, by name."""
+    found = {}
+    for candidate in candidates(storage, root):
+        try:
+            open_whole(storage, candidate.path)
+            found[candidate.tag] = content(storage, candidate.path)
+        except CkptError:
+            continue
+    return found
+
+
+def number_of(files: Version, numbers: Sequence[int]) -> int:
+    """Which version it is; an assertion if it is none of them, byte for byte."""
+    found = [n for n in numbers if version(n) == files]
+    assert found, f"not one of the versions {list(numbers)}"
+    return found[0]
+
+
+def debris(root: str) -> list[str]:
+    """What no run that has ended well leaves behind."""
+    found = []
+    for above, directories, names in os.walk(root):
+        inside = os.path.relpath(above, root)
+        found += [os.path.join(inside, n) for n in names if n == MARK or n.endswith(".partial")]
+        found += [os.path.join(inside, d) for d in directories if d.startswith(".") or d.endswith(".replaced")]
+    return found
+
+
+def state(root: str) -> frozenset[tuple[object, ...]]:
+    """What decides which checkpoint is found: two roots with equal states are as good as the same."""
+    found: set[tuple[object, ...]] = set()
+    latest = os.path.join(root, "latest")
+    named = os.stat(latest).st_mtime_ns if os.path.exists(latest) else 0
+    for above, directories, names in os.walk(root):
+        inside = os.path.relpath(above, root)
+        found |= {(inside, d) for d in directories}
+        for name in names:
+            path = os.path.join(above, name)
+            info = os.stat(path)
+            if name.startswith((MANIFEST, MARK)):  # they differ by time and chance
+                found.add((inside, name, info.st_size, info.st_mtime_ns > named))
+                continue
+            with open(path, "rb") as file:
+                found.add((inside, name, zlib.crc32(file.read())))
+    return frozenset(found)

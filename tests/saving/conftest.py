@@ -1,0 +1,39 @@
+"""What the tests of saving share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.saving.scenarios import Bench
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MEMORY = "/dev/shm"  # noqa: S108  nothing in it is trusted
+
+
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """An empty directory, in memory where there is such a place."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ckpttool-tests-", dir=place) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """An empty directory; thousands are made and removed in it."""
+    with in_memory() as path:
+        yield path
+
+
+@pytest.fixture
+def bench(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Where scenarios are run."""
+    return Bench(directory, monkeypatch)

@@ -1,0 +1,85 @@
+"""A program that forks ranks, which save together; one of them, or all, die by SIGKILL. See test_processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpttool.errors import CkptError
+from ckpttool.saving import ranks as ranks_module
+from ckpttool.saving.disk import Disk
+from ckpttool.saving.ranks import Ranks
+from tests.saving import disks
+from tests.saving.checkpoints import save_version
+from tests.saving.disks import Fault, Machine
+
+TIMEOUT = 4.0
+
+
+class _RealMachine(Machine):
+    def kill(self, *, everyone: bool = False) -> None:
+        os.killpg(0, signal.SIGKILL) if everyone else os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _store(point: dict[str, Any], rank: int) -> Any:
+    if point["store"] == "file":
+        return dist.FileStore(f"{point['base']}/store", point["size"])
+    return dist.TCPStore("127.0.0.1", point["port"], is_master=rank == 0, wait_for_workers=False)
+
+
+def _work(point: dict[str, Any], rank: int) -> None:
+    machine = _RealMachine()
+    disks.install(machine, pytest.MonkeyPatch())
+    said: dict[str, Any] = {}
+    try:
+        ranks = Ranks(rank, point["size"], dist.PrefixStore("test", _store(point, rank)), "ranks")
+        machine.rank = rank
+        for number, (tag, version) in enumerate(point["saves"]):
+            if number == len(point["saves"]) - 1:
+                machine.reset(Fault(**point["fault"]) if point["fault"] else None)
+            save_version(Disk(), f"{point['base']}/root", ranks, tag, version, timeout=TIMEOUT)
+        said["names"] = machine.names.get(rank)
+    except CkptError as error:
+        said["error"] = str(error)
+    machine.rank = None
+    with open(f"{point['base']}/said-{rank}.json", "w") as file:
+        json.dump(said, file)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Run all points of a file at the same time."""
+    with open(sys.argv[1]) as file:
+        points = json.load(file)
+    ranks_module.GRACE, ranks_module.FAREWELL = 1.0, 0.5
+    children = []
+    for point in points:
+        point["port"] = _free_port()
+        leader = 0
+        for rank in range(point["size"]):
+            child = os.fork()
+            if not child:
+                os.setpgid(0, leader)
+                _work(point, rank)
+                os._exit(0)
+            os.setpgid(child, leader)
+            leader = leader or child
+            children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

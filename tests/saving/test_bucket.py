@@ -1,0 +1,296 @@
+"""Saves into a bucket: a rank may die before or after any of its requests, and any request may fail."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.saving.bucket import Bucket
+from ckpttool.saving.protocol import place_for
+from ckpttool.saving.ranks import Alone
+from ckpttool.saving.upkeep import tidy
+from ckpttool.storage import MANIFEST, MARK, failures
+from ckpttool.storage import s3 as s3_module
+from ckpttool.storage.failures import RETRIES
+from ckpttool.storage.remote import open_remote
+from ckpttool.storage.s3 import S3Storage
+from tests.saving import crew
+from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
+from tests.saving.disks import Killed, Machine
+from tests.storage import server
+from tests.storage.proxy import INTERNAL_ERROR, SLOW_DOWN, Cut, Proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckpttool.saving.ranks import Ranks
+    from tests.saving.crew import Outcome
+
+PART_BYTES = 8192
+"""Files of the little checkpoints have two parts, or three."""
+
+
+@pytest.fixture(scope="module")
+def small_parts() -> Iterator[tuple[str, Any]]:
+    """A server that takes small parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("S3_UPLOAD_PART_MIN_SIZE", "1")
+        with server.running() as endpoint:
+            client = server.client(endpoint)
+            yield endpoint, client
+            client.close()
+
+
+@pytest.fixture
+def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
+    import s3fs
+
+    for name, value in server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    endpoint, client = small_parts
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr(s3_module, "MIN_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(failures, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(failures, "LONGEST_PAUSE", 0.005)
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
+    client.create_bucket(Bucket=bucket.name)
+    yield bucket
+    server.forget_everything(endpoint)
+
+
+class _DeadError(Exception):
+    """What is told to the threads of a rank that was killed."""
+
+
+class Requests:
+    """Numbers the requests of one rank, and lets it die at one of them."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.machine = machine
+        self.rank = rank
+        self.count = 0
+        self.at = -1
+        self.how = ""
+        self.everyone = False
+        self._fs = self._watched()
+
+    def reset(self, at: int = -1, how: str = "", *, everyone: bool = False) -> None:
+        self.count, self.at, self.how, self.everyone = 0, at, how, everyone
+
+    def storage(self) -> S3Storage:
+        return S3Storage(self._fs)
+
+    def _watched(self) -> Any:
+        fs = fsspec.filesystem(
+            "s3", skip_instance_cache=True, use_listings_cache=False,
+            config_kwargs={"retries": {"total_max_attempts": 1}},
+        )  # fmt: skip
+        asked = fs._call_s3
+
+        async def ask(method: str, *arguments: Any, **options: Any) -> Any:
+            if self.rank in self.machine.dead:
+                raise _DeadError
+            number, self.count = self.count, self.count + 1
+            if number != self.at:
+                return await asked(method, *arguments, **options)
+            if self.how == "after":
+                await asked(method, *arguments, **options)
+            self.machine.dead |= {0, 1} if self.everyone else {self.rank}
+            raise _DeadError
+
+        fs._call_s3 = ask
+        fs.call_s3 = lambda *arguments, **options: fsspec.asyn.sync(fs.loop, ask, *arguments, **options)
+        return fs
+
+
+@dataclass(frozen=True)
+class Save:
+    id: str
+    before: tuple[tuple[str, int], ...]
+    tag: str
+    overwrite: bool = False
+
+
+SAVES = [
+    Save("the second", (("step1", 1),), "step2"),
+    Save("anew one of several", (("step1", 1), ("step2", 2)), "step2", overwrite=True),
+]
+NEW = 5
+
+
+def _work(machine: Machine, clock: crew.Clock, url: str, save: Save, requests: list[Requests]) -> list[Outcome]:
+    def work(ranks: Ranks) -> None:
+        place = Bucket(requests[ranks.rank].storage())
+        save_version(place, url, ranks, save.tag, NEW, overwrite=save.overwrite, timeout=crew.TIMEOUT)
+        if ranks.rank == 0:
+            tidy(place, url, None, grace=0)
+        if ranks.rank in machine.dead:
+            raise Killed
+
+    return crew.Crew(2, machine, clock).do(work)
+
+
+def _state(bucket: server.Bucket, prefix: str) -> frozenset[Any]:
+    pages = bucket.boto.get_paginator("list_objects_v2").paginate(Bucket=bucket.name, Prefix=prefix)
+    listed = [item for page in pages for item in page.get("Contents", ())]
+    uploads = [("upload", key.removeprefix(prefix)) for key, _ in bucket.uploads() if key.startswith(prefix)]
+    by_chance = (MANIFEST, MARK)
+    return frozenset(
+        (i["Key"].removeprefix(prefix), i["Size"], "" if i["Key"].endswith(by_chance) else i["ETag"]) for i in listed
+    ) | frozenset(uploads)
+
+
+@pytest.mark.parametrize("save", SAVES, ids=lambda s: s.id)
+def test_killed(
+    save: Save, bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
+) -> None:
+    machine, clock = Machine(), crew.Clock()
+    crew.install(clock, monkeypatch)
+    for tag, number in save.before:
+        crew.Crew(2, machine, clock).do(
+            lambda ranks, tag=tag, number=number: save_version(  # type: ignore[misc]
+                place_for(bucket.url(), None), bucket.url("before"), ranks, tag, number
+            )
+        )
+    before = {k: bucket.get(k) for k in sorted(bucket.keys("before/"), key=lambda k: k.endswith("latest"))}
+    assert (len(before) > 0) == (len(save.before) > 0)
+    url, prefix = bucket.url("run"), "run/"
+    requests = [Requests(machine, r) for r in range(2)]
+
+    def attempt(rank: int, at: int, how: str, *, everyone: bool) -> list[Outcome]:
+        server.forget_everything(bucket.endpoint)
+        bucket.boto.create_bucket(Bucket=bucket.name)
+        for key, data in before.items():
+            bucket.put(key.replace("before/", prefix, 1), data)
+        machine.reset()
+        for one in requests:
+            one.reset()
+        requests[rank].reset(at, how, everyone=everyone)
+        return _work(machine, clock, url, save, requests)
+
+    outcomes = attempt(0, -1, "", everyone=False)
+    assert all(o.succeeded for o in outcomes), outcomes
+    assert bucket.uploads() == []
+    counts = [r.count for r in requests]
+    assert min(counts) >= 5
+    known: set[tuple[bool, frozenset[Any]]] = set()
+    tried = 0
+    for rank, count in enumerate(counts):
+        for at, how in itertools.product(range(count), ("before", "after")):
+            outcomes = attempt(rank, at, how, everyone=at % 2 == 0)
+            tried += 1
+            assert rank in machine.dead, (rank, at, how)
+            assert outcomes[rank].killed, (rank, at, how, outcomes)
+            other = outcomes[1 - rank]
+            if not other.killed and not other.succeeded:
+                assert f"rank {rank} was not heard of" in str(other.error)
+            key = (other.succeeded, _state(bucket, prefix))
+            if key in known:
+                continue
+            known.add(key)
+            try:
+                _assert_survived(url, save, succeeded=other.succeeded)
+            except (AssertionError, CkptError) as error:
+                raise AssertionError(f"rank {rank} died {how} request {at}: {error}") from error
+            assert bucket.uploads() == []
+            assert not [k for k in bucket.sizes() if k.endswith(MARK)]
+    assert tried == 2 * sum(counts)
+    crash_points(tried)
+
+
+def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
+    found = chosen(url, open_remote(url, {}))
+    olds = [number for _, number in save.before]
+    if found is None:
+        assert not olds
+        assert not succeeded
+    else:
+        # A store cannot keep what is replaced: then it is the one before.
+        number_of(found[1], [NEW] if succeeded else [NEW, *(olds if save.overwrite else olds[-1:])])
+    before = whole(url, open_remote(url, {}))
+    place = place_for(url, None)
+    tag = "step7" if before.keys() == {save.tag} else save.tag  # the only one cannot be replaced
+    save_version(place, url, Alone(), tag, 9, overwrite=tag in before)
+    tidy(place, url, None, grace=0)
+    found = chosen(url, open_remote(url, {}))
+    assert found is not None
+    assert (found[0], number_of(found[1], [9])) == (tag, 9)
+    after = whole(url, open_remote(url, {}))
+    assert all(after[name] == files for name, files in before.items() if name != tag)
+
+
+@pytest.mark.parametrize(
+    "fault", [SLOW_DOWN, INTERNAL_ERROR, Cut("before"), Cut("after")], ids=["503", "500", "cut", "answer lost"]
+)
+def test_every_request_fails_once(
+    fault: Any, bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
+) -> None:
+    clock = crew.Clock()
+    crew.install(clock, monkeypatch)
+    with Proxy(bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        rule = proxy.add(fault, each=True)
+        retries, url = RETRIES.count, bucket.url("run")
+        outcomes = crew.Crew(2, Machine(), clock).do(
+            lambda ranks: save_version(place_for(url, None), url, ranks, "step1", 1)
+        )
+        assert all(o.succeeded for o in outcomes), outcomes
+        assert rule.fired > 10
+        retried = RETRIES.count - retries
+        # A connection that was cut may be the HTTP client's own business.
+        assert retried >= (1 if isinstance(fault, Cut) else rule.fired - 1)
+        crash_points(rule.fired)
+        found = chosen(url, open_remote(url, {}))
+    assert found is not None
+    assert number_of(found[1], [1]) == 1
+    assert bucket.uploads() == []
+
+
+def test_store_that_fails_for_good_is_named_on_every_rank(
+    bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = crew.Clock()
+    crew.install(clock, monkeypatch)
+    monkeypatch.setattr(failures, "ATTEMPTS", 3)
+    with Proxy(bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        name = sorted(version(1))[1]  # the second rank's
+        proxy.add(INTERNAL_ERROR, "upload_part", match=name, times=None)
+        url = bucket.url("run")
+        outcomes = crew.Crew(2, Machine(), clock).do(
+            lambda ranks: save_version(place_for(url, None), url, ranks, "step1", 1)
+        )
+        errors = {str(o.error) for o in outcomes}
+        assert len(errors) == 1, errors
+        error = errors.pop()
+        assert f"was not saved: rank 1: {url}/step1/{name}: the store failed 3 times" in error
+        assert error.endswith("nothing was committed")
+    assert bucket.uploads() == []
+    assert [k for k in bucket.keys("run/") if "/step1/" in k] == []
+
+
+def test_only_whole_checkpoint_is_not_replaced(bucket: server.Bucket) -> None:
+    url = bucket.url("run")
+    save_version(place_for(url, None), url, Alone(), "step1", 1)
+    with pytest.raises(StorageError, match="is the only whole checkpoint"):
+        save_version(place_for(url, None), url, Alone(), "step1", 2, overwrite=True)
+    found = chosen(url, open_remote(url, {}))
+    assert found is not None
+    assert number_of(found[1], [1]) == 1
+
+
+def test_full_bucket(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: S3Storage, path: str, data: bytes) -> None:
+        raise StorageError(path, "no space left on the device", "free some")
+
+    url = bucket.url("run")
+    monkeypatch.setattr(S3Storage, "put", full)
+    with pytest.raises(StorageError, match="no space left"):
+        save_version(place_for(url, None), url, Alone(), "step1", 1)

@@ -1,0 +1,58 @@
+"""Whatever dies, and whenever: what is found afterwards is the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpttool.errors import CkptError
+from ckpttool.saving.ranks import RankError
+from tests.saving.disks import CHANGES, Fault
+from tests.saving.scenarios import CASES, Scenario, expected, recorded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.saving.scenarios import Bench
+
+
+def kills(names: dict[int, list[str]], *, everyone: bool) -> Iterator[Fault]:
+    for rank, done in sorted(names.items()):
+        for number, name in enumerate(done):
+            if name in CHANGES:
+                # After one operation and before the next of the same rank is the same place: both, as others go on.
+                for how in ("before", "amid", "after") if name == "pwrite" else ("before", "after"):
+                    yield Fault(rank, number, how, everyone=everyone)
+
+
+@pytest.mark.parametrize(("scenario", "size"), CASES, ids=str)
+def test_killed(scenario: Scenario, size: int, bench: Bench, crash_points: Callable[[int], None]) -> None:
+    before = bench.prepared(scenario, size)
+    names = recorded(bench, scenario, before, size)
+    assert set(names) == set(range(size))
+    tried = 0
+    together = (False, True) if size > 2 else (False,)
+    for everyone in together:
+        for fault in kills(names, everyone=everyone):
+            base = bench.copy(before)
+            bench.machine.reset(fault)
+            outcomes, done = bench.run(base, scenario.steps, size)
+            assert bench.machine.struck, fault
+            assert outcomes[fault.rank].killed, fault
+            for rank, outcome in enumerate(outcomes):
+                if outcome.killed or outcome.succeeded:
+                    assert not outcome.killed or everyone or rank == fault.rank
+                    continue
+                assert isinstance(outcome.error, RankError), (fault, outcome)
+                assert f"rank {fault.rank} was not heard of" in str(outcome.error), (fault, outcome)
+            try:
+                bench.survives(base, scenario, done, size)
+            except (AssertionError, CkptError) as error:
+                raise AssertionError(f"{fault} ({names[fault.rank][fault.number]}): {error}") from error
+            shutil.rmtree(base)
+            tried += 1
+    once = expected(names, lambda name: 0 if name not in CHANGES else 3 if name == "pwrite" else 2)
+    assert tried == once * len(together)
+    crash_points(tried)

@@ -1,0 +1,419 @@
+"""What a save does beside being safe: what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckpttool import api
+from ckpttool.candidates import candidates, open_whole
+from ckpttool.errors import CkptError, ContainerError, StorageError
+from ckpttool.manifest import Manifest, read_manifest
+from ckpttool.retention import Rules
+from ckpttool.saving import protocol
+from ckpttool.saving.disk import Disk
+from ckpttool.saving.outgoing import Held, PlainFile
+from ckpttool.saving.protocol import Request, save
+from ckpttool.saving.ranks import Alone, RankError, Ranks
+from ckpttool.saving.upkeep import left_over, tidy
+from ckpttool.storage import LOCAL, MANIFEST, MARK
+from tests.saving import crew
+from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
+from tests.saving.disks import Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def root(directory: Path) -> str:
+    return str(directory / "root")
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[crew.Outcome]]:
+    """Lets three ranks do something."""
+    clock = crew.Clock()
+    crew.install(clock, monkeypatch)
+    return lambda task: crew.Crew(3, Machine(), clock).do(task)
+
+
+def put(root: str, tag: str, number: int, **options: Any) -> Manifest:
+    return save_version(Disk(), root, Alone(), tag, number, **options)
+
+
+def plain(root: str, tag: str, number: int) -> None:
+    """As DeepSpeed itself saves."""
+    os.makedirs(f"{root}/{tag}")
+    for name, data in version(number).items():
+        with open(f"{root}/{tag}/{name}", "wb") as file:
+            file.write(data)
+
+
+def order(root: str) -> list[str]:
+    return [c.tag for c in candidates(LOCAL, root)]
+
+
+def aged(root: str, *paths: str) -> None:
+    """Let these have been written one after the other."""
+    for number, path in enumerate(paths):
+        os.utime(f"{root}/{path}", (1e9 + 100 * number,) * 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- saving
+
+
+def test_manifest_says_what_was_written(root: str) -> None:
+    made = put(root, "step1", 1, metrics={"loss": 0.5})
+    found = read_manifest(LOCAL, f"{root}/step1")
+    assert found.files.keys() == version(1).keys()
+    assert found.nbytes == sum(map(len, version(1).values()))
+    assert (found.tag, found.step, found.world_size, found.stage, found.metrics) == ("step1", 1, 1, 2, {"loss": 0.5})
+    assert found.attempt == made.attempt
+    assert sorted(os.listdir(f"{root}/step1")) == sorted([*version(1), MANIFEST])
+    assert sorted(os.listdir(root)) == ["latest", "step1", "zero_to_fp32.py"]
+    assert LOCAL.read_text(f"{root}/latest") == "step1"
+
+
+def test_verify_finds_a_save_sound(root: str) -> None:
+    put(root, "step1", 1)
+    findings = [f for f in api.verify(root, deep=True).findings if "CRC" not in str(f)]
+    # The versions differ from the fixture in one byte, which its archive's own checksums tell.
+    plain(root, "fixture", 0)
+    assert api.verify(f"{root}/fixture", deep=True).findings == ()
+    put(root, "step2", 0)
+    assert api.verify(f"{root}/step2", deep=True).findings == ()
+    assert len(findings) <= 10
+
+
+def test_tag_that_is_there_is_refused_on_every_rank(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
+    put(root, "step1", 1)
+    outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step1", 2))
+    assert {str(o.error) for o in outcomes} == {
+        f"{root}/step1: is saved already; choose another tag, or pass overwrite=True"
+    }
+    assert whole(root) == {"step1": version(1)}
+
+
+def test_files_of_somebody_are_not_removed(root: str) -> None:
+    os.makedirs(f"{root}/step1")
+    open(f"{root}/step1/notes.txt", "w").close()
+    with pytest.raises(StorageError, match="holds files that are none of this save's"):
+        put(root, "step1", 1)
+    assert os.listdir(f"{root}/step1") == ["notes.txt"]
+
+
+def test_overwriting_takes_no_other_checkpoint_along(root: str) -> None:
+    put(root, "epoch1/step5", 1)
+    with pytest.raises(StorageError, match="holds other checkpoints"):
+        put(root, "epoch1", 2, overwrite=True)
+    assert content(LOCAL, f"{root}/epoch1/step5") == version(1)
+
+
+def test_set_aside_checkpoint_is_not_removed_for_what_is_none(root: str) -> None:
+    put(root, "step1", 1)
+    os.rename(f"{root}/step1", f"{root}/step1.replaced")
+    os.makedirs(f"{root}/step1")
+    open(f"{root}/step1/notes.txt", "w").close()
+    with pytest.raises(StorageError, match="may be the only whole checkpoint"):
+        put(root, "step1", 2, overwrite=True)
+    assert whole(root) == {"step1.replaced": version(1)}
+
+
+def test_plain_save_can_be_replaced(root: str) -> None:
+    plain(root, "step1", 1)
+    with pytest.raises(StorageError, match="none of this save's"):
+        put(root, "step1", 2)
+    put(root, "step1", 2, overwrite=True)
+    assert whole(root) == {"step1": version(2)}
+
+
+@pytest.mark.parametrize("odd", ["tag", "step"])
+def test_ranks_that_do_not_agree(root: str, together: Callable[..., list[crew.Outcome]], odd: str) -> None:
+    def work(ranks: Ranks) -> Manifest:
+        tag = "other" if odd == "tag" and ranks.rank == 2 else "step1"
+        request = Request(tag, 2 if odd == "step" and ranks.rank == 2 else 1, 2)
+        return save(Disk(), root, ranks, request, part(version(1), ranks.rank, 3), timeout=5)
+
+    outcomes = together(work)
+    assert all(isinstance(o.error, RankError) for o in outcomes)
+    assert all("rank 0 saves it at step 1, rank 2" in str(o.error) for o in outcomes)
+    assert not os.path.exists(root)
+
+
+def test_rank_that_cannot_take_part(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
+    put(root, "step1", 1)
+    sick = StorageError("model.pt", "cannot be pickled", "see client_state")
+
+    def work(ranks: Ranks) -> Manifest:
+        files = part(version(2), ranks.rank, 3)
+        failed = sick if ranks.rank == 1 else None
+        return save(Disk(), root, ranks, Request("step2", 2, 2), files, timeout=5, failed=failed)
+
+    texts = {str(o.error) for o in together(work)}
+    assert texts == {f"{root}/step2: was not saved: rank 1: {sick}; nothing was committed"}
+    assert sorted(os.listdir(root)) == ["latest", "step1", "zero_to_fp32.py"]
+    assert order(root) == ["step1"]
+
+
+def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., list[crew.Outcome]]) -> None:
+    def work(ranks: Ranks) -> Manifest:
+        own = str(directory / f"node{ranks.rank // 2}")
+        files = part(version(1), ranks.rank, 3)
+        return save(Disk(), own, ranks, Request("step1", 1, 2), files, timeout=100)
+
+    texts = {str(o.error) for o in together(work)}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "rank 2: " in text
+    assert "is not seen by all ranks: rank 0 made it; choose a root that all nodes share" in text
+    assert chosen(str(directory / "node0")) is None
+    assert not os.path.exists(directory / "node1" / "step1")
+
+
+def test_two_ranks_with_one_file(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
+    files = [PlainFile("same.pt", Held(b"x"))]
+    outcomes = together(lambda ranks: save(Disk(), root, ranks, Request("step1", 1, 2), files, timeout=5))
+    assert all("two ranks would write same.pt" in str(o.error) for o in outcomes)
+
+
+def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[..., list[crew.Outcome]]) -> None:
+    put(root, "step1", 1)
+    total = sum(map(len, version(2).values()))
+    monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: total)
+    outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step2", 2))
+    needed = int(protocol.ROOM * total)
+    assert {str(o.error) for o in outcomes} == {
+        f"{root}/step2: takes {needed:,} bytes, and only {total:,} are free; "
+        "free some space, keep fewer checkpoints, or choose another root"
+    }
+    assert not os.path.exists(f"{root}/step2")
+    monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: needed)
+    put(root, "step2", 2)
+
+
+def test_free_bytes_are_the_user_s(directory: Path) -> None:
+    info = os.statvfs(directory)
+    free = Disk().free_bytes(str(directory))
+    assert free is not None
+    assert abs(free - info.f_bavail * info.f_frsize) < 1 << 30
+
+
+def test_disk_that_fills_when_a_file_gets_its_place(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+    import errno
+
+    from ckpttool.storage import local
+
+    def full(fd: int, mode: int, start: int, nbytes: int) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    put(root, "step1", 1)
+    monkeypatch.setattr(local, "_fallocate", lambda: full)
+    with pytest.raises(RankError, match=r"rank 0: .*_states\.pt: no space left on the device"):
+        put(root, "step2", 2)
+    assert sorted(os.listdir(root)) == ["latest", "step1", "zero_to_fp32.py"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_root_that_may_not_be_written(directory: Path) -> None:
+    os.chmod(directory, 0o500)
+    try:
+        with pytest.raises(StorageError, match="permission denied"):
+            put(str(directory / "root"), "step1", 1)
+    finally:
+        os.chmod(directory, 0o700)
+
+
+@pytest.mark.parametrize("name", ["root", "root/step1"])
+def test_file_in_the_way(directory: Path, name: str) -> None:
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_text("mine")
+    with pytest.raises(StorageError, match=r"is not a directory|in the way|file exists"):
+        put(str(directory / "root"), "step1", 1)
+    assert (directory / name).read_text() == "mine"
+
+
+def test_files_in_directories(root: str) -> None:
+    files = [PlainFile("zero/a/1.pt", Held(b"one")), PlainFile("zero/b.pt", Held(b""))]
+    save(Disk(), root, Alone(), Request("step1", 1, 0), files, timeout=5)
+    assert content(LOCAL, f"{root}/step1") == {"zero/a/1.pt": b"one", "zero/b.pt": b""}
+
+
+# ---------------------------------------------------------------------------------------------------------- finding
+
+
+def test_newest_first(root: str) -> None:
+    for step in (9, 10, 11):
+        put(root, f"step{step}", step % 9)
+    assert order(root)[0] == "step11"
+    assert LOCAL.read_text(f"{root}/latest") == "step11"
+
+
+def test_latest_that_the_user_set_counts(root: str) -> None:
+    for step in (1, 2, 3):
+        put(root, f"step{step}", step)
+    with open(f"{root}/latest", "w") as file:
+        file.write("step1\n")
+    aged(root, *(f"step{s}/{MANIFEST}" for s in (1, 2, 3)), "latest")
+    assert order(root) == ["step1", "step3", "step2"]
+
+
+def test_commit_that_latest_does_not_know_yet(root: str) -> None:
+    put(root, "step1", 1)
+    put(root, "step2", 2)
+    with open(f"{root}/latest", "w") as file:
+        file.write("step1")
+    aged(root, f"step1/{MANIFEST}", "latest", f"step2/{MANIFEST}")
+    assert order(root) == ["step2", "step1"]
+
+
+@pytest.mark.parametrize("latest", [None, b"", b"gone", b"\xff\xfe", b"../elsewhere", b"a\nb"])
+def test_latest_that_says_nothing(root: str, latest: bytes | None) -> None:
+    put(root, "step1", 1)
+    put(root, "step2", 2)
+    os.unlink(f"{root}/latest")
+    if latest is not None:
+        with open(f"{root}/latest", "wb") as file:
+            file.write(latest)
+    assert order(root) == ["step2", "step1"]
+
+
+def test_plain_saves_count_too(root: str) -> None:
+    put(root, "step2", 2)
+    plain(root, "global_step3", 3)
+    plain(root, "global_step1", 1)
+    assert order(root) == ["step2", "global_step3", "global_step1"]
+    with open(f"{root}/latest", "w") as file:
+        file.write("global_step3")
+    aged(root, f"step2/{MANIFEST}", "latest")
+    assert order(root) == ["global_step3", "step2", "global_step1"]
+    assert whole(root) == {"global_step3": version(3), "step2": version(2), "global_step1": version(1)}
+
+
+def test_nested_tag_that_latest_names(root: str) -> None:
+    put(root, "step1", 1)
+    put(root, "epoch1/step5", 5)
+    assert order(root) == ["epoch1/step5", "step1"]
+    found = chosen(root)
+    assert found == ("epoch1/step5", version(5))
+
+
+def test_what_is_no_checkpoint_is_none(root: str) -> None:
+    put(root, "step1", 1)
+    os.makedirs(f"{root}/logs/deep")
+    os.makedirs(f"{root}/.step0.removed")
+    plain(root, "step7", 7)
+    open(f"{root}/step7/{MARK}", "w").close()
+    open(f"{root}/notes.txt", "w").close()
+    assert order(root) == ["step1"]
+    assert candidates(LOCAL, f"{root}/nothing") == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "flipped", "manifest", "manifest gone"])
+def test_damage_is_found(root: str, damage: str) -> None:
+    put(root, "step1", 1)
+    name = sorted(version(1))[0]
+    path = f"{root}/step1/{name}"
+    if damage == "missing":
+        os.unlink(path)
+    elif damage == "short":
+        os.truncate(path, os.path.getsize(path) - 1)
+    elif damage == "flipped":
+        with open(path, "r+b") as file:
+            file.seek(len(version(1)[name]) // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 0x10]))
+    elif damage == "manifest":
+        os.truncate(f"{root}/step1/{MANIFEST}", 10)
+    else:
+        os.unlink(f"{root}/step1/{MANIFEST}")
+        assert content(LOCAL, f"{root}/step1") == version(1)
+        return
+    with pytest.raises((CkptError, ContainerError)):
+        open_whole(LOCAL, f"{root}/step1")
+
+
+# ----------------------------------------------------------------------------------------------------------- upkeep
+
+
+def test_the_best_stay(root: str) -> None:
+    for number, loss in enumerate([0.9, 0.2, 0.5, 0.1, 0.7], 1):
+        put(root, f"step{number}", number, metrics={"loss": loss})
+    tidy(Disk(), root, Rules(best="loss:min:2"), grace=0)
+    assert whole(root).keys() == {"step2", "step4", "step5"}  # the newest in any case
+    tidy(Disk(), root, Rules(best="loss:max"), grace=0)
+    assert whole(root).keys() == {"step5"}
+
+
+def test_no_metric_is_no_reason_to_remove(root: str) -> None:
+    put(root, "step1", 1)
+    put(root, "step2", 2)
+    tidy(Disk(), root, Rules(best="loss"), grace=0)
+    assert whole(root).keys() == {"step1", "step2"}
+    tidy(Disk(), root, Rules(last=1, best="loss"), grace=0)
+    assert whole(root).keys() == {"step2"}
+
+
+def test_damaged_manifest_does_not_end_retention(root: str) -> None:
+    for number in (1, 2, 3, 4):
+        put(root, f"step{number}", number)
+    os.truncate(f"{root}/step2/{MANIFEST}", 10)
+    tidy(Disk(), root, Rules(last=1), grace=0)
+    assert sorted(d for d in os.listdir(root) if d.startswith("step")) == ["step2", "step4"]
+
+
+def test_what_is_young_may_be_being_saved(root: str) -> None:
+    put(root, "step1", 1)
+    os.makedirs(f"{root}/step2")
+    open(f"{root}/step2/{MARK}", "w").close()
+    tidy(Disk(), root, None, grace=3600)
+    assert os.path.exists(f"{root}/step2")
+    assert left_over(Disk(), root, grace=3600) == []
+    aged(root, f"step2/{MARK}")
+    assert left_over(Disk(), root, grace=3600) == [f"{root}/step2"]
+    tidy(Disk(), root, None, grace=3600)
+    assert not os.path.exists(f"{root}/step2")
+
+
+def test_mark_beside_a_manifest_is_cleared(root: str) -> None:
+    put(root, "step1", 1)
+    open(f"{root}/step1/{MARK}", "w").close()
+    assert whole(root) == {"step1": version(1)}
+    tidy(Disk(), root, None, grace=3600)
+    assert not os.path.exists(f"{root}/step1/{MARK}")
+
+
+def test_what_is_replaced_stays_until_its_successor_is_there(root: str) -> None:
+    put(root, "step1", 1)
+    shutil.copytree(f"{root}/step1", f"{root}/step2.replaced")
+    tidy(Disk(), root, None, grace=0)
+    assert os.path.exists(f"{root}/step2.replaced")
+    put(root, "step2", 2)
+    assert not os.path.exists(f"{root}/step2.replaced")
+
+
+def test_ls_prune_and_cp_of_such_a_root(root: str, directory: Path) -> None:
+    for number in (1, 2, 3):
+        put(root, f"step{number}", number, metrics={"loss": number / 10})
+    plain(root, "step4", 4)
+    open(f"{root}/step4/{MARK}", "w").close()
+    shutil.copytree(f"{root}/step1", f"{root}/.step0.removed")
+    found = {e.name: e for e in api.ls(root).entries}
+    assert {n: e.whole for n, e in found.items() if not n.startswith(".")} == {
+        "step1": True, "step2": True, "step3": True, "step4": False,
+    }  # fmt: skip
+    assert found["step3"].latest
+    assert found["step2"].metrics["loss"] == 0.2
+    assert "half-written" in str(found["step4"].problem)
+    api.cp(f"{root}/step2", str(directory / "copy"))
+    assert whole(str(directory / "copy")) == {"step2": version(2)}
+    api.prune(root, keep_last=1)
+    assert whole(root) == {"step3": version(3)}
+    assert os.path.exists(f"{root}/step4")
