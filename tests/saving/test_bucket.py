@@ -119,9 +119,9 @@ class Save:
 
 
 SAVES = [
-    Save("the second", (("step1", 1),), "step2"),
     Save("anew one of several", (("step1", 1), ("step2", 2)), "step2", overwrite=True),
 ]
+"""Makes every request that other saves make, and those that remove what is replaced."""
 NEW = 5
 
 
