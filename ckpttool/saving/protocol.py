@@ -276,9 +276,18 @@ def _finish(
         if not place.storage.exists(posixpath.join(root, name)):
             place.put(posixpath.join(root, name), data)
     place.put(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
-    place.put(posixpath.join(root, LATEST), request.tag.encode())
-    place.delete(posixpath.join(directory, MARK))
+    settle(place, root, request.tag)
     aside = f"{directory}{REPLACED}"
     if place.storage.exists(aside):
         place.remove(aside)
     return values
+
+
+def settle(place: Place, root: str, tag: str) -> None:
+    """What is left to do when a checkpoint is committed; a run may have been killed before it.
+
+    Raises:
+        StorageError: The storage fails.
+    """
+    place.put(posixpath.join(root, LATEST), tag.encode())
+    place.delete(posixpath.join(root, tag, MARK))
