@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckpttool.storage import MARK
 from tests import forked
 from tests.storage import server
 from tests.storage.proxy import Proxy
@@ -78,6 +79,9 @@ def _resume(directory: Path) -> None:
         "checkpoint": first.checkpoint, "path": first.checkpoint.path,
         "tag": f"{first.checkpoint.path}/global_step2",
     }  # fmt: skip
+    for name in ("ckpttool_00000001_dead0000/global_step1", "ckpttool_00000001_dead1111"):
+        (directory / "documented" / name).mkdir(parents=True)
+    (directory / "documented" / "ckpttool_00000001_dead0000" / "global_step1" / MARK).write_text("{}")
     config = {"facts": str(directory), "sources": sources, "missing": str(directory / "nowhere")}
     second = fit(loops.resuming, config, 3, **here)
     loops.note(str(directory), "second.json", _told(second))
@@ -120,13 +124,13 @@ def _read(url: str, proxy: Proxy, directory: Path) -> dict[str, Any]:
     """What commands make of a checkpoint, and of the run that it lies in."""
     import ckpttool
 
-    there = {"storage_options": {"endpoint_url": proxy.url}}
-    entries = ckpttool.ls(os.path.dirname(url), **there).entries
-    ckpttool.consolidate(url, directory / "consolidated", to="safetensors", **there)
+    there = {"endpoint_url": proxy.url}
+    entries = ckpttool.ls(os.path.dirname(url), storage_options=there).entries
+    ckpttool.consolidate(url, directory / "consolidated", to="safetensors", storage_options=there)
     return {
         "listed": [(e.name, e.whole, e.reported) for e in entries],
-        "step": ckpttool.inspect(url, **there).step,
-        "findings": [str(f) for f in ckpttool.verify(url, deep=True, **there).findings],
+        "step": ckpttool.inspect(url, storage_options=there).step,
+        "findings": [str(f) for f in ckpttool.verify(url, deep=True, storage_options=there).findings],
     }
 
 

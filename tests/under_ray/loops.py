@@ -182,6 +182,8 @@ def resuming(config: dict[str, Any]) -> None:
 
     from ckpttool import CkptError
     from ckpttool.integrations import ray_train
+    from ckpttool.integrations.ray_train import RayTrainCheckpoints
+    from ckpttool.saving.disk import Disk
 
     engine, train = engine_of(1)
     blank = digest_of(engine)
@@ -199,8 +201,34 @@ def resuming(config: dict[str, Any]) -> None:
     found["saved"] = {"step": 3}, digest_of(engine)
     train()
     found["after"] = ray_train.restore(engine), digest_of(engine)
+    found["unlisted"] = _with_a_failure(0, ray_train, "run_commits", lambda: ray_train.restore(engine))
+    found["unwritten"] = _with_a_failure(2, Disk, "write", lambda: ray_train.report(engine, {"loss": 0.0}))
+    train()
+    RayTrainCheckpoints(grace=0.0).report(engine, {"loss": 0.125}, client_state={"step": 4})
     if ray.train.get_context().get_world_rank() == 0:
         note(config["facts"], "resumed.json", found)
+
+
+def _with_a_failure(rank: int, where: Any, name: str, call: Callable[[], Any]) -> list[str]:
+    """What every worker is told when something fails on one of them alone."""
+    import torch
+
+    from ckpttool import CkptError, StorageError
+
+    def failing(*_: Any) -> NoReturn:
+        raise StorageError("the storage", "cannot be reached", "injected")
+
+    own, told = getattr(where, name), ""
+    if torch.distributed.get_rank() == rank:
+        setattr(where, name, failing)
+    try:
+        call()
+    except CkptError as error:
+        told = str(error)
+    setattr(where, name, own)
+    everybody: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, told)
+    return everybody
 
 
 def in_background(config: dict[str, Any]) -> None:

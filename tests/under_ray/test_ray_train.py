@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,12 @@ import pytest
 import ckpttool
 from tests import forked
 from tests.under_ray import loops
+from tests.under_ray.driver import ENVIRONMENT
 
 if TYPE_CHECKING:
     from _pytest.tmpdir import TempPathFactory
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
@@ -104,8 +109,21 @@ def test_restore_in_mid_run_goes_back_and_tells_ray_nothing_twice(done: Path) ->
     found, told = _facts(done, "resumed.json"), _facts(done, "second.json")
     assert found["after"] == found["saved"]
     names = [os.path.basename(path) for path, _ in told["best"]]
-    assert len(names) == len(set(names)) == 3
-    assert [name.startswith("ckpttool_") for name in names] == [False, False, True]
+    assert len(names) == len(set(names)) == 4
+    assert [name.startswith("ckpttool_") for name in names] == [False, False, True, True]
+
+
+def test_what_fails_on_one_worker_is_told_on_all_and_nothing_is_reported(done: Path) -> None:
+    found = _facts(done, "resumed.json")
+    assert found["unlisted"] == ["the storage: cannot be reached; injected"] * 3
+    assert len(set(found["unwritten"])) == 1
+    assert "was not saved: rank 2: the storage: cannot be reached" in found["unwritten"][0]
+    assert [metrics["loss"] for _, metrics in _facts(done, "second.json")["best"]][2:] == [0.25, 0.125]
+
+
+def test_what_killed_workers_have_left_goes_when_it_is_old_enough(done: Path) -> None:
+    told = {os.path.basename(path) for path, _ in _facts(done, "second.json")["best"]}
+    assert {p.name for p in (done / "documented").iterdir() if p.is_dir()} == told
 
 
 def test_documented_checkpoints_are_read_by_every_command(done: Path, tmp_path: Path) -> None:
@@ -116,8 +134,10 @@ def test_documented_checkpoints_are_read_by_every_command(done: Path, tmp_path: 
     ckpttool.consolidate(path, tmp_path / "out", to="safetensors")
     assert (tmp_path / "out" / "model.safetensors").exists()
     entries = ckpttool.ls(done / "documented").entries
-    assert [(e.whole, e.reported, e.step) for e in entries] == [(True, True, 1), (True, True, 2), (True, True, 3)]
-    assert entries[-1].metrics["loss"] == 0.25
+    assert [(e.whole, e.reported, e.step) for e in entries] == [(True, True, 1), (True, True, 2)] + [
+        (True, True, 3), (True, True, 4),
+    ]  # fmt: skip
+    assert [e.metrics["loss"] for e in entries[2:]] == [0.25, 0.125]
 
 
 # ------------------------------------------------------------------------------------------------- a bucket
@@ -156,3 +176,52 @@ def test_saves_in_the_background_resume_on_other_storages(done: Path) -> None:
     for facts, told in zip((second, third), _facts(done, "others.json"), strict=True):
         assert "training stood still" in facts["saved"]
         assert [metrics["loss"] for _, metrics in told["best"]] == [0.5]
+
+
+# ------------------------------------------------------------------------------------------------- examples
+
+
+def _example(name: str, *arguments: str) -> str:
+    """What an example prints; RAY_ADDRESS lets it start a cluster of its own."""
+    path = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ, **ENVIRONMENT, "RAY_ADDRESS": "local", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path),
+    }  # fmt: skip
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generates(tmp_path: Path) -> None:
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    first = _example("ray_causal_lm.py", "--storage", run, "--workers", "1", "--epochs", "8")
+    assert "epoch 7 on 1 workers" in first
+    second = _example(
+        "ray_causal_lm.py", "--storage", run, "--workers", "2", "--epochs", "10", "--stage", "3", "--export", out
+    )
+    assert "epoch 7 on 1 workers" in second
+    assert "epoch 8 on 2 workers" in second
+    assert "generated [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]" in second
+
+
+def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    assert "epoch 0: loss" in _example(
+        "ray_text_classification.py", "--storage", run, "--workers", "2", "--epochs", "1"
+    )
+    second = _example(
+        "ray_text_classification.py", "--storage", run, "--workers", "1", "--epochs", "2", "--data", "ray"
+    )
+    assert second.count("epoch ") == 2
+    assert "epoch 1: loss" in second
+
+
+@pytest.mark.slow
+def test_an_elastic_run_outlives_lost_nodes_and_grows_again(tmp_path: Path) -> None:
+    printed = _example("ray_elastic.py", "--simulate", "--storage", str(tmp_path))
+    told = [line.split("s  ")[1] for line in printed.splitlines() if "s  " in line]
+    assert [t.split(" from ")[0] for t in told if "go on" in t] == [f"{n} workers go on" for n in (3, 2, 3, 2)]
+    assert any("just in time" in t for t in told)
+    assert told[-1].startswith("done: ckpttool_")

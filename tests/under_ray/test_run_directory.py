@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -132,14 +132,16 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
         endpoint_override="host:9000", scheme="http", access_key="k", secret_key="s",  # noqa: S106
         region="eu-west-1",
     )  # fmt: skip
-    opened = place_of(native).storage.fs
+    storage: Any = place_of(native).storage
+    opened = storage.fs
     assert (opened.endpoint_url, opened.key, opened.secret) == ("http://host:9000", "k", "s")
     assert opened.client_kwargs["region_name"] == "eu-west-1"
     assert url_of(native, "bucket/run") == "s3://bucket/run"
 
     given = s3fs.S3FileSystem(endpoint_url="http://host:9000", key="k", secret="s")  # noqa: S106
     retries = given.retries
-    opened = place_of(fs.PyFileSystem(fs.FSSpecHandler(given))).storage.fs
+    storage = place_of(fs.PyFileSystem(fs.FSSpecHandler(given))).storage
+    opened = storage.fs
     assert opened is not given, "Ray goes on using that one"
     assert given.retries == retries
     assert not opened.dircache.use_listings_cache, "other workers write, too"
