@@ -134,9 +134,7 @@ def test_documented_checkpoints_are_read_by_every_command(done: Path, tmp_path: 
     ckpttool.consolidate(path, tmp_path / "out", to="safetensors")
     assert (tmp_path / "out" / "model.safetensors").exists()
     entries = ckpttool.ls(done / "documented").entries
-    assert [(e.whole, e.reported, e.step) for e in entries] == [(True, True, 1), (True, True, 2)] + [
-        (True, True, 3), (True, True, 4),
-    ]  # fmt: skip
+    assert [(e.whole, e.reported, e.step) for e in entries] == [(True, True, step) for step in (1, 2, 3, 4)]
     assert [e.metrics["loss"] for e in entries[2:]] == [0.25, 0.125]
 
 
