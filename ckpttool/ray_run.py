@@ -6,13 +6,14 @@ gone refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import posixpath
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, LayoutError
+from ckpttool.errors import LayoutError, StorageError
 from ckpttool.manifest import is_commit
 from ckpttool.storage import MANIFEST
 
@@ -82,16 +83,27 @@ def run_commits(storage: Storage, run: str) -> list[RunCommit]:
     """
     storage.refresh([])
     directories = list(own_directories(storage, run))
-    storage.refresh([posixpath.join(run, entry.name, MANIFEST) for _, entry in directories])
+    with contextlib.suppress(StorageError):  # only saves requests: what is wrong is seen below
+        storage.refresh([posixpath.join(run, entry.name, MANIFEST) for _, entry in directories])
     found = []
     for step, entry in directories:
         directory = posixpath.join(run, entry.name)
-        for tag in (e.name for e in storage.listing(directory) if e.is_dir):
-            path = posixpath.join(directory, tag)
-            if is_commit(storage, path):
-                committed = next((e.modified or 0.0 for e in storage.listing(path) if e.name == MANIFEST), 0.0)
-                found.append(RunCommit(entry.name, tag, path, step, committed))
+        try:
+            found += list(_commits_in(storage, directory, step))
+        except StorageError:
+            storage.refresh([])
+            if storage.is_dir(directory):
+                raise
+            # Ray's controller has removed it meanwhile, by its CheckpointConfig
     return sorted(found, key=lambda c: (c.step, c.committed), reverse=True)
+
+
+def _commits_in(storage: Storage, directory: str, step: int) -> Iterator[RunCommit]:
+    for tag in (e.name for e in storage.listing(directory) if e.is_dir):
+        path = posixpath.join(directory, tag)
+        if is_commit(storage, path):
+            committed = next((e.modified or 0.0 for e in storage.listing(path) if e.name == MANIFEST), 0.0)
+            yield RunCommit(posixpath.basename(directory), tag, path, step, committed)
 
 
 def listed_by_ray(storage: Storage, run: str) -> frozenset[str]:
@@ -100,24 +112,38 @@ def listed_by_ray(storage: Storage, run: str) -> frozenset[str]:
     Raises:
         CkptError: The snapshot cannot be read.
     """
+    listed, latest = _snapshot(storage, run)
+    # A checkpoint may lie deeper.
+    return frozenset(name.partition("/")[0] for name in [*listed, latest] if name)
+
+
+def latest_of_ray(storage: Storage, run: str) -> str:
+    """The checkpoint that Ray would go on from, by its name in the run's directory; "" if there is none.
+
+    Raises:
+        CkptError: The snapshot cannot be read.
+    """
+    return _snapshot(storage, run)[1]
+
+
+def _snapshot(storage: Storage, run: str) -> tuple[list[str], str]:
     path = posixpath.join(run, SNAPSHOT)
     if not storage.exists(path):
-        return frozenset()
+        return [], ""
     hint = "a run may be writing it: try again; or start that run with the Ray release that wrote it"
     try:
         with storage.open(path) as reader:
             if reader.nbytes > MAX_BYTES:
                 raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a snapshot", hint)
             found = json.loads(reader.read(0, reader.nbytes))
-        return frozenset(_names(found))
-    except CkptError:
-        raise
+        latest = found["latest_checkpoint_result"]
+        return [_name(result) for result in found["checkpoint_results"]], _name(latest) if latest else ""
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LayoutError(path, "is no snapshot of Ray Train's checkpoints", hint) from error
 
 
-def _names(snapshot: Any) -> Iterator[str]:
-    """The first part of each name: a checkpoint may lie deeper."""
-    latest = snapshot["latest_checkpoint_result"]
-    for result in [*snapshot["checkpoint_results"], *([latest] if latest else [])]:
-        yield str(result["checkpoint_dir_name"]).strip("/").partition("/")[0]
+def _name(result: Any) -> str:
+    name = posixpath.normpath(str(result["checkpoint_dir_name"]).strip("/"))
+    if name.startswith("."):
+        raise ValueError("a name leads out of the directory")
+    return name

@@ -36,7 +36,7 @@ from ckpttool.integrations.process_group import ranks_of_process_group
 from ckpttool.integrations.ray_storage import place_of, url_of
 from ckpttool.manager import TIMEOUT, CheckpointManager
 from ckpttool.manifest import is_commit, read_manifest, size_problems
-from ckpttool.ray_run import PREFIX, directory_name, own_directories, run_commits
+from ckpttool.ray_run import PREFIX, directory_name, latest_of_ray, own_directories, run_commits
 from ckpttool.saving.protocol import place_for, settle
 from ckpttool.storage import walk
 
@@ -193,13 +193,8 @@ class RayTrainCheckpoints:
 
     def _found(self) -> list[Any]:
         """What to go on from, the newest first."""
-        storage = self._place.storage
-        found = [((c.step, 1, c.committed), astuple(_candidate(c))) for c in run_commits(storage, self._root)]
         known = ray.train.get_checkpoint()
-        if known is not None and not posixpath.basename(known.path).startswith(PREFIX):
-            others = candidates(storage, url_of(known.filesystem, known.path))
-            found += [((step_of(storage, c.path, c.tag), 0, 0.0), astuple(c)) for c in others]
-        return [list(one) for _, one in sorted(found, reverse=True)]
+        return _of_run(self._place.storage, self._root, "" if known is None else url_of(known.filesystem, known.path))
 
     def _adopt(self, found: list[Candidate], restored: str) -> None:
         """Report what was restored if Ray has not heard of it: a worker died between the commit and the report.
@@ -272,14 +267,21 @@ class RayTrainCheckpoints:
         return bool(new)
 
 
-def _candidate(commit: Any) -> Candidate:
-    return Candidate(commit.tag, commit.path, committed=True)
+def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
+    """What there is to go on from in a run, the newest first: commits, and what was last reported without ckpttool."""
+    found = [((c.step, 1, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
+    if reported and not posixpath.basename(reported).startswith(PREFIX):
+        others = candidates(storage, reported)
+        found += [((step_of(storage, c.path, c.tag), 0, 0.0), astuple(c)) for c in others]
+    return [list(one) for _, one in sorted(found, reverse=True)]
 
 
 def _candidates(storage: Storage, root: str) -> list[Any]:
     """What there is at a place that the user names: a run, a root of checkpoints, or one of them in any format."""
-    found = [_candidate(c) for c in run_commits(storage, root)] or candidates(storage, root)
-    return [astuple(c) for c in found or [Candidate("", root, committed=False)]]
+    latest = latest_of_ray(storage, root)
+    found = _of_run(storage, root, posixpath.join(root, latest) if latest else "")
+    found = found or [list(astuple(c)) for c in candidates(storage, root)]
+    return found or [list(astuple(Candidate("", root, committed=False)))]
 
 
 def _run_storage() -> Any:

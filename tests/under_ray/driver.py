@@ -77,7 +77,7 @@ def _resume(directory: Path) -> None:
     loops.note(str(directory), "first.json", _told(first))
     sources = {
         "checkpoint": first.checkpoint, "path": first.checkpoint.path,
-        "tag": f"{first.checkpoint.path}/global_step2",
+        "tag": f"{first.checkpoint.path}/global_step2", "run": str(directory / "documented"),
     }  # fmt: skip
     for name in ("ckpttool_00000001_dead0000/global_step1", "ckpttool_00000001_dead1111"):
         (directory / "documented" / name).mkdir(parents=True)

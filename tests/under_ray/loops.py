@@ -245,7 +245,9 @@ def in_background(config: dict[str, Any]) -> None:
             train()
             held = digest_of(engine)
             checkpoints.report(engine, {"loss": loss}, client_state={"loss": loss})
-    found = {"restored": restored, "before": before, "held": held, "saved": str(checkpoints.last_save)}
+        train()
+        again = checkpoints.restore(engine), digest_of(engine)
+    found = {"restored": restored, "before": before, "held": held, "saved": str(checkpoints.last_save), "again": again}
     if config.get("documented"):
         with tempfile.TemporaryDirectory() as directory:
             engine.save_checkpoint(directory)

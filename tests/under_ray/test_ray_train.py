@@ -95,7 +95,7 @@ def test_prune_leaves_what_ray_counts_on(done: Path) -> None:
 def test_any_number_of_workers_resumes_from_whatever_is_named(done: Path) -> None:
     found, saved = _facts(done, "resumed.json"), _facts(done, "documented.json")
     assert found["blank"] != saved
-    for name in ("own run", "checkpoint", "path", "tag"):
+    for name in ("own run", "checkpoint", "path", "tag", "run"):
         assert found[name] == [{"step": 2}, saved], name
 
 
@@ -171,6 +171,7 @@ def test_saves_in_the_background_resume_on_other_storages(done: Path) -> None:
     assert second["restored"] == {"loss": 1.0}, "the best of the run before"
     assert third["restored"] == {"loss": 0.5}
     assert third["before"] == second["held"]
+    assert first["again"] == [{"loss": 2.5}, first["held"]], "the newest, though it is not the best"
     for facts, told in zip((second, third), _facts(done, "others.json"), strict=True):
         assert "training stood still" in facts["saved"]
         assert [metrics["loss"] for _, metrics in told["best"]] == [0.5]

@@ -12,7 +12,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.manifest import Manifest
-from ckpttool.ray_run import SNAPSHOT, directory_name, is_checkpoint_name, listed_by_ray, run_commits
+from ckpttool.ray_run import SNAPSHOT, directory_name, is_checkpoint_name, latest_of_ray, listed_by_ray, run_commits
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.truth import source
 
@@ -60,6 +60,20 @@ def test_the_newest_commit_comes_first_and_of_one_step_the_later(tmp_path: Path)
     assert run_commits(LOCAL, str(tmp_path / "nowhere")) == []
 
 
+def test_what_ray_removes_meanwhile_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, stays = _commit(tmp_path, 1, "aa", 1.0), _commit(tmp_path, 2, "bb", 2.0)
+    listing = LOCAL.listing
+
+    def removing(path: str) -> Any:
+        found = listing(path)
+        if path == str(tmp_path):
+            shutil.rmtree(tmp_path / gone)
+        return found
+
+    monkeypatch.setattr(LOCAL, "listing", removing)
+    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == [stays]
+
+
 @pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_123456789_0a1b2c3d"])
 def test_names_of_checkpoints_are_known(name: str) -> None:
     assert is_checkpoint_name(name)
@@ -98,6 +112,16 @@ def test_prune_never_removes_what_rays_snapshot_lists(tmp_path: Path) -> None:
     assert [decisions[n].keep for n in names] == [True, False, False, True]
     assert decisions[names[0]].reason == "Ray Train's snapshot lists it"
     assert [(tmp_path / n).exists() for n in names] == [True, False, False, True]
+
+
+def test_what_ray_would_go_on_from_is_what_its_snapshot_names_last(tmp_path: Path) -> None:
+    assert latest_of_ray(LOCAL, str(tmp_path)) == ""
+    _list(tmp_path, OF_RAY, "deep/er")
+    assert latest_of_ray(LOCAL, str(tmp_path)) == "deep/er"
+    assert listed_by_ray(LOCAL, str(tmp_path)) == {OF_RAY, "deep"}
+    _list(tmp_path, "../elsewhere")
+    with pytest.raises(LayoutError, match="no snapshot"):
+        latest_of_ray(LOCAL, str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"checkpoint_results": [', '{"checkpoint_results": 1}'])
