@@ -14,7 +14,7 @@ from ckpttool.errors import LayoutError, PlanError
 from ckpttool.manifest import Manifest
 from ckpttool.ray_run import SNAPSHOT, directory_name, is_checkpoint_name, latest_of_ray, listed_by_ray, run_commits
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from tests.truth import source
+from tests.truth import HERE, source
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +134,24 @@ def test_prune_refuses_where_the_snapshot_cannot_be_read(tmp_path: Path, text: s
     with pytest.raises(LayoutError, match=SNAPSHOT):
         ckpttool.prune(tmp_path, keep_last=1)
     assert all((tmp_path / name).exists() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("inner", "fixture"),
+    [("checkpoint", "zero3-dp2-bf16-trainer/checkpoint-3"), ("checkpoint.ckpt", "zero3-dp2-bf16-lightning")],
+)
+def test_what_rays_callbacks_report_of_trainers_is_read_by_every_command(
+    tmp_path: Path, inner: str, fixture: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(HERE / "checkpoints" / fixture, run / OF_RAY / inner)
+    _list(run, OF_RAY)
+    assert ckpttool.inspect(run / OF_RAY).root == str(run / OF_RAY / inner)
+    assert not ckpttool.verify(run / OF_RAY, deep=True).findings
+    ckpttool.consolidate(run / OF_RAY, tmp_path / "out", to="safetensors")
+    assert (tmp_path / "out" / "config.json").exists() == (HERE / "checkpoints" / fixture / "config.json").exists()
+    (entry,) = ckpttool.ls(run).entries
+    assert (entry.name, entry.whole, entry.reported) == (OF_RAY, True, True)
 
 
 # ------------------------------------------------------------------------------------------------- storages
