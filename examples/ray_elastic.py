@@ -117,7 +117,7 @@ QUICK = {
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     # Ray may first plan with the node that it has just lost: how long it then waits for it. 60 s by default; on a
     # real cluster it must be longer than a worker takes to start.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_memory_usage_threshold": "0.98",
     "DS_ACCELERATOR": "cpu",

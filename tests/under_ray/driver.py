@@ -22,9 +22,13 @@ ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_usage_threshold": "0.98",  # it counts what other programs of the host use
 }
+
+SECONDS = 1200
+"""How long one run may take before it counts as stuck: ten times what the longest takes on a quiet machine."""
 
 
 def main(directory: Path) -> None:
@@ -33,13 +37,13 @@ def main(directory: Path) -> None:
     import ray
 
     jobs = [job["run"] for job in forked.jobs_in(directory)]
-    forked.end_if_stuck()
+    forked.end_if_stuck(SECONDS)
     ray.init(
         address="local", num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, logging_level="error",
         log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")),
     )  # fmt: skip
     for job in jobs:
-        forked.end_if_stuck()
+        forked.end_if_stuck(SECONDS)
         {"deaths": _deaths, "resume": _resume, "bucket": _bucket}[job](directory)
     ray.shutdown()
 
@@ -66,7 +70,7 @@ def _deaths(directory: Path) -> None:
     config = {"facts": str(directory), "run": str(directory / "deaths")}
     result = fit(
         loops.dying, config, 2, name="deaths", storage_path=str(directory),
-        failure_config=FailureConfig(max_failures=len(loops.DEATHS)),
+        failure_config=FailureConfig(max_failures=len(loops.DEATHS) + 2),
     )  # fmt: skip
     loops.note(str(directory), "deaths.json", _told(result))
 
