@@ -757,7 +757,8 @@ def prune(
 ) -> list[Decision]:
     """Remove the checkpoints of a root that no rule keeps.
 
-    Only whole native ZeRO checkpoints are removed, never the newest of them, nor the one that ``latest`` names.
+    Only whole native ZeRO checkpoints are removed, never the newest of them, nor the one that ``latest`` names, nor
+    those that Ray Train's snapshot of a run lists.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.

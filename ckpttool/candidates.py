@@ -54,7 +54,7 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         committed, inside = is_commit(storage, path), storage.listing(path)
         if not committed and (_is_marked(inside) or not any(parse_name(e.name) for e in inside if not e.is_dir)):
             continue
-        step, after = _step(storage, path, name), False
+        step, after = step_of(storage, path, name), False
         if committed and latest is not None:
             after = _modified(next(e for e in inside if e.name == MANIFEST)) > _modified(latest)
         found.append(((after, step), Candidate(name, path, committed)))
@@ -79,7 +79,8 @@ def _modified(entry: Entry) -> float:
     return entry.modified or 0.0
 
 
-def _step(storage: Storage, path: str, name: str) -> int:
+def step_of(storage: Storage, path: str, name: str) -> int:
+    """Steps of the engine, by the manifest, or else the last number in the name; -1 if there is none."""
     try:
         return read_manifest(storage, path).step
     except CkptError:

@@ -15,6 +15,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, NoCheckpointError, natural_order, refuse_unfinished
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.ray_run import is_checkpoint_name, listed_by_ray
 from ckpttool.storage import (
     HALF_REMOVED,
     is_half_removed,
@@ -72,6 +73,9 @@ class CatalogEntry:
     metrics: Mapping[str, float]
     """Numbers in its client state, by the keys that lead to them, with dots between them; and what it was saved with as
     metrics."""
+    reported: bool = False
+    """Whether Ray Train's snapshot of the run lists it: Ray removes it when its own rules say so, and a run from which
+    it is gone does not start again."""
 
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
@@ -90,7 +94,7 @@ class Catalog:
     entries: tuple[CatalogEntry, ...]
     """Older before newer ones."""
     problems: tuple[str, ...]
-    """What is wrong with ``latest``."""
+    """What is wrong with ``latest``, or with Ray Train's snapshot."""
 
 
 def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
@@ -121,7 +125,12 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     else:
         names = [e.name for e in entries if e.is_dir]
     named, problems = _named(storage, root, None if len(names) == 1 else names)
-    tasks = (partial(_look, storage, root, name, name in named, options) for name in names)
+    try:
+        reported = listed_by_ray(storage, root)
+    except CkptError as error:
+        reported = frozenset()
+        problems.append(f"{posixpath.basename(error.path)} {error.problem}")
+    tasks = (partial(_look, storage, root, name, name in named, name in reported, options) for name in names)
     jobs = default_jobs(distant=True) if storage.distant else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [entry for entry in results if entry is not None]
@@ -186,7 +195,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
 
 
 def _look(
-    storage: Storage, root: str, name: str, latest: bool, options: Mapping[str, Any] | None
+    storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)
     link = os.path.realpath(path) if not storage.distant and os.path.islink(path) else None
@@ -203,12 +212,13 @@ def _look(
             if error not in errors:  # the first that was reported ends the reading
                 errors.append(error)
         if checkpoint is None or checkpoint.root == path:
-            errors += _own_root(storage, path, name)
+            errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
-    if is_commit(storage, path):
+    directory = checkpoint.location if checkpoint else path
+    if is_commit(storage, directory):
         try:
-            manifest = read_manifest(storage, path)
-            errors += size_problems(storage, path, manifest)
+            manifest = read_manifest(storage, directory)
+            errors += size_problems(storage, directory, manifest)
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
@@ -232,16 +242,21 @@ def _look(
         latest=latest,
         link=link,
         metrics=metrics,
+        reported=reported,
     )
 
 
-def _own_root(storage: Storage, path: str, name: str) -> list[CkptError]:
+def _holds_one(name: str) -> bool:
+    return bool(_TRAINERS.fullmatch(name)) or is_checkpoint_name(name)
+
+
+def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
     """Whether a directory is no checkpoint but holds some: what a trainer made for one of its steps holds one."""
     entries = storage.listing(path)
     if any(parse_name(e.name) for e in entries if not e.is_dir):
         return []
     tags = [e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(path, e.name))]
-    trainers = _TRAINERS.fullmatch(name) or any(e.name == "trainer_state.json" for e in entries)
+    trainers = holds_one or any(e.name == "trainer_state.json" for e in entries)
     if not tags or (trainers and len(tags) == 1):
         return []
     what = "a checkpoint" if len(tags) == 1 else f"{len(tags)} checkpoints"

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from ckpttool.catalog import CatalogEntry
 
+REPORTED = "Ray Train's snapshot lists it"
+"""Why Ray's own rules, and no other, remove it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -59,8 +62,8 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[
     """What becomes of each checkpoint, older before newer ones.
 
     Only whole native ZeRO checkpoints count and go, and what a killed run has half removed. The newest whole one stays
-    in any case, and so do the one that ``latest`` names, links and what they lead to, and what is torn: it may be in
-    the middle of being saved.
+    in any case, and so do the one that ``latest`` names, those that Ray Train's snapshot lists, links and what they
+    lead to, and what is torn: it may be in the middle of being saved.
 
     Raises:
         PlanError: No whole checkpoint has the number that tells the best one.
@@ -75,6 +78,8 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[
             reasons[entry.name].append(f"one of the last {rules.last}")
         if entry.latest:
             reasons[entry.name].append("latest names it")
+        if entry.reported:
+            reasons[entry.name].append(REPORTED)
         place = os.path.realpath(entry.path)
         reasons[entry.name] += [f"{n} is a link to it" for p, n in linked.items() if f"{p}/".startswith(f"{place}/")]
         if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
@@ -90,6 +95,8 @@ def _decision(entry: CatalogEntry, reasons: Mapping[str, list[str]]) -> Decision
     if entry.name in reasons:
         why = reasons[entry.name]
         return Decision(entry, bool(why), "; ".join(why) or "no rule keeps it")
+    if entry.reported:
+        return Decision(entry, keep=True, reason=REPORTED)
     if entry.problem == HALF_REMOVED:
         return Decision(entry, keep=False, reason=HALF_REMOVED)
     if entry.link:

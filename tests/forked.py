@@ -101,6 +101,6 @@ def wait_for(ranks: list[int]) -> None:
         time.sleep(0.02)
 
 
-def end_if_stuck() -> None:
+def end_if_stuck(seconds: float = SECONDS) -> None:
     """From now on, tell where this rank hangs and end it: none outlives the test, whatever becomes of its parent."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    faulthandler.dump_traceback_later(seconds, exit=True)

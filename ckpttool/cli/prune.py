@@ -33,8 +33,8 @@ def prune(
 ) -> None:
     """Remove checkpoints from the directory ROOT, and say for each why it stays or goes.
 
-    What any rule keeps stays. So do the newest whole one, the one that latest names, what is torn (it may be being
-    saved) and what is no native ZeRO checkpoint.
+    What any rule keeps stays. So do the newest whole one, the one that latest names, those that a run of Ray Train
+    counts on, what is torn (it may be being saved) and what is no native ZeRO checkpoint.
     """
     from ckpttool import api
     from ckpttool.cli._output import print_json

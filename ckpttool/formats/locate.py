@@ -19,6 +19,11 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints; it counts where there is no other."""
 
+RAY_INNER = ("checkpoint", "checkpoint.ckpt")
+"""What the Trainer or Lightning saved lies one deeper in what Ray Train made of it.
+
+Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
+
 
 class NoCheckpointError(LayoutError):
     """There is nothing of DeepSpeed's at a place; perhaps something else is."""
@@ -42,7 +47,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
     """Find the tag that is meant.
 
     ``src`` is a checkpoint root with ``latest`` (a Hugging Face Trainer's ``checkpoint-N`` is one), or a tag's
-    directory.
+    directory; or what Ray Train made of a trainer's.
 
     Raises:
         LayoutError: There is no checkpoint, there are several to choose from, or ``latest`` names what is not there.
@@ -68,6 +73,9 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         tag = _read_latest(storage, src, entries, latest)
     else:
         tags = _tags(storage, src, entries)
+        inner = next((e.name for e in entries if e.is_dir and e.name in RAY_INNER), None)
+        if not tags and inner is not None:
+            return locate(storage, posixpath.join(src, inner), None)
         if not tags:
             raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
         if len(tags) > 1:

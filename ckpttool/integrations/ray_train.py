@@ -19,44 +19,53 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 import posixpath
 import secrets
 import time
+from collections.abc import Mapping
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import ray.train
 
-from ckpttool.candidates import Candidate, candidates
+from ckpttool.candidates import Candidate, candidates, step_of
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.process_group import ranks_of_process_group
-from ckpttool.integrations.ray_storage import place_of, storage_of, url_of
+from ckpttool.integrations.ray_storage import place_of, url_of
 from ckpttool.manager import TIMEOUT, CheckpointManager
-from ckpttool.manifest import is_commit, read_manifest
-from ckpttool.saving.upkeep import left_over
+from ckpttool.manifest import is_commit, read_manifest, size_problems
+from ckpttool.ray_run import PREFIX, directory_name, latest_of_ray, own_directories, run_commits
+from ckpttool.saving.protocol import place_for, settle
+from ckpttool.storage import walk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     from ckpttool.manager import SaveReport
+    from ckpttool.storage import Storage
 
 LOG = logging.getLogger("ckpttool")
-PREFIX = "ckpttool_"
-"""Begins the name of each checkpoint's directory in that of the run."""
 GRACE = 900.0
 """Seconds after which what killed workers have left is removed."""
-MANIFEST_METRICS = 64
+MAX_METRICS = 1000
 """Of the reported metrics, so many numbers are kept in the manifest."""
 
 
 class RayTrainCheckpoints:
     """Saves, reports and restores the checkpoints of one run; make one in each worker, in ``train_func``.
 
+    As a context manager it calls ``finish`` at the end of the block, unless that is left by an exception.
+
     Args:
         blocking: Whether ``report`` returns when the checkpoint is committed and reported. If not, the state is copied
             to the host's memory and written in the background, and the checkpoint is reported by the next call, or by
-            ``finish``.
+            ``finish``, which must then be called before ``train_func`` returns: Ray ends the worker at once.
         timeout: Seconds that a worker may be behind the others before a save is given up.
-        grace: Seconds after which what killed workers have left is removed.
+        grace: Seconds after which a directory in which a killed worker has begun to save is removed, by the newest of
+            its files.
 
     Raises:
         PlanError: This is no worker of Ray Train V2.
@@ -75,9 +84,19 @@ class RayTrainCheckpoints:
         )
         self._ranks = ranks_of_process_group(f"{self._manager.name} under Ray")
         self._pending: tuple[str, dict[str, Any]] | None = None
-        self._preempted = False
+        self._leaving: set[str] = set()
+        self._whole: set[str] = set()
         self.last_save: SaveReport | None = None
         """How the last save of this worker went."""
+
+    def __enter__(self) -> RayTrainCheckpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
 
     def report(self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
         """Save the engine's state, and tell Ray Train; on every worker at the same step.
@@ -88,38 +107,36 @@ class RayTrainCheckpoints:
             client_state: What to save along; ``restore`` returns it.
 
         Raises:
-            CkptError: The save failed; says which worker and why. Nothing was committed, and nothing was reported.
+            CkptError: The save failed, or the one before it that ran in the background; says which worker and why. It
+                was not committed, and not reported.
         """
-        self._tell_ray()
+        self.finish()
         step = int(engine.global_steps)
-        name = self._agree(f"{PREFIX}{step:08d}_{secrets.token_hex(4)}")
+        name = self._decided(lambda: directory_name(step, secrets.token_hex(4)))
         self._manager.save_into(
             posixpath.join(self._root, name), engine, tag=None, client_state=client_state or {},
             metrics=_numbers(metrics), overwrite=False, exclude_frozen=False,
         )  # fmt: skip
         self._pending = name, dict(metrics)
-        if self._manager.saves_in_background:
-            return
-        self._tell_ray()
+        if not self._manager.saves_in_background:
+            self.finish()
 
     def finish(self) -> None:
-        """Wait for what is being saved in the background, and tell Ray Train.
+        """Wait for what is being saved in the background, and tell Ray Train; on every worker.
 
         Raises:
             CkptError: The save failed.
         """
-        self._tell_ray()
-
-    def _tell_ray(self) -> None:
-        """Report what was saved, if anything was, when it is committed."""
         pending, self._pending = self._pending, None
         self._manager.wait()
         if pending is not None:
             name, metrics = pending
+            self._whole.add(name)
             self._report(name, metrics)
             self._collect()
 
     def _report(self, name: str, metrics: Mapping[str, Any]) -> None:
+        # Ray asks that it be the run's own file system object.
         checkpoint = ray.train.Checkpoint(posixpath.join(self._run, name), filesystem=self._filesystem)
         ray.train.report(
             dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
@@ -128,9 +145,9 @@ class RayTrainCheckpoints:
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
 
-    def _agree(self, said: Any) -> Any:
-        """What the first worker says."""
-        return self._ranks.agree(self._root, said, lambda all_said: all_said[0], timeout=self._timeout)
+    def _decided(self, decide: Callable[[], Any]) -> Any:
+        """What a function returns on the first worker, as JSON has it; what it raises there is raised on all."""
+        return self._ranks.agree(self._root, None, lambda _: decide(), timeout=self._timeout)
 
     # ------------------------------------------------------------------------------------------- restoring
 
@@ -141,94 +158,75 @@ class RayTrainCheckpoints:
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
-            checkpoint: A ``ray.train.Checkpoint``, a path or a URL. Default: the newest commit of this run, or, where
-                there is none, what ``ray.train.get_checkpoint`` returns.
+            checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
+                of this run: of what ``report`` has committed, whether Ray knows of it or not, and what
+                ``ray.train.get_checkpoint`` returns. To begin a run with a given one:
+                ``restore(engine) or restore(engine, given)``, which after a failure goes on with the run's own.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
 
         Returns:
-            The client state that was saved along; None if the run has no checkpoint yet.
+            The client state that was saved along; None if none was given and the run has none yet.
 
         Raises:
-            CkptError: There are checkpoints, and none of them can be restored; the same on every worker.
+            CkptError: There are checkpoints, and none of them can be restored; or the one that was given cannot; the
+                same on every worker.
         """
-        self._tell_ray()
+        self.finish()
         how = {"strict": strict, "weights_only": weights_only, "dry_run": False}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, how)
-        found = [Candidate(*one) for one in self._agree(self._commits() if self._ranks.rank == 0 else [])]
-        if not found:
-            known = ray.train.get_checkpoint()
-            return None if known is None else self._restore_given(engine, known, how)
+        found = [Candidate(*one) for one in self._decided(self._found)]
         state = self._manager.restore_any(found, engine, passing_over=True, **how)
-        self._adopt()
+        if self._manager.restored is not None:
+            self._adopt(found, self._manager.restored.path)
         return state
 
-    def _restore_given(self, engine: Any, checkpoint: Any, how: dict[str, Any]) -> dict[str, Any] | None:
-        if isinstance(checkpoint, ray.train.Checkpoint):
-            storage = storage_of(checkpoint.filesystem)
-            root = url_of(checkpoint.filesystem, checkpoint.path)
-            found = self._agree([tuple_of(c) for c in candidates(storage, root)] if self._ranks.rank == 0 else [])
-            manager = CheckpointManager(root, timeout=self._timeout, place=place_of(checkpoint.filesystem))
-            if not found:
-                raise PlanError(root, "holds no checkpoint of DeepSpeed's", "pass one that was saved by it")
-            return manager.restore_any([Candidate(*c) for c in found], engine, passing_over=False, **how)
-        how = {name: value for name, value in how.items() if name != "dry_run"}
-        return CheckpointManager(checkpoint, timeout=self._timeout).restore(engine, **how)
+    def _restore_given(self, engine: Any, given: Any, how: dict[str, Any]) -> dict[str, Any] | None:
+        if isinstance(given, ray.train.Checkpoint):
+            place, root = place_of(given.filesystem), url_of(given.filesystem, given.path)
+        else:
+            place, root = place_for(str(given), None), str(given)
+        manager = CheckpointManager(root, timeout=self._timeout, place=place)
+        found = [Candidate(*one) for one in self._decided(lambda: _candidates(place.storage, manager.root))]
+        return manager.restore_any(found, engine, passing_over=len(found) > 1, **how)
 
-    def _commits(self) -> list[tuple[str, str, bool]]:
-        """All commits of this run, the newest first."""
-        storage = self._place.storage
-        storage.refresh([])
-        found = []
-        for directory in self._directories():
-            for candidate in candidates(storage, directory):
-                if not candidate.committed:
-                    continue
-                try:
-                    manifest = read_manifest(storage, candidate.path)
-                except CkptError as error:
-                    LOG.warning("%s is passed over: %s", candidate.path, error)
-                    continue
-                found.append(((manifest.step, manifest.created), tuple_of(candidate)))
-        return [one for _, one in sorted(found, reverse=True)]
+    def _found(self) -> list[Any]:
+        """What to go on from, the newest first."""
+        known = ray.train.get_checkpoint()
+        return _of_run(self._place.storage, self._root, "" if known is None else url_of(known.filesystem, known.path))
 
-    def _directories(self) -> list[str]:
-        storage = self._place.storage
-        if not storage.is_dir(self._root):
-            return []
-        names = [e.name for e in storage.listing(self._root) if e.is_dir and e.name.startswith(PREFIX)]
-        return [posixpath.join(self._root, name) for name in names]
+    def _adopt(self, found: list[Candidate], restored: str) -> None:
+        """Report what was restored if Ray has not heard of it: a worker died between the commit and the report.
 
-    def _adopt(self) -> None:
-        """Report the commit that was restored, if Ray has never heard of it: its worker died before that."""
-        restored = self._manager.restored
-        directory = posixpath.dirname(restored.path) if restored is not None else ""
-        name = posixpath.basename(directory)
-
-        def look() -> dict[str, float] | None:
-            if name in self._known():
-                return None
-            return dict(read_manifest(self._place.storage, restored.path).metrics) if restored else None
-
-        metrics = self._agree(look() if self._ranks.rank == 0 else None)
-        if metrics is not None:
+        So that Ray's rules hold for them, too, what was committed before it and is as unknown is reported, in order;
+        but nothing that is older than one that Ray knows: it would take that for the newest.
+        """
+        for name, metrics in self._decided(lambda: list(self._unheard_of(found, restored))):
+            self._whole.add(name)
             self._report(name, metrics)
 
-    def _known(self) -> set[str]:
-        """Names of the checkpoints that Ray has taken note of."""
+    def _unheard_of(self, found: list[Candidate], restored: str) -> list[tuple[str, dict[str, float]]]:
+        storage, unheard = self._place.storage, []
         reported = ray.train.get_all_reported_checkpoints(
             consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
         )
-        return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in reported}
+        known = {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in reported}
+        for candidate in found[[c.path for c in found].index(restored) :]:
+            root = posixpath.dirname(candidate.path)
+            name = posixpath.basename(root)
+            if name in known or not candidate.committed:
+                break
+            manifest = read_manifest(storage, candidate.path)
+            if not size_problems(storage, candidate.path, manifest):
+                settle(self._place, root, candidate.tag)
+                unheard.append((name, dict(manifest.metrics)))
+        return unheard[::-1]
 
     # ------------------------------------------------------------------------------------------- clearing away
 
     def _collect(self) -> None:
-        """Remove what killed workers have left: what was never committed, and commits that Ray never heard of.
-
-        The newest commit is never removed, nor what is younger than the grace period.
-        """
+        """Remove the directories in which killed workers have begun to save."""
         if self._ranks.rank:
             return
         try:
@@ -239,41 +237,51 @@ class RayTrainCheckpoints:
             LOG.warning("what killed workers have left was not removed: %s", error)
 
     def _abandoned(self) -> list[str]:
-        storage = self._place.storage
+        storage, found = self._place.storage, []
         storage.refresh([])
-        torn: list[str] = []
-        whole: list[tuple[int, float, str]] = []
-        for directory in self._directories():
-            tags = [posixpath.join(directory, e.name) for e in storage.listing(directory) if e.is_dir]
-            commits = [tag for tag in tags if is_commit(storage, tag)]
-            if commits:
-                manifest = read_manifest(storage, commits[0])
-                whole.append((manifest.step, manifest.created, directory))
-            elif len(left_over(self._place, directory, grace=self._grace)) == len(tags) > 0:
-                torn.append(directory)
-        old = [(created, d) for _, created, d in sorted(whole)[:-1] if time.time() - created >= self._grace]
-        if not old:
-            return torn
-        known = self._known()
-        return torn + [d for _, d in old if posixpath.basename(d) not in known]
+        for _, entry in own_directories(storage, self._root):
+            if entry.name in self._whole:  # not to be looked at after every save
+                continue
+            directory = posixpath.join(self._root, entry.name)
+            if any(is_commit(storage, f"{directory}/{e.name}") for e in storage.listing(directory) if e.is_dir):
+                self._whole.add(entry.name)
+                continue
+            times = [entry.modified, *(e.modified for _, e in walk(storage, directory))]
+            newest = max((t for t in times if t is not None), default=math.inf)
+            if time.time() - newest >= self._grace:
+                found.append(directory)
+        return found
 
     # ------------------------------------------------------------------------------------------- preemption
 
     def preempted(self) -> bool:
-        """Whether a node of this run is about to be taken away; true once for each notice. Call it on every worker.
+        """Whether a node is about to be taken away; true once for each. Call it on every worker, once a step.
 
-        If so, save at once, wait, and go on training: Ray ends the workers when the time is up, and starts again with
-        those that are left.
+        If so, save at once, and ``finish``, and go on training: Ray ends the workers when the time is up, and starts
+        again with those that are left, from the newest commit.
         """
-        told = ray.train.get_preemption_info() is not None
-        new = told and not self._preempted
-        self._preempted = told
-        return new
+        info = ray.train.get_preemption_info()
+        leaving = set() if info is None else set(info.preempted_node_ids)
+        new = leaving - self._leaving
+        self._leaving |= new
+        return bool(new)
 
 
-def tuple_of(candidate: Candidate) -> tuple[str, str, bool]:
-    """A candidate as plain data."""
-    return candidate.tag, candidate.path, candidate.committed
+def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
+    """What there is to go on from in a run, the newest first: commits, and what was last reported without ckpttool."""
+    found = [((c.step, 1, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
+    if reported and not posixpath.basename(reported).startswith(PREFIX):
+        others = candidates(storage, reported)
+        found += [((step_of(storage, c.path, c.tag), 0, 0.0), astuple(c)) for c in others]
+    return [list(one) for _, one in sorted(found, reverse=True)]
+
+
+def _candidates(storage: Storage, root: str) -> list[Any]:
+    """What there is at a place that the user names: a run, a root of checkpoints, or one of them in any format."""
+    latest = latest_of_ray(storage, root)
+    found = _of_run(storage, root, posixpath.join(root, latest) if latest else "")
+    found = found or [list(astuple(c)) for c in candidates(storage, root)]
+    return found or [list(astuple(Candidate("", root, committed=False)))]
 
 
 def _run_storage() -> Any:
@@ -289,18 +297,27 @@ def _run_storage() -> Any:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return dict(list(numbers.items())[:MANIFEST_METRICS])
+    """The numbers in metrics by the names that Ray gives them: "eval/loss" for {"eval": {"loss": 0.5}}."""
+
+    def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from flat(f"{prefix}{name}/", value)
+            elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+                yield f"{prefix}{name}", float(value)
+
+    return dict(list(flat("", metrics))[:MAX_METRICS])
 
 
-_default: RayTrainCheckpoints | None = None
+_default: tuple[Any, RayTrainCheckpoints] | None = None
 
 
 def _here() -> RayTrainCheckpoints:
-    global _default  # a worker runs one train_func
-    if _default is None:
-        _default = RayTrainCheckpoints()
-    return _default
+    global _default  # a worker runs one train_func; but if Ray should ever give it another, that is another run
+    storage = _run_storage()
+    if _default is None or _default[0] is not storage:
+        _default = storage, RayTrainCheckpoints()
+    return _default[1]
 
 
 def report(engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:

@@ -318,3 +318,13 @@ def _try_each(steps: Sequence[Callable[[], None]]) -> None:
             step()
         except CkptError as error:
             LOG.warning("could not clear away after a save: %s", error)
+
+
+def settle(place: Place, root: str, tag: str) -> None:
+    """What is left to do when a checkpoint is committed; a run may have been killed before it.
+
+    Raises:
+        StorageError: The storage fails.
+    """
+    place.put(posixpath.join(root, LATEST), tag.encode())
+    place.delete(posixpath.join(root, tag, MARK))

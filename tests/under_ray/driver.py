@@ -1,0 +1,142 @@
+"""Runs of Ray Train on a small cluster of this host, one after the other; what came of them is written down.
+
+python -m tests.under_ray.driver DIRECTORY     # which holds jobs.json: the names of the runs
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckpttool.storage import MARK
+from tests import forked
+from tests.storage import server
+from tests.storage.proxy import Proxy
+from tests.under_ray import loops
+
+ENVIRONMENT = {
+    **server.ENVIRONMENT,
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_usage_threshold": "0.98",  # it counts what other programs of the host use
+}
+
+SECONDS = 1200
+"""How long one run may take before it counts as stuck: ten times what the longest takes on a quiet machine."""
+
+
+def main(directory: Path) -> None:
+    """Do the runs that were asked for."""
+    os.environ |= ENVIRONMENT
+    import ray
+
+    jobs = [job["run"] for job in forked.jobs_in(directory)]
+    forked.end_if_stuck(SECONDS)
+    ray.init(
+        address="local", num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, logging_level="error",
+        log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")),
+    )  # fmt: skip
+    for job in jobs:
+        forked.end_if_stuck(SECONDS)
+        {"deaths": _deaths, "resume": _resume, "bucket": _bucket}[job](directory)
+    ray.shutdown()
+
+
+def fit(loop: Any, config: dict[str, Any], workers: int, **run: Any) -> Any:
+    """Run a train function on so many workers."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    scaling = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5})
+    return TorchTrainer(
+        loop, train_loop_config=config, scaling_config=scaling, run_config=RunConfig(**run)
+    ).fit()  # fmt: skip
+
+
+def _told(result: Any) -> dict[str, Any]:
+    best = [(checkpoint.path, metrics) for checkpoint, metrics in result.best_checkpoints or []]
+    return {"newest": result.checkpoint and result.checkpoint.path, "best": best, "metrics": result.metrics}
+
+
+def _deaths(directory: Path) -> None:
+    from ray.train import FailureConfig
+
+    config = {"facts": str(directory), "run": str(directory / "deaths")}
+    result = fit(
+        loops.dying, config, 2, name="deaths", storage_path=str(directory),
+        failure_config=FailureConfig(max_failures=len(loops.DEATHS) + 2),
+    )  # fmt: skip
+    loops.note(str(directory), "deaths.json", _told(result))
+
+
+def _resume(directory: Path) -> None:
+    here: dict[str, Any] = {"name": "documented", "storage_path": str(directory)}
+    first = fit(loops.documented, {"facts": str(directory)}, 2, **here)
+    loops.note(str(directory), "first.json", _told(first))
+    sources = {
+        "checkpoint": first.checkpoint, "path": first.checkpoint.path,
+        "tag": f"{first.checkpoint.path}/global_step2", "run": str(directory / "documented"),
+    }  # fmt: skip
+    for name in ("ckpttool_00000001_dead0000/global_step1", "ckpttool_00000001_dead1111"):
+        (directory / "documented" / name).mkdir(parents=True)
+    (directory / "documented" / "ckpttool_00000001_dead0000" / "global_step1" / MARK).write_text("{}")
+    config = {"facts": str(directory), "sources": sources, "missing": str(directory / "nowhere")}
+    second = fit(loops.resuming, config, 3, **here)
+    loops.note(str(directory), "second.json", _told(second))
+
+
+def _bucket(directory: Path) -> None:
+    import pyarrow.fs
+    import s3fs
+    from ray.train import CheckpointConfig
+
+    keep = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    facts: dict[str, Any] = {"facts": str(directory), "losses": [0.5], "stage": 3}
+    with server.running() as endpoint, Proxy(endpoint) as proxy:
+        client = server.client(endpoint)
+        client.create_bucket(Bucket="models")
+        bucket = server.Bucket(endpoint, "models", client)
+        first = fit(
+            loops.in_background, {**facts, "name": "uri", "losses": [3.0, 1.0, 2.0, 2.5], "documented": True}, 2,
+            name="uri", storage_path=f"s3://models/runs?scheme=http&endpoint_override={proxy.url[7:]}",
+            checkpoint_config=keep,
+        )  # fmt: skip
+        puts = [r.key for o in ("put_object", "complete_multipart_upload") for r in proxy.requests(o, "runs/uri/")]
+        sizes = bucket.sizes("runs/uri/")
+        told = {**_told(first), "puts": puts, "sizes": sizes}
+        loops.note(str(directory), "bucket.json", {**told, **_read(f"s3://{first.checkpoint.path}", proxy, directory)})
+        native = pyarrow.fs.S3FileSystem(endpoint_override=proxy.url)
+        second = fit(
+            loops.in_background, {**facts, "name": "native", "stage": 2, "from": first.best_checkpoints[-1][0]}, 1,
+            name="native", storage_path="models/runs", storage_filesystem=native,
+        )  # fmt: skip
+        wrapped = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(s3fs.S3FileSystem(endpoint_url=proxy.url)))
+        third = fit(
+            loops.in_background, {**facts, "name": "wrapped", "stage": 1, "from": second.checkpoint}, 2,
+            name="wrapped", storage_path="models/runs", storage_filesystem=wrapped,
+        )  # fmt: skip
+        loops.note(str(directory), "others.json", [_told(second), _told(third)])
+
+
+def _read(url: str, proxy: Proxy, directory: Path) -> dict[str, Any]:
+    """What commands make of a checkpoint, and of the run that it lies in."""
+    import ckpttool
+
+    there = {"endpoint_url": proxy.url}
+    entries = ckpttool.ls(os.path.dirname(url), storage_options=there).entries
+    ckpttool.consolidate(url, directory / "consolidated", to="safetensors", storage_options=there)
+    return {
+        "listed": [(e.name, e.whole, e.reported) for e in entries],
+        "step": ckpttool.inspect(url, storage_options=there).step,
+        "findings": [str(f) for f in ckpttool.verify(url, deep=True, storage_options=there).findings],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,256 @@
+"""What workers of Ray Train run in the tests, and what they write down of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BEFORE_FILES, BETWEEN_FILES, BEFORE_MANIFEST, AFTER_MANIFEST, BEFORE_REPORT, AFTER_REPORT = DEATHS = (
+    "before the first file",
+    "between two files",
+    "before the manifest",
+    "between the manifest and latest",
+    "before ray.train.report",
+    "right after ray.train.report",
+)
+COMMITTED = {AFTER_MANIFEST, BEFORE_REPORT, AFTER_REPORT}
+"""Whoever dies there leaves a commit."""
+VICTIM = {BEFORE_FILES: 1, BETWEEN_FILES: 0, BEFORE_MANIFEST: 0, AFTER_MANIFEST: 0, BEFORE_REPORT: 1, AFTER_REPORT: 1}
+
+
+def engine_of(stage: int) -> tuple[Any, Callable[[], float]]:
+    """The odd model under DeepSpeed, and a step of its training."""
+    import deepspeed
+    import torch
+    from recipes import common, plain
+
+    common.start(seed=4321)
+    case = common.Case("ray", stage, torch.distributed.get_world_size(), lambda _: None)
+    model = plain.build_model()
+    optimizer = torch.optim.AdamW(plain.param_groups(model))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=common.ds_config(case))
+
+    def step() -> float:
+        tokens = torch.arange(12).reshape(2, 6)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return engine, step
+
+
+def digest_of(engine: Any) -> str:
+    """A digest of masters, optimizer states and buffers, whole, whatever ranks and stage; on every rank."""
+    import torch
+    from recipes import common
+
+    digest = hashlib.sha256()
+    tensors = common.live_tensors(engine)
+    names = [name for name in sorted(tensors) if name.startswith(("fp32/", "exp_avg/", "exp_avg_sq/", "buffer/"))]
+    kinds = {name.partition("/")[0] for name in names}
+    assert kinds == {"fp32", "buffer", *({"exp_avg", "exp_avg_sq"} if engine.global_steps else ())}
+    for name in names:
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def note(directory: str, name: str, facts: Any) -> None:
+    """Write facts down as a whole."""
+    path = Path(directory) / name
+    path.with_suffix(".new").write_text(json.dumps(facts))
+    path.with_suffix(".new").rename(path)
+
+
+def read(directory: str, name: str) -> Any:
+    """What was noted; None if nothing was."""
+    path = Path(directory) / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def die() -> NoReturn:
+    """As a machine that goes away does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def will_die(where: str) -> None:
+    """Let this worker be killed at one point of its next save or report."""
+    import ray.train.collective
+
+    from ckpttool.saving.disk import Disk
+    from ckpttool.storage import MANIFEST
+
+    write, write_file, put, report = Disk.write, Disk._write_file, Disk.put, ray.train.report
+    written: list[str] = []
+
+    def dying_write(self: Any, *arguments: Any) -> Any:
+        return die() if where == BEFORE_FILES else write(self, *arguments)
+
+    def dying_write_file(self: Any, path: str, *arguments: Any) -> Any:
+        if where == BETWEEN_FILES and written:
+            die()
+        written.append(path)
+        return write_file(self, path, *arguments)
+
+    def dying_put(self: Any, path: str, data: bytes) -> None:
+        if where == BEFORE_MANIFEST and path.endswith(MANIFEST):
+            die()
+        put(self, path, data)
+        if where == AFTER_MANIFEST and path.endswith(MANIFEST):
+            die()
+
+    def dying_report(*arguments: Any, **options: Any) -> None:
+        if where == BEFORE_REPORT:
+            die()
+        report(*arguments, **options)
+        if where == AFTER_REPORT:
+            die()
+
+    Disk.write, Disk._write_file, Disk.put = dying_write, dying_write_file, dying_put  # type: ignore[method-assign,assignment]
+    ray.train.report = dying_report
+
+
+# ------------------------------------------------------------------------------------------------- train functions
+
+
+def dying(config: dict[str, Any]) -> None:
+    """One step and a save, then another during which a worker dies: at another point in every attempt."""
+    import ray.train.collective
+
+    from ckpttool.integrations import ray_train
+
+    facts, rank = config["facts"], ray.train.get_context().get_world_rank()
+    attempt = len(list(Path(facts).glob("attempt-*.json")))
+    ray.train.collective.barrier()
+    newest = _newest_commit(config["run"])
+    engine, train = engine_of(2)
+    known = ray.train.get_checkpoint()
+    state = ray_train.restore(engine)
+    held = digest_of(engine)
+    if rank == 0:
+        saved = read(facts, f"step-{engine.global_steps}.json")
+        found = {
+            "state": state, "steps": int(engine.global_steps), "newest": newest, "equal": saved == held,
+            "known": known and known.path,
+        }  # fmt: skip
+        note(facts, f"attempt-{attempt}.json", found)
+    for number in range(2):
+        loss = train()
+        step, held = int(engine.global_steps), digest_of(engine)
+        if rank == 0:
+            note(facts, f"step-{step}.json", held)
+        if number == 1 and attempt < len(DEATHS) and rank == VICTIM[DEATHS[attempt]]:
+            will_die(DEATHS[attempt])
+        ray_train.report(engine, {"loss": loss, "of": {"step": step}}, client_state={"step": step})
+
+
+def _newest_commit(run: str) -> int:
+    """The step of the newest checkpoint that has a manifest, found without the code under test."""
+    manifests = [json.loads(path.read_text()) for path in Path(run).glob("ckpttool_*/*/ckpttool.json")]
+    return max((int(m["step"]) for m in manifests), default=0)
+
+
+def documented(config: dict[str, Any]) -> None:
+    """What Ray's documentation shows: a temporary directory of every worker's, and a report of it."""
+    import ray.train.collective
+
+    engine, train = engine_of(3)
+    for step in (1, 2):
+        loss = train()
+        held = digest_of(engine)
+        with tempfile.TemporaryDirectory() as directory:
+            engine.save_checkpoint(directory, client_state={"step": step})
+            ray.train.collective.barrier()
+            ray.train.report({"loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+        if ray.train.get_context().get_world_rank() == 0:
+            note(config["facts"], "documented.json", held)
+
+
+def resuming(config: dict[str, Any]) -> None:
+    """Resume from all that can be named, on other workers and at another stage; then save beside the documented."""
+    import ray.train.collective
+
+    from ckpttool import CkptError
+    from ckpttool.integrations import ray_train
+    from ckpttool.integrations.ray_train import RayTrainCheckpoints
+    from ckpttool.saving.disk import Disk
+
+    engine, train = engine_of(1)
+    blank = digest_of(engine)
+    found: dict[str, Any] = {"blank": blank}
+    found["own run"] = ray_train.restore(engine), digest_of(engine)
+    for name, source in config["sources"].items():
+        train()  # so that each has something to bring back
+        found[name] = ray_train.restore(engine, source), digest_of(engine)
+    try:
+        ray_train.restore(engine, config["missing"])
+    except CkptError as error:
+        found["missing"] = str(error), digest_of(engine)
+    train()
+    ray_train.report(engine, {"loss": 0.25}, client_state={"step": 3})
+    found["saved"] = {"step": 3}, digest_of(engine)
+    train()
+    found["after"] = ray_train.restore(engine), digest_of(engine)
+    found["unlisted"] = _with_a_failure(0, ray_train, "run_commits", lambda: ray_train.restore(engine))
+    found["unwritten"] = _with_a_failure(2, Disk, "write", lambda: ray_train.report(engine, {"loss": 0.0}))
+    train()
+    RayTrainCheckpoints(grace=0.0).report(engine, {"loss": 0.125}, client_state={"step": 4})
+    if ray.train.get_context().get_world_rank() == 0:
+        note(config["facts"], "resumed.json", found)
+
+
+def _with_a_failure(rank: int, where: Any, name: str, call: Callable[[], Any]) -> list[str]:
+    """What every worker is told when something fails on one of them alone."""
+    import torch
+
+    from ckpttool import CkptError, StorageError
+
+    def failing(*_: Any) -> NoReturn:
+        raise StorageError("the storage", "cannot be reached", "injected")
+
+    own, told = getattr(where, name), ""
+    if torch.distributed.get_rank() == rank:
+        setattr(where, name, failing)
+    try:
+        call()
+    except CkptError as error:
+        told = str(error)
+    setattr(where, name, own)
+    everybody: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, told)
+    return everybody
+
+
+def in_background(config: dict[str, Any]) -> None:
+    """Saves in the background, and at the end one as documented."""
+    import ray.train.collective
+
+    from ckpttool.integrations.ray_train import RayTrainCheckpoints
+
+    engine, train = engine_of(config["stage"])
+    with RayTrainCheckpoints(blocking=False) as checkpoints:
+        restored = checkpoints.restore(engine, config.get("from"))
+        before = digest_of(engine)
+        for loss in config["losses"]:
+            train()
+            held = digest_of(engine)
+            checkpoints.report(engine, {"loss": loss}, client_state={"loss": loss})
+        train()
+        again = checkpoints.restore(engine), digest_of(engine)
+    found = {"restored": restored, "before": before, "held": held, "saved": str(checkpoints.last_save), "again": again}
+    if config.get("documented"):
+        with tempfile.TemporaryDirectory() as directory:
+            engine.save_checkpoint(directory)
+            ray.train.report({"loss": 9.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+    if ray.train.get_context().get_world_rank() == 0:
+        note(config["facts"], f"{config['name']}.json", found)

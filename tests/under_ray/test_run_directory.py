@@ -1,0 +1,198 @@
+"""What is made of a run directory of Ray Train's without Ray: commits, what its snapshot lists, and other storages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ckpttool
+from ckpttool.errors import LayoutError, PlanError
+from ckpttool.manifest import Manifest
+from ckpttool.ray_run import SNAPSHOT, directory_name, is_checkpoint_name, latest_of_ray, listed_by_ray, run_commits
+from ckpttool.storage import LOCAL, MANIFEST, MARK
+from tests.truth import HERE, source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAME = "zero2-dp2-bf16"
+OF_RAY = "checkpoint_2026-11-21_16-18-02.826416"
+
+
+def _save(run: Path, name: str, tag: str = "global_step3") -> Path:
+    shutil.copytree(source(NAME), run / name)
+    (run / name / "global_step3").rename(run / name / tag)
+    (run / name / "latest").write_text(tag)
+    return run / name / tag
+
+
+def _commit(run: Path, step: int, token: str, created: float) -> str:
+    name = directory_name(step, token)
+    directory = _save(run, name, f"global_step{step}")
+    manifest = Manifest(
+        tag=f"global_step{step}", step=step, created=created, attempt=token, world_size=2, stage=2,
+        metrics={"loss": 1.0 / step},
+    )  # fmt: skip
+    (directory / MANIFEST).write_bytes(manifest.to_json())
+    os.utime(directory / MANIFEST, (created, created))
+    return name
+
+
+def _list(run: Path, *names: str) -> None:
+    results = [{"version": 0, "checkpoint_dir_name": name, "metrics": {}} for name in names]
+    latest = results[-1] if results else None
+    snapshot = {"ray_version": "2.60.0", "checkpoint_results": results[:-1], "latest_checkpoint_result": latest}
+    (run / SNAPSHOT).write_text(json.dumps(snapshot))
+
+
+def test_the_newest_commit_comes_first_and_of_one_step_the_later(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, 9, "bb", 3.0), _commit(tmp_path, 10, "cc", 1.0), _commit(tmp_path, 10, "aa", 2.0)]
+    torn = tmp_path / directory_name(11, "dd") / "global_step11"
+    torn.mkdir(parents=True)
+    (torn / MARK).write_text("{}")
+    _save(tmp_path, OF_RAY)
+    (tmp_path / ".validate_storage_marker").touch()
+    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == [names[2], names[1], names[0]]
+    assert run_commits(LOCAL, str(tmp_path / "nowhere")) == []
+
+
+def test_what_ray_removes_meanwhile_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, stays = _commit(tmp_path, 1, "aa", 1.0), _commit(tmp_path, 2, "bb", 2.0)
+    listing = LOCAL.listing
+
+    def removing(path: str) -> Any:
+        found = listing(path)
+        if path == str(tmp_path):
+            shutil.rmtree(tmp_path / gone)
+        return found
+
+    monkeypatch.setattr(LOCAL, "listing", removing)
+    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == [stays]
+
+
+@pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_123456789_0a1b2c3d"])
+def test_names_of_checkpoints_are_known(name: str) -> None:
+    assert is_checkpoint_name(name)
+    assert not is_checkpoint_name(f"{name}.removed")
+    assert not is_checkpoint_name(f".{name}")
+
+
+def test_a_run_is_listed_with_what_it_was_reported_with(tmp_path: Path) -> None:
+    own = _commit(tmp_path, 5, "aa", 1.0)
+    _save(tmp_path, OF_RAY)
+    _save(tmp_path, "epoch-1")  # a name that a user chose, and Ray lists
+    _save(tmp_path, "elsewhere")
+    _list(tmp_path, OF_RAY, "epoch-1/global_step3")
+    entries = {e.name: e for e in ckpttool.ls(tmp_path).entries}
+    assert {n: (e.whole, e.reported) for n, e in entries.items()} == {
+        own: (True, False), OF_RAY: (True, True), "epoch-1": (True, True), "elsewhere": (False, False),
+    }  # fmt: skip
+    assert entries[own].metrics["loss"] == 0.2
+
+
+def test_a_file_that_the_manifest_has_and_the_disk_has_not_is_told(tmp_path: Path) -> None:
+    name = _commit(tmp_path, 5, "aa", 1.0)
+    manifest = tmp_path / name / "global_step5" / MANIFEST
+    told = json.loads(manifest.read_text())
+    told["files"] = {"gone.pt": {"nbytes": 0, "chunk_bytes": 1 << 20, "crc32": ""}}
+    manifest.write_text(json.dumps(told))
+    (entry,) = ckpttool.ls(tmp_path).entries
+    assert not entry.whole
+    assert "gone.pt: is missing" in (entry.problem or "")
+
+
+def test_prune_never_removes_what_rays_snapshot_lists(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, step, "aa", float(step)) for step in (1, 2, 3, 4)]
+    _list(tmp_path, names[0])
+    decisions = {d.entry.name: d for d in ckpttool.prune(tmp_path, keep_last=1)}
+    assert [decisions[n].keep for n in names] == [True, False, False, True]
+    assert decisions[names[0]].reason == "Ray Train's snapshot lists it"
+    assert [(tmp_path / n).exists() for n in names] == [True, False, False, True]
+
+
+def test_what_ray_would_go_on_from_is_what_its_snapshot_names_last(tmp_path: Path) -> None:
+    assert latest_of_ray(LOCAL, str(tmp_path)) == ""
+    _list(tmp_path, OF_RAY, "deep/er")
+    assert latest_of_ray(LOCAL, str(tmp_path)) == "deep/er"
+    assert listed_by_ray(LOCAL, str(tmp_path)) == {OF_RAY, "deep"}
+    _list(tmp_path, "../elsewhere")
+    with pytest.raises(LayoutError, match="no snapshot"):
+        latest_of_ray(LOCAL, str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"checkpoint_results": [', '{"checkpoint_results": 1}'])
+def test_prune_refuses_where_the_snapshot_cannot_be_read(tmp_path: Path, text: str) -> None:
+    names = [_commit(tmp_path, step, "aa", float(step)) for step in (1, 2)]
+    (tmp_path / SNAPSHOT).write_text(text)
+    with pytest.raises(LayoutError, match="no snapshot"):
+        listed_by_ray(LOCAL, str(tmp_path))
+    assert len(ckpttool.ls(tmp_path).entries) == 2
+    with pytest.raises(LayoutError, match=SNAPSHOT):
+        ckpttool.prune(tmp_path, keep_last=1)
+    assert all((tmp_path / name).exists() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("inner", "fixture"),
+    [("checkpoint", "zero3-dp2-bf16-trainer/checkpoint-3"), ("checkpoint.ckpt", "zero3-dp2-bf16-lightning")],
+)
+def test_what_rays_callbacks_report_of_trainers_is_read_by_every_command(
+    tmp_path: Path, inner: str, fixture: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(HERE / "checkpoints" / fixture, run / OF_RAY / inner)
+    _list(run, OF_RAY)
+    assert ckpttool.inspect(run / OF_RAY).root == str(run / OF_RAY / inner)
+    assert not ckpttool.verify(run / OF_RAY, deep=True).findings
+    ckpttool.consolidate(run / OF_RAY, tmp_path / "out", to="safetensors")
+    assert (tmp_path / "out" / "config.json").exists() == (HERE / "checkpoints" / fixture / "config.json").exists()
+    (entry,) = ckpttool.ls(run).entries
+    assert (entry.name, entry.whole, entry.reported) == (OF_RAY, True, True)
+
+
+# ------------------------------------------------------------------------------------------------- storages
+
+
+def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    s3fs = pytest.importorskip("s3fs")
+    from fsspec.implementations.local import LocalFileSystem
+
+    from ckpttool.integrations.ray_storage import place_of, url_of
+    from ckpttool.saving.disk import Disk
+
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for local in (fs.LocalFileSystem(), fs.PyFileSystem(fs.FSSpecHandler(LocalFileSystem()))):
+        assert isinstance(place_of(local), Disk)
+        assert url_of(local, "/runs/a") == "/runs/a"
+
+    native = fs.S3FileSystem(
+        endpoint_override="host:9000", scheme="http", access_key="k", secret_key="s",  # noqa: S106
+        region="eu-west-1",
+    )  # fmt: skip
+    storage: Any = place_of(native).storage
+    opened = storage.fs
+    assert (opened.endpoint_url, opened.key, opened.secret) == ("http://host:9000", "k", "s")
+    assert opened.client_kwargs["region_name"] == "eu-west-1"
+    assert url_of(native, "bucket/run") == "s3://bucket/run"
+
+    given = s3fs.S3FileSystem(endpoint_url="http://host:9000", key="k", secret="s")  # noqa: S106
+    retries = given.retries
+    storage = place_of(fs.PyFileSystem(fs.FSSpecHandler(given))).storage
+    opened = storage.fs
+    assert opened is not given, "Ray goes on using that one"
+    assert given.retries == retries
+    assert not opened.dircache.use_listings_cache, "other workers write, too"
+    assert (opened.endpoint_url, opened.key) == ("http://host:9000", "k")
+
+
+def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    from ckpttool.integrations.ray_storage import place_of
+
+    with pytest.raises(PlanError, match="SubTreeFileSystem"):
+        place_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))
