@@ -79,7 +79,11 @@ def _as_fsspec(filesystem: Any) -> Any:
         options = {**wrapped.storage_options, "use_listings_cache": False}
         return type(wrapped)(*wrapped.storage_args, **(with_defaults(options) if _is_s3(wrapped) else options))
     if isinstance(filesystem, pyarrow.fs.S3FileSystem):
-        import s3fs
+        try:
+            import s3fs
+        except ImportError:
+            problem = "is in S3, and s3fs is not installed"
+            raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
 
         # How pyarrow pickles it: nothing else tells what it was made with.
         given = filesystem.__reduce__()[1][0]

@@ -34,6 +34,7 @@ SECONDS = 1200
 def main(directory: Path) -> None:
     """Do the runs that were asked for."""
     os.environ |= ENVIRONMENT
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start for each group of workers
     import ray
 
     jobs = [job["run"] for job in forked.jobs_in(directory)]
