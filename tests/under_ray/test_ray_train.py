@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
+# Three clusters and their examples take minutes, most of which is waiting: `make slow` runs them.
+pytestmark = [pytest.mark.deepspeed, pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
