@@ -371,7 +371,10 @@ class CheckpointManager:
                 self._failed = error
         self._tell(report)
         if error is None and ranks.rank == 0:
-            tidy(self._place, root, self._rules, grace=self._grace)
+            try:
+                tidy(self._place, root, self._rules, grace=self._grace)
+            except Exception:  # it is committed all the same
+                LOG.exception("old checkpoints were not looked at")
         return report
 
     def _tell(self, report: SaveReport) -> None:

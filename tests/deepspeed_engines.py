@@ -106,6 +106,7 @@ def _rank(loads: Sequence[Load], directory: Path) -> None:
     from safetensors.torch import save_file
 
     common.start(seed=4321)
+    _compile_nothing()
     for load in loads:
         forked.end_if_stuck()
         torch.manual_seed(4321)  # not the seed that the fixtures started from
@@ -115,6 +116,16 @@ def _rank(loads: Sequence[Load], directory: Path) -> None:
             save_file(held, str(directory / f"{load.id}.safetensors"), metadata={"facts": json.dumps(facts)})
         torch.distributed.barrier()
     common.leave()
+
+
+def _compile_nothing() -> None:
+    """Let DeepSpeed's Muon take its own Adam: compiling FusedAdam lasts minutes on a busy machine."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def jit_load(self: Any, verbose: bool = True) -> None:
+        raise RuntimeError(f"{self.name} is not compiled in tests")
+
+    OpBuilder.jit_load = jit_load
 
 
 def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -155,7 +155,8 @@ def save(
             done["files"][file.name] = [sums.nbytes, sums.chunk_bytes, list(sums.crcs)]
     except CkptError as error:
         done["error"] = str(error)
-    except (OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # the other ranks wait to hear of it
+        LOG.exception("this rank's files were not written")
         done["error"] = f"{type(error).__name__}: {error}"
     found = ranks.agree(
         directory,
@@ -191,43 +192,59 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
         twice = next(name for name in names if names.count(name) > 1)
         raise RankError(directory, f"two ranks would write {twice}", "this is a bug in ckpttool")
     place.prepare(root)
-    _clear(place, root, directory, request)
+    replaces = _look(place, directory, request)
     needed, free = int(ROOM * sum(one["nbytes"] for one in said)), place.free_bytes(root)
     if free is not None and free < needed:
         problem = f"takes {needed:,} bytes, and only {free:,} are free"
         raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
-    place.prepare(directory)
     attempt = secrets.token_hex(8)
     mark = {"key": f"save {attempt}", "files": [], "host": socket.gethostname(), "process": os.getpid()}
-    place.put(posixpath.join(directory, MARK), json.dumps(mark).encode())
+    if replaces:
+        _make_way(place, root, directory)
+    try:
+        place.prepare(directory)
+        place.put(posixpath.join(directory, MARK), json.dumps(mark).encode())
+    except CkptError:
+        if replaces:
+            _try_each([partial(_remove_if_there, place, directory), partial(_put_back, place, directory)])
+        raise
     return attempt
 
 
-def _clear(place: Place, root: str, directory: str, request: Request) -> None:
-    """See to what lies where a checkpoint is to be."""
+def _look(place: Place, directory: str, request: Request) -> bool:
+    """See to what lies where a checkpoint is to be; whether something there is to be replaced."""
     storage = place.storage
     if not storage.is_dir(directory):
         if storage.exists(directory):
             raise StorageError(directory, "is in the way and no directory", "move it, or choose another tag")
-        return
-    names = {entry.name for entry in storage.listing(directory)}
-    if not names:
-        return
+        return False
+    if not storage.listing(directory):
+        return False
     if is_unfinished(storage, directory):
         place.remove(directory)  # a run that was killed has left it
-        return
-    committed = is_commit(storage, directory)
+        return False
     if not request.overwrite:
-        what = "is saved already" if committed else "holds files that are none of this save's"
+        what = "is saved already" if is_commit(storage, directory) else "holds files that are none of this save's"
         raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
     if commits(storage, directory):
         raise StorageError(directory, "holds other checkpoints", "choose another tag")
-    aside = f"{directory}{REPLACED}"
+    return True
+
+
+def _make_way(place: Place, root: str, directory: str) -> None:
+    """Set aside what is to be replaced, until that is done."""
+    storage, aside = place.storage, f"{directory}{REPLACED}"
     if storage.exists(aside):
-        if is_commit(storage, aside) and not committed:
+        if is_commit(storage, aside) and not is_commit(storage, directory):
             raise StorageError(aside, "may be the only whole checkpoint of this name", "choose another tag, or move it")
         place.remove(aside)
-    if not place.set_aside(directory, aside):
+    try:
+        moved = place.set_aside(directory, aside)
+    except StorageError:
+        if not storage.exists(directory):  # it was renamed, and that could not be made to last
+            _try_each([partial(_put_back, place, directory)])
+        raise
+    if not moved:
         if not any(c != directory for c in commits(storage, root)):
             problem = "is the only whole checkpoint, and a store cannot keep it while it is replaced"
             raise StorageError(directory, problem, "choose another tag")
@@ -300,6 +317,11 @@ def _finish(
     # It is committed, whatever becomes of the rest: ``tidy`` sees to that again.
     _try_each([partial(place.delete, posixpath.join(directory, MARK)), partial(_forget_replaced, place, directory)])
     return values
+
+
+def _remove_if_there(place: Place, directory: str) -> None:
+    if place.storage.exists(directory):
+        place.remove(directory)
 
 
 def _put_back(place: Place, directory: str) -> None:

@@ -130,6 +130,8 @@ class Machine:
                 result = self._really(name, real, number, *arguments, **options)
                 if name in {"create", "open"}:
                     os.close(result)
+                if name == "scandir":
+                    result.close()
             return self.kill(everyone=fault.everyone)
 
     def _really(self, name: str, real: Callable[..., Any], number: int, *arguments: Any, **options: Any) -> Any:

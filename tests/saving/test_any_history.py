@@ -97,6 +97,12 @@ class History(RuleBasedStateMachine):
         if any(o.succeeded for o in outcomes):
             self._committed(tag)
             return
+        aside = f"{tag}.replaced"
+        if aside in before and tag not in before:  # which a failed save brings back under its own name
+            here = whole(self.root)
+            if aside not in here and here.get(tag) == version(before[aside]):
+                self.sound[tag] = self.sound.pop(aside)
+                self.unsure.pop(tag, None)
         if not any(o.killed for o in outcomes):
             return  # it was said that nothing was committed: all is as it was
         if tag in before and overwrite:
@@ -113,6 +119,8 @@ class History(RuleBasedStateMachine):
             if tag in here and here[tag] == version(self.number):
                 self.sound[tag] = self.number
                 self.unsure.pop(tag)
+                if os.path.exists(f"{self.root}/{tag}/{MANIFEST}"):  # then what was set aside for it may go
+                    self.sound.pop(f"{tag}.replaced", None)
         self.newest = None
 
     @rule(last=st.integers(1, 3))

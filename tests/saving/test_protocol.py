@@ -16,7 +16,7 @@ from ckpttool.retention import Rules
 from ckpttool.saving import protocol
 from ckpttool.saving.disk import Disk
 from ckpttool.saving.outgoing import Held, PlainFile
-from ckpttool.saving.protocol import Request, save
+from ckpttool.saving.protocol import REPLACED, Request, save
 from ckpttool.saving.ranks import Alone, RankError, Ranks
 from ckpttool.saving.upkeep import left_over, tidy
 from ckpttool.storage import LOCAL, MANIFEST, MARK
@@ -194,6 +194,55 @@ def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[
     assert not os.path.exists(f"{root}/step2")
     monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: needed)
     put(root, "step2", 2)
+
+
+@pytest.mark.parametrize("fails", ["no room", "no lasting rename", "no mark"])
+def test_a_save_that_cannot_begin_leaves_what_it_was_to_replace(
+    fails: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(root, "step1", 1)
+    with monkeypatch.context() as patch:
+        if fails == "no room":
+            patch.setattr(Disk, "free_bytes", lambda self, directory: 0)
+        elif fails == "no lasting rename":
+            set_aside = Disk.set_aside
+
+            def rename_and_fail(self: Disk, directory: str, aside: str) -> bool:
+                set_aside(self, directory, aside)
+                if aside.endswith(REPLACED):
+                    raise StorageError(directory, "input/output error", "check the disk")
+                return True
+
+            patch.setattr(Disk, "set_aside", rename_and_fail)
+        else:
+
+            def put_no_mark(self: Disk, path: str, data: bytes) -> None:
+                raise StorageError(path, "no space left on the device", "free some space")
+
+            patch.setattr(Disk, "put", put_no_mark)
+        with pytest.raises(StorageError):
+            put(root, "step1", 2, overwrite=True)
+    assert [name for name in os.listdir(root) if name.startswith("step")] == ["step1"]
+    assert chosen(root) == ("step1", version(1))
+    put(root, "step1", 2, overwrite=True)
+    assert chosen(root) == ("step1", version(2))
+
+
+def test_what_nobody_foresaw_on_one_rank_is_told_to_all(
+    root: str, together: Callable[..., list[crew.Outcome]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Disk.write
+
+    def fails(self: Disk, directory: str, files: Any) -> Any:
+        if any("rank_1" in file.name for file in files):
+            raise KeyError("unforeseen")
+        return write(self, directory, files)
+
+    monkeypatch.setattr(Disk, "write", fails)
+    outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step1", 1))
+    assert len({str(o.error) for o in outcomes}) == 1
+    assert "KeyError: 'unforeseen'" in str(outcomes[0].error)
+    assert os.listdir(root) == []
 
 
 def test_free_bytes_are_the_user_s(directory: Path) -> None:

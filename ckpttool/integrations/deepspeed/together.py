@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
-
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.guarded import GuardedStorage, guard
 from ckpttool.storage import LOCAL
@@ -26,6 +24,8 @@ def told_by_the_first(path: str, function: Callable[[], T]) -> T:
     Raises:
         CkptError: What the function raised.
     """
+    import torch.distributed as dist
+
     told: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -70,6 +70,8 @@ def agree_on_all_ranks(error: BaseException | None) -> None:
     Raises:
         CkptError: What the first of those that failed raised, and which it was.
     """
+    import torch.distributed as dist
+
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, None if error is None else _told(error))
     for rank, (kind, path, problem, hint) in ((r, t) for r, t in enumerate(told) if t is not None):
