@@ -140,7 +140,9 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
 
 
 def committed(storage: Storage, root: str) -> list[CatalogEntry]:
-    """The checkpoints in a directory that were saved to their end, by their manifests alone; older before newer ones.
+    """The checkpoints in a directory that were saved to their end, by their manifests; older before newer ones.
+
+    Their files are not opened: one that is not as long as its manifest says makes a checkpoint torn.
 
     Raises:
         CkptError: The directory cannot be read.
@@ -153,6 +155,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
         except CkptError:
             continue  # nobody knows what it is worth: it is not counted, and so it stays
         name = posixpath.basename(directory)
+        problems = size_problems(storage, directory, manifest)
         entries.append(
             CatalogEntry(
                 name=name,
@@ -163,8 +166,8 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
                 step=manifest.step,
                 nbytes=manifest.nbytes,
                 modified=manifest.created,
-                whole=True,
-                problem=None,
+                whole=not problems,
+                problem=str(problems[0]) if problems else None,
                 latest=name in named,
                 link=None,
                 metrics=manifest.metrics,

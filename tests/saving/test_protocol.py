@@ -466,3 +466,12 @@ def test_ls_prune_and_cp_of_such_a_root(root: str, directory: Path) -> None:
     api.prune(root, keep_last=1)
     assert whole(root) == {"step3": version(3)}
     assert os.path.exists(f"{root}/step4")
+
+
+def test_a_torn_checkpoint_pushes_no_whole_one_out(root: str) -> None:
+    put(root, "step1", 1)
+    put(root, "step2", 2)
+    path = f"{root}/step2/{min(version(2))}"
+    os.truncate(path, os.path.getsize(path) // 2)
+    tidy(Disk(), root, Rules(last=1), grace=0)
+    assert chosen(root) == ("step1", version(1))
