@@ -99,11 +99,42 @@ def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_what_the_trainer_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "huggingface_trainer.py")
+    printed = _torchrun(2, script, str(tmp_path / "run"), str(tmp_path / "out"), "--stage", stage)
+    losses = [float(found) for found in re.findall(r"while training ([\d.]+), loaded back ([\d.]+)", printed)[0]]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[0] < 2  # of 3.5 at first
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_what_accelerate_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "huggingface_accelerate.py")
+    printed = _torchrun(2, script, str(tmp_path / "run"), str(tmp_path / "out"), "--stage", stage)
+    assert "outputs of the plain model differ by 0.000000" in printed
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_what_lightning_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "lightning_deepspeed.py")
+    printed = _torchrun(
+        2, "-m", "tests.lightning_on_cpu", script, str(tmp_path / "run"), str(tmp_path / "out"), "--stage", stage
+    )
+    assert "outputs of the plain model differ by 0.000000" in printed
+
+
 def _torchrun(ranks: int, *arguments: str) -> str:
     """Both what it prints and what it logs."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks)}
+    environment = {
+        **os.environ, "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "fixtures")]),
+    }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
 
