@@ -103,10 +103,12 @@ def test_overwriting_run_that_is_killed_leaves_the_old_output(tmp_path: Path) ->
 def test_second_run_to_the_same_output_is_told_so_and_harms_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with slow_run(out) as run:
+        run.send_signal(signal.SIGSTOP)  # it must not be done before the others have met it
         for options in ([], ["--overwrite"]):
             error = ckpttool_process("consolidate", CHECKPOINT, out, "--to", "torch", *options).error
             assert error == f"Error: {out}.partial: another run is writing it; wait for that run, or choose another OUT"
         assert ckpttool("consolidate", CHECKPOINT, tmp_path / "other", "--to", "safetensors").code == 0
+        run.send_signal(signal.SIGCONT)
         _, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     assert sorted(os.listdir(tmp_path)) == ["other", "out"]
