@@ -6,6 +6,7 @@ Source: Ray 2.60, ray/_private/worker.py (``init``, ``wait``, ``cancel``) and se
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import pickle
@@ -37,7 +38,7 @@ PROBE_SECONDS = 5.0
 POLL_SECONDS = 2.0
 """How often to look whether there are more nodes."""
 CANCEL_SECONDS = 10.0
-"""How long a task may take to end when it is told to, before its process is killed."""
+"""How long to wait for processes that were told to end."""
 _ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^\s/\]]+)\]?:(\d+)/?")
 
@@ -63,6 +64,7 @@ class RayCluster:
             raise PlanError(address, "is no address of a Ray cluster", hint)
         self._address = address
         self._joined = False
+        self._heard = False
         self._room_for = 1
         self._looked = 0.0
 
@@ -83,6 +85,7 @@ class RayCluster:
             import ray
 
             ray.shutdown()
+            _hear_no_events(self._heard)
             self._joined = False
 
     # ------------------------------------------------------------------------------------------------- joining
@@ -122,6 +125,7 @@ class RayCluster:
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         self._joined = True
+        self._heard = _hear_no_events(True)
 
     def _is_joined_to(self) -> bool:
         import ray
@@ -192,6 +196,20 @@ def _found_here(address: str) -> str:
         return ""  # then Ray says itself what is wrong
 
 
+def _hear_no_events(quiet: bool) -> bool:
+    """Whether Ray is to print nothing of nodes and processes that were lost, on stdout; returns whether it was before.
+
+    Their tasks are done again: nothing is to be told, and least of all among results.
+    """
+    try:
+        worker: Any = importlib.import_module("ray._private.worker")
+        before = not worker._worker_logs_enabled
+        worker._worker_logs_enabled = not quiet
+    except (ImportError, AttributeError):
+        return False
+    return before
+
+
 def _answers(address: str) -> bool:
     """Whether anybody listens there; True where only Ray knows how to ask."""
     match = _HOST_AND_PORT.fullmatch(address)
@@ -245,20 +263,19 @@ def _outcome(ref: Any, task: Task) -> Done:
 
 
 def _stop(refs: Sequence[Any]) -> None:
-    """Let no task go on: what it writes to is about to be removed."""
+    """Let no task go on: what it writes to is about to be removed.
+
+    Their processes are killed: interrupted anywhere, in the middle of an import even, they would be used again.
+    """
     if not refs:
         return
     import ray
 
-    left = list(refs)
-    for force in (False, True):
-        for ref in left:
-            with contextlib.suppress(Exception):  # it has ended, or its node has
-                ray.cancel(ref, force=force)
-        with contextlib.suppress(Exception):
-            _, left = ray.wait(left, num_returns=len(left), timeout=CANCEL_SECONDS, fetch_local=False)
-        if not left:
-            return
+    for ref in refs:
+        with contextlib.suppress(Exception):  # it has ended, or its node has
+            ray.cancel(ref, force=True)
+    with contextlib.suppress(Exception):
+        ray.wait(list(refs), num_returns=len(refs), timeout=CANCEL_SECONDS, fetch_local=False)
 
 
 # ------------------------------------------------------------------------------------------------ on the nodes

@@ -230,12 +230,10 @@ def _is_large(request: Request) -> bool:
     return request.range is not None and request.range[1] - request.range[0] > LARGE
 
 
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("there", ["disk", "bucket"])
 def test_a_killed_worker_s_task_is_done_again(
-    there: str, weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    there: str, cluster: Any, weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy
 ) -> None:
-    _small_tasks(monkeypatch, 5 * MB)
     bucket.upload(weights, "run")
     killed: list[int] = []
 
@@ -250,7 +248,10 @@ def test_a_killed_worker_s_task_is_done_again(
         proxy.add(Before(kill), "get_object", when=_is_large, nth=2)
     ckpttool.consolidate(weights, tmp_path / "expected", to="safetensors")
     out: Any = tmp_path / "out" if there == "disk" else bucket.url("out")
-    ckpttool.consolidate(bucket.url("run"), out, to="safetensors", ray=True, storage_options=_through(proxy))
+    given = ["--to", "safetensors", "--storage-option", f"endpoint_url={proxy.url}", "--ray", cluster.address]
+    done = ckpttool_process("consolidate", bucket.url("run"), out, *given)
+    assert (done.code, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [f"{out}:", "file", "model.safetensors"]
     assert len(killed) == 1
     if there == "bucket":
         bucket.download("out", tmp_path / "out")
@@ -439,6 +440,50 @@ def test_a_conversion_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("cluster")
+def test_an_upload_that_failed_is_gone_on_with(
+    weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _small_tasks(monkeypatch, 5 * MB)
+    given: dict[str, Any] = {"to": "dcp", "resume": True, "storage_options": _through(proxy)}
+    ckpttool.convert(weights, tmp_path / "here", to="dcp")
+    proxy.add(faults.ACCESS_DENIED, "upload_part", nth=4, times=None)
+    with pytest.raises(StorageError, match="access denied"):
+        ckpttool.convert(weights, bucket.url("out"), ray=True, **given)
+    first = [r for r in proxy.requests("upload_part") if r.status == 200]
+    proxy.clear()
+    ckpttool.convert(weights, bucket.url("out"), ray=True, **given)
+    second = proxy.requests("upload_part")
+    assert first
+    assert not {r.target for r in first} & {r.target for r in second}
+    bucket.download("out", tmp_path / "there")
+    assert files_in(tmp_path / "there") == files_in(tmp_path / "here")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_after_an_error_no_task_is_running(
+    weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would write into what another run has made there meanwhile."""
+    _small_tasks(monkeypatch, 4 * MB)
+    bucket.upload(weights, "run")
+    proxy.add(faults.Latency(3), "get_object", when=_is_large, nth=2, times=None)
+    seen: list[int] = []
+
+    def stop(_: int, __: int) -> None:
+        seen.append(len(_children()))
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        ckpttool.consolidate(
+            bucket.url("run"), tmp_path / "out", to="safetensors", ray=True, jobs=1, progress=stop,
+            storage_options=_through(proxy),
+        )  # fmt: skip
+    assert _children() == []
+    assert seen[0] > 0
+    assert _nothing_is_left(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("cluster")
 def test_an_output_that_one_process_must_write_is_refused(tmp_path: Path) -> None:
     done = command("consolidate", source("zero3-dp2-bf16"), "memory://out", "--to", "safetensors", "--ray")
     assert "only one process can write" in done.error
@@ -454,9 +499,8 @@ def test_the_command_joins_a_cluster_and_leaves_it_running(cluster: Any, tmp_pat
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{tmp_path / 'there'}: wrote")
     assert files_in(tmp_path / "there") == files_in(tmp_path / "here")
-    import ray
-
-    assert ray.cluster_resources()["CPU"] == 2
+    ckpttool.consolidate(src, tmp_path / "again", to="safetensors", ray=cluster.address)
+    assert files_in(tmp_path / "again") == files_in(tmp_path / "here")
 
 
 def test_a_cluster_that_is_started_ends_with_the_command(tmp_path: Path) -> None:
@@ -471,8 +515,9 @@ def test_a_cluster_that_is_started_ends_with_the_command(tmp_path: Path) -> None
                 started |= set(psutil.Process(run.pid).children(recursive=True))
             time.sleep(0.05)
         out, err = run.communicate()
-    assert (run.returncode, err) == (0, "")
-    assert out.count("\n") >= 1
+    assert run.returncode == 0
+    assert [line for line in err.splitlines() if not line.startswith("convert: ")] == []
+    assert [line.split(":")[0] for line in out.splitlines()] == [str(tmp_path / "out"), *["note"] * out.count("note: ")]
     assert started, "Ray's processes were seen"
     _, left = psutil.wait_procs(started, timeout=20)
     assert not left
@@ -497,7 +542,7 @@ def test_an_interrupted_run_leaves_nothing(
         assert Path(tmp_path / "out.partial").is_dir()
         run.send_signal(interrupt)
         _, said = run.communicate(timeout=60)
-    assert (run.returncode, said) == (130, "Error: interrupted; nothing was left half-written\n")
+    assert (run.returncode, said) == (130, "\nError: interrupted; nothing was left half-written\n")
     assert _nothing_is_left(tmp_path / "out")
 
 
