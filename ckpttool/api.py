@@ -27,6 +27,7 @@ from ckpttool.writing import Destination
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ckpttool.catalog import Catalog
     from ckpttool.comparison import DiffReport
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ckpttool.retention import Decision
     from ckpttool.statistics import TensorStats
     from ckpttool.targets.weights import WeightSelection
+    from ckpttool.tasks import Workers
     from ckpttool.verification import VerifyReport
 
 _WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -166,6 +168,7 @@ def consolidate(
     overwrite: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
+    ray: bool | str | None = None,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
@@ -195,6 +198,9 @@ def consolidate(
             to four, where they are cast. More pay where the checkpoint lies on a slow or distant disk.
         memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
             MB. Between local files a few MB are used.
+        ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
+            where there is none, it starts one on this machine. Local paths must be the same files on all of its nodes.
+            ``jobs`` and ``memory`` count for each of its tasks, and ``jobs`` is one by default between local files.
         progress: Called with (bytes done, bytes in all).
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
@@ -209,6 +215,7 @@ def consolidate(
         problem = "what is there could not be put back if the proof failed"
         raise PlanError(out, problem, "choose another OUT, or leave out --overwrite or --prove")
     destination.check_target(overwrite=overwrite)
+    workers = _workers(ray, destination)
     checkpoint = open_checkpoint(paths, tag=tag, options=storage_options)
     destination.check_apart(checkpoint)
     if weights not in {"masters", "module"}:
@@ -251,7 +258,7 @@ def consolidate(
     if not dry_run:
         overflowed = destination.write(
             plan, replaces=_is_weights, last=(index,), jobs=jobs, memory=room, progress=progress, check=check,
-            resume=None,
+            resume=None, workers=workers,
         )  # fmt: skip
     return CopyReport(
         out=out,
@@ -511,6 +518,7 @@ def convert(
     resume: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
+    ray: bool | str | None = None,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
@@ -540,6 +548,9 @@ def convert(
         jobs: Threads; default: one.
         memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
             MB. Between local files a few MB are used.
+        ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
+            where there is none, it starts one on this machine. Local paths must be the same files on all of its nodes.
+            ``jobs`` and ``memory`` count for each of its tasks, and ``jobs`` is one by default between local files.
         progress: Called with (bytes done, bytes in all).
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
@@ -553,6 +564,7 @@ def convert(
     if to not in {"zero", "universal", "dcp"}:
         raise ValueError(f"to is {to!r}, not zero, universal or dcp")
     destination.check_target(overwrite=None)
+    workers = _workers(ray, destination)
     only_zero: dict[str, object] = {
         "world_size": world_size,
         "stage": stage,
@@ -606,7 +618,7 @@ def convert(
         # Between local files nearly all of it is copying, of which a file system does one at a time for each file.
         destination.write(
             plan, replaces=_is_weights, last=(last,), jobs=jobs or (None if distant else 1), memory=room,
-            progress=progress, check=check, resume=resume,
+            progress=progress, check=check, resume=resume, workers=workers,
         )  # fmt: skip
     return ConvertReport(
         out=out,
@@ -853,6 +865,20 @@ def _proof(checkpoint: Checkpoint, selection: WeightSelection, written: Checkpoi
         hint = "a disk or memory may be failing: try again, and report it if it stays"
         raise LayoutError(written.location, problem, hint)
     return meant
+
+
+def _workers(ray: bool | str | None, destination: Destination) -> AbstractContextManager[Workers] | None:
+    """Who does the work; None for this process.
+
+    Raises:
+        CkptError: Ray is not installed, the address is none, or several processes cannot write to the destination.
+    """
+    if ray is None or ray is False:
+        return None
+    from ckpttool.integrations.ray_tasks import RayCluster
+
+    destination.check_shareable()
+    return RayCluster("" if ray is True else ray)
 
 
 def _is_weights(name: str) -> bool:

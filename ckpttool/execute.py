@@ -85,12 +85,7 @@ def run(
             fd = _create(path, file)
             threads = jobs or (default_jobs() if _casts(plan, file) else 1)
             try:
-                copies = (partial(_copy, plan, sources, rows, fd, path, advance) for rows in _split(plan, file))
-                gathers = (partial(_gather, sources, gather, fd, path, advance) for gather in file.gathers)
-                tasks = chain(copies, gathers)
-                # closing(): no thread may be left writing when the file is closed, whatever happens here.
-                with contextlib.closing(in_threads(tasks, threads)) as results:
-                    result.overflowed += sum(results)
+                result.overflowed += fill(plan, file, sources, fd, path, jobs=threads, advance=advance)
             finally:
                 os.close(fd)
             if journal is not None:
@@ -100,6 +95,31 @@ def run(
 
 
 # ------------------------------------------------------------------------------------------------- one target file
+
+
+def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str, *, jobs: int, advance: Advance) -> int:
+    """Make the copies and gathers of a file, or of a part of one.
+
+    Args:
+        plan: What the file is part of.
+        file: Where its bytes come from.
+        sources: What it is made of.
+        fd: The file, open for writing.
+        path: What errors call it.
+        jobs: Threads.
+        advance: Told of bytes written.
+
+    Returns:
+        Finite elements that became infinite in a narrower type.
+
+    Raises:
+        StorageError: Reading or writing failed, or a source changed meanwhile.
+    """
+    copies = (partial(_copy, plan, sources, rows, fd, path, advance) for rows in _split(plan, file))
+    gathers = (partial(_gather, sources, gather, fd, path, advance) for gather in file.gathers)
+    # closing(): no thread may be left writing when the file is closed, whatever happens here.
+    with contextlib.closing(in_threads(chain(copies, gathers), jobs)) as results:
+        return sum(results)
 
 
 def _create(path: str, file: TargetFile) -> int:

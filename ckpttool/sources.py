@@ -50,7 +50,7 @@ class Sources:
             with self._lock:
                 reader = self._open.get(index)
                 if reader is None:
-                    reader = self._open[index] = self._open_as_planned(self._files[index])
+                    reader = self._open[index] = self.open_as_planned(self._files[index])
         return reader
 
     def __enter__(self) -> Sources:
@@ -61,8 +61,12 @@ class Sources:
     ) -> None:
         self.close()
 
-    @staticmethod
-    def _open_as_planned(file: SourceFile) -> Reader:
+    def open_as_planned(self, file: SourceFile) -> Reader:
+        """Open a file, if it still is the one that the plan was made for.
+
+        Raises:
+            StorageError: It cannot be opened, or was written anew.
+        """
         reader = file.storage.open(file.path)
         if (reader.nbytes, reader.version) != (file.nbytes, file.version):
             reader.close()
@@ -106,6 +110,25 @@ class Sources:
             storage.refresh([reader.path for reader in readers])
             for reader in readers:
                 reader.check_unchanged()
+
+    @property
+    def opened(self) -> set[int]:
+        """Numbers of the files that something was read of."""
+        return set(self._open)
+
+    def check_as_planned(self, indexes: Sequence[int]) -> None:
+        """Make sure that files that others have read are still those that the plan was made for.
+
+        Raises:
+            StorageError: One was written anew.
+        """
+        by_storage: dict[int, list[SourceFile]] = {}
+        for index in indexes:
+            by_storage.setdefault(id(self._files[index].storage), []).append(self._files[index])
+        for files in by_storage.values():
+            files[0].storage.refresh([file.path for file in files])
+            for file in files:
+                self.open_as_planned(file).close()
 
     def close(self) -> None:
         """Close all."""

@@ -18,6 +18,8 @@ SUFFIX = ".partial"
 """What is being written lies in ``OUT.partial`` until it is whole."""
 JOURNAL = ".ckpttool-done"
 """Names the files that are complete, a line each, so that a run can go on from what another has left."""
+SHARED = ".ckpttool-shared"
+"""Tells processes on other nodes that what they see is this directory, and not one of their own of the same name."""
 ASIDE = ".ckpttool-replaced"
 """Where files of an existing OUT wait until those that replace them are in place."""
 ATTEMPTS = 10
@@ -234,14 +236,14 @@ def _claim(staging: str, key: str | None, *, made: bool) -> None:
 
 def _commit(staging: str, out: str, replaces: Callable[[str], bool], last: Sequence[str]) -> None:
     if not os.path.lexists(out):
-        for name in (JOURNAL, MARK):
+        for name in (JOURNAL, SHARED, MARK):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(staging, name))
         os.replace(staging, out)
         return
     # What makes the output look whole comes last: weights after their companions, an index after the weights.
     order = {name: i for i, name in enumerate(last)}
-    new = [n for n in os.listdir(staging) if n not in {MARK, JOURNAL}]
+    new = [n for n in os.listdir(staging) if n not in {MARK, JOURNAL, SHARED}]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     old = [n for n in os.listdir(out) if (replaces(n) or n in new) and n != SUFFIX]
     old.sort(key=lambda name: (name not in last, not replaces(name), name))  # and it goes first

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.proving import failed_proofs
 from ckpttool.sizes import parse_size
 from ckpttool.sources import Sources
+from ckpttool.staging import SHARED
 from ckpttool.storage import reserve, translate_os_errors, write_at
 from ckpttool.threads import default_jobs, in_threads
 from ckpttool.windows import Windows
@@ -41,6 +44,20 @@ def memory_bytes(memory: int | str | None) -> int:
     return MEMORY if memory is None else parse_size(str(memory))
 
 
+class Sender(Protocol):
+    """Writes windows of a file from another process, perhaps on another node; it can be pickled."""
+
+    def write(self, start: int, data: bytearray) -> Any:
+        """Write the window that begins at a byte; to do so twice does no harm.
+
+        Returns:
+            What ``Target.accept`` is to be told of it.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+
 class Target(Protocol):
     """One file that is being written. Threads may share it."""
 
@@ -60,6 +77,20 @@ class Target(Protocol):
     def give_up(self, error: BaseException) -> None:
         """A window will never come, and why: let nobody wait for it."""
 
+    def sender(self) -> Sender:
+        """What other processes write windows with; all of them from now on.
+
+        Raises:
+            StorageError: One process alone can write the file.
+        """
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        """Another process has written a window, and got this for it.
+
+        Raises:
+            StorageError: It cannot be written after all.
+        """
+
 
 class Output(Protocol):
     """Where a plan's files go."""
@@ -73,6 +104,31 @@ class Output(Protocol):
         Raises:
             StorageError: It cannot be created.
         """
+
+    def place(self) -> Place | None:
+        """The directory that other processes must see to write here; None where they need none.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory that other nodes are to write into as well."""
+
+    directory: str
+    """Its full path."""
+    token: str
+    """What the file SHARED in it holds: a directory of that name that is another node's own holds something else."""
+
+    def is_here(self) -> bool:
+        """Whether this process sees the directory that is meant."""
+        try:
+            with open(os.path.join(self.directory, SHARED), encoding="utf-8") as file:
+                return file.read() == self.token
+        except (OSError, UnicodeDecodeError):
+            return False
 
 
 def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advance: Advance) -> int:
@@ -96,7 +152,7 @@ def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advanc
         if plan.proofs is not None:
             for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
                 raise problem
-        budget = _Budget(memory)
+        budget = Budget(memory)
         tasks = _tasks(plan, sources, output, budget, advance)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=True))) as results:
             overflowed = sum(results)
@@ -104,7 +160,7 @@ def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advanc
     return overflowed
 
 
-class _Budget:
+class Budget:
     """Lets so many windows be in flight as fit into memory, and one in any case.
 
     Args:
@@ -132,7 +188,7 @@ class _Budget:
 
 
 def _tasks(
-    plan: CopyPlan, sources: Sources, output: Output, budget: _Budget, advance: Advance
+    plan: CopyPlan, sources: Sources, output: Output, budget: Budget, advance: Advance
 ) -> Iterator[Callable[[], int]]:
     for file in plan.files:
         if output.has(file):
@@ -202,6 +258,52 @@ class DirectoryOutput:
         self._begun.append(target)
         return target
 
+    def place(self) -> Place:
+        """The directory, with what tells other nodes that they see the same.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        place = Place(os.path.abspath(self._directory), secrets.token_hex(16))
+        path = os.path.join(place.directory, SHARED)
+        with translate_os_errors(path), open(path, "w", encoding="utf-8") as file:
+            file.write(place.token)
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSender:
+    """Writes into a file that is there already, and as large as it will be."""
+
+    path: str
+    """Its full path."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """The file, open for writing.
+
+        Raises:
+            StorageError: It cannot be opened, or the file system tells when it is closed that it could not be written.
+        """
+        with translate_os_errors(self.path):
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield fd
+        except BaseException:
+            os.close(fd)
+            raise
+        with translate_os_errors(self.path):
+            os.close(fd)  # only now do file systems of networks send what was written
+
+    def write(self, start: int, data: bytearray) -> None:
+        """Write the window that begins at a byte.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        with self.opened() as fd:
+            write_at(fd, memoryview(data), start, self.path)
+
 
 class _LocalTarget:
     window_bytes = LOCAL_WINDOW_BYTES
@@ -225,8 +327,15 @@ class _LocalTarget:
 
     def write(self, start: int, data: bytearray) -> None:
         write_at(self._fd, memoryview(data), start, self._path)
+        self.accept(start, len(data), None)
+
+    def sender(self) -> Sender:
+        self.close()  # one open file for each would be too many, where they are small
+        return LocalSender(os.path.abspath(self._path))
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
         with self._lock:
-            self._left -= len(data)
+            self._left -= nbytes
             if self._left:
                 return
             self.close()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.staging import NOT_EMPTY
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.storage.remote import RemoteStorage, Upload
-    from ckpttool.transfer import Target
+    from ckpttool.transfer import Sender, Target
 
 
 def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) -> None:
@@ -180,6 +181,17 @@ class RemoteOutput:
             self._written.append(name)
         self._storage.put(self.path(name), data)
 
+    def sender(self, name: str) -> Sender:
+        """What writes a small file in another process; what is kept until the end comes back to this one."""
+        if name in self._last or name in self._before:
+            return _Returned()
+        with self._lock:
+            self._written.append(name)
+        return _Put(self._storage, self.path(name))
+
+    def place(self) -> None:
+        """None: a bucket is the same everywhere."""
+
     def commit(self) -> None:
         """Let everything be seen, what makes it look whole last."""
         self._storage.delete([self.path(name) for name in self._last if name in self._before])
@@ -221,6 +233,32 @@ class _Small:
     def give_up(self, error: BaseException) -> None:
         pass
 
+    def sender(self) -> Sender:
+        return self._output.sender(self._name)
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        if receipt is not None:
+            self._output.put(self._name, receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """Writes a small file in one go."""
+
+    storage: RemoteStorage
+    path: str
+
+    def write(self, start: int, data: bytearray) -> None:
+        self.storage.put(self.path, bytes(data))
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Writes nothing: the process that commits will."""
+
+    def write(self, start: int, data: bytearray) -> bytes:
+        return bytes(data)
+
 
 class _Large:
     """A file that is uploaded in parts."""
@@ -237,3 +275,10 @@ class _Large:
 
     def give_up(self, error: BaseException) -> None:
         self._upload.give_up(error)
+
+    def sender(self) -> Sender:
+        sender: Sender = self._upload.sender()
+        return sender
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        self._upload.accept(start, nbytes, receipt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ckpttool import execute, staging, transfer
@@ -11,12 +12,14 @@ from ckpttool.storage import LOCAL, is_url, local_path, without_secrets, write_n
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.progress import Progress
     from ckpttool.storage import Storage
     from ckpttool.storage.remote import RemoteStorage
+    from ckpttool.tasks import Workers
 
 
 class Destination:
@@ -86,6 +89,16 @@ class Destination:
 
         uploads.check_target(self._remote, self.out, overwrite=overwrite)
 
+    def check_shareable(self) -> None:
+        """Refuse an output that several processes cannot write.
+
+        Raises:
+            StorageError: It is a storage whose files are written by one process, from the first byte to the last.
+        """
+        if self._remote is not None and not self._remote.parts_from_anywhere:
+            problem = "is a storage that only one process can write a file of"
+            raise StorageError(self.out, problem, "write to S3 or to a directory that all nodes share, or without Ray")
+
     def check_apart(self, checkpoint: Checkpoint) -> None:
         """Refuse to write where the source lies.
 
@@ -113,6 +126,7 @@ class Destination:
         progress: Progress | None,
         check: Callable[[str], None],
         resume: bool | None,
+        workers: AbstractContextManager[Workers] | None = None,
     ) -> int:
         """Run a plan and commit what it wrote.
 
@@ -125,6 +139,7 @@ class Destination:
             progress: Told how far it is.
             check: Called with the directory that was written; what it raises means that this was in vain.
             resume: Whether to go on from what a run before this one has left; None for what is not worth it.
+            workers: Other processes that do the work; None to do it here.
 
         Returns:
             Finite elements that became infinite in a narrower type.
@@ -132,13 +147,22 @@ class Destination:
         meter = Meter(plan.nbytes_written, progress)
         key = "" if resume is None else plan.fingerprint()
         if self._remote is not None:
-            return self._upload(
-                self._remote, plan, replaces, last, jobs, memory, meter, check, key, resume=bool(resume)
-            )
+            with workers or nullcontext() as there:
+                return self._upload(
+                    self._remote, plan, replaces, last, jobs, memory, meter, check, key, there, resume=bool(resume)
+                )
         staging.check_space(self.out, plan.nbytes_written)
-        with staging.staged(self.out, replaces=replaces, last=last, key=key, resume=bool(resume)) as directory:
+        with (
+            workers or nullcontext() as there,
+            staging.staged(self.out, replaces=replaces, last=last, key=key, resume=bool(resume)) as directory,
+        ):
             journal = None if resume is None else staging.Journal(directory)
-            if any(file.storage.distant for file in plan.sources):
+            if there is not None:
+                from ckpttool import tasks
+
+                with transfer.DirectoryOutput(directory, journal) as output:
+                    overflowed = tasks.run(plan, output, there, jobs=jobs, memory=memory, advance=meter)
+            elif any(file.storage.distant for file in plan.sources):
                 with transfer.DirectoryOutput(directory, journal) as output:
                     overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
             else:
@@ -153,12 +177,18 @@ class Destination:
 
     def _upload(
         self, remote: RemoteStorage, plan: CopyPlan, replaces: Callable[[str], bool], last: Sequence[str],
-        jobs: int | None, memory: int, meter: Meter, check: Callable[[str], None], key: str, *, resume: bool,
+        jobs: int | None, memory: int, meter: Meter, check: Callable[[str], None], key: str, workers: Workers | None,
+        *, resume: bool,
     ) -> int:  # fmt: skip
         from ckpttool.uploads import uploaded
 
         with uploaded(remote, self.out, plan, replaces=replaces, last=last, key=key, resume=resume) as output:
-            overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
+            if workers is None:
+                overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
+            else:
+                from ckpttool import tasks
+
+                overflowed = tasks.run(plan, output, workers, jobs=jobs, memory=memory, advance=meter)
         try:
             check(self.out)
         except BaseException:

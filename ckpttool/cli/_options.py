@@ -49,6 +49,16 @@ jobs_option = click.option(
 )
 
 
+ray_option = click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="",
+    metavar="[ADDRESS]",
+    help="Spread the work over a Ray cluster: the one at ADDRESS, or the one that Ray finds; it starts one if there is "
+    "none. Without ADDRESS, write it last.",
+)
+
+
 def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
     """Key=value pairs as fsspec takes them; dots make dictionaries."""
     result: dict[str, Any] = {}

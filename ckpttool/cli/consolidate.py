@@ -30,6 +30,7 @@ from ckpttool.cli import _options as options
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.jobs_option
 @options.memory_option
+@options.ray_option
 @options.json_option
 @options.storage_option
 @options.debug_option
@@ -50,6 +51,7 @@ def consolidate(
     overwrite: bool,
     jobs: int | None,
     memory: int | None,
+    ray: str | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
@@ -69,6 +71,7 @@ def consolidate(
         max_shard_size=max_shard_size,
         jobs=jobs,
         memory=memory,
+        ray=ray,
     )
     with progress_bar("consolidate") as progress:
         report = api.consolidate(

@@ -39,6 +39,7 @@ from ckpttool.cli import _options as options
 @click.option("--resume", is_flag=True, help="Go on from what a killed run of the same conversion has completed.")
 @options.jobs_option
 @options.memory_option
+@options.ray_option
 @options.json_option
 @options.storage_option
 @options.debug_option
@@ -58,6 +59,7 @@ def convert(
     resume: bool,
     jobs: int | None,
     memory: int | None,
+    ray: str | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
@@ -91,6 +93,7 @@ def convert(
         dtype=dtype,
         jobs=jobs,
         memory=memory,
+        ray=ray,
     )
     with progress_bar("convert") as progress:
         report = api.convert(

@@ -92,6 +92,8 @@ class RemoteStorage:
     """
 
     distant = True
+    parts_from_anywhere = False
+    """Whether several processes can write parts of one file, in any order."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -99,6 +101,10 @@ class RemoteStorage:
         self._single: dict[str, Entry] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For other processes: with what the file system was made with, and nothing that was listed.
+        return type(self), (self.fs,)
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -432,6 +438,16 @@ class Upload(Protocol):
     def give_up(self, error: BaseException) -> None:
         """A part will never come, and why: let nobody wait for it."""
 
+    def sender(self) -> Any:
+        """What other processes write parts with; see ``transfer.Sender``.
+
+        Raises:
+            StorageError: This process alone can write the file.
+        """
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        """Another process has written a part, and got this for it."""
+
     def commit(self) -> None:
         """Let the file be seen."""
 
@@ -497,6 +513,17 @@ class StreamUpload:
 
     def _there(self) -> Entry | None:
         return self._storage.entry(self.path) if self._storage.exists(self.path) else None
+
+    def sender(self) -> Any:
+        """Nothing: who writes from the first byte to the last is one process.
+
+        Raises:
+            StorageError: Always.
+        """
+        raise StorageError(self.path, "can be written by one process alone", "write it to S3, or to local disk")
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        """Never called: there is no sender."""
 
     def give_up(self, error: BaseException) -> None:
         """Let nobody wait for a part that will never come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ class S3Storage(RemoteStorage):
     Args:
         fs: s3fs's file system.
     """
+
+    parts_from_anywhere = True
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
@@ -148,6 +151,34 @@ def part_bytes(nbytes: int) -> int:
     return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
 
 
+@dataclass(frozen=True, slots=True)
+class S3Parts:
+    """Writes parts of an upload that was begun, in this process or another."""
+
+    storage: S3Storage
+    """Where."""
+    path: str
+    """URL of the object."""
+    where: Mapping[str, str]
+    """Its bucket, its key there and the number of the upload."""
+    part_bytes: int
+    """Size of every part but the last."""
+
+    def write(self, start: int, data: bytes | bytearray) -> str:
+        """Write the part that begins at a byte, in place of what was written of it before; returns its ETag.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        return call(self.path, partial(self._send, start // self.part_bytes + 1, data))
+
+    def _send(self, number: int, data: bytes | bytearray) -> str:
+        # As a stream: bytes would be sent in one go, and nothing else be done meanwhile.
+        body = io.BytesIO(data)
+        answer = self.storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **self.where)
+        return str(answer["ETag"])
+
+
 class S3Upload:
     """An upload in parts, in any order. Nobody sees the object before it is committed.
 
@@ -199,16 +230,16 @@ class S3Upload:
         Raises:
             StorageError: It cannot be written.
         """
-        number = start // self._part_bytes + 1
-        answer = call(self.path, partial(self._send, number, data))
-        with self._lock:
-            self._parts[number] = (answer["ETag"], len(data))
+        self.accept(start, len(data), self.sender().write(start, data))
 
-    def _send(self, number: int, data: bytes | bytearray) -> dict[str, Any]:
-        # As a stream: bytes would be sent in one go, and nothing else be done meanwhile.
-        body = io.BytesIO(data)
-        answer = self._storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **self._where)
-        return dict(answer)
+    def sender(self) -> S3Parts:
+        """What writes parts, here or in another process."""
+        return S3Parts(self._storage, self.path, self._where, self._part_bytes)
+
+    def accept(self, start: int, nbytes: int, receipt: str) -> None:
+        """Note the ETag of a part that was written."""
+        with self._lock:
+            self._parts[start // self._part_bytes + 1] = (receipt, nbytes)
 
     def commit(self) -> None:
         """Let the object be seen."""
