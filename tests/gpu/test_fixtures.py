@@ -187,6 +187,22 @@ def test_the_archive_holds_all_of_it(made: Made, tmp_path: Path) -> None:
     checks.provenance(checks.Fixture(tmp_path / "out" / STAND_INS[0], "cpu"))
 
 
+def test_how_saves_stall_is_measured_by_ranks_that_start_afresh(tmp_path: Path) -> None:
+    code, printed = command(
+        "--device", "cpu", "--only", "stall", "--ranks", "1", "--spawn", "--parameters", "200000", "--runs", "1",
+        "--seconds", "300", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0, printed
+    stages = json.loads((tmp_path / "report.json").read_text())["stall"]["stages"]
+    assert stages.keys() == {"2", "3"}
+    for stage in stages.values():
+        assert stage["nbytes"] > 12 * 190_000
+        assert len(stage["seconds"]) == 5
+        assert all(seconds > 0 for seconds in stage["seconds"].values())
+        assert stage["host_memory_bytes"] >= stage["nbytes"]
+    assert "manager.save, asynchronous: stall" in (tmp_path / "report.md").read_text()
+
+
 def test_what_takes_too_long_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     code, printed = command(
         "--device", "cpu", "--only", "zero1-bf16", "--ranks", "1", "--seconds", "2", "--steps", "100000",

@@ -148,9 +148,16 @@ def _register(block: Any) -> bool:
     address, cuda = block.data_ptr(), torch.cuda.cudart()
     try:
         if int(cuda.cudaHostRegister(address, block.numel(), PORTABLE)):
+            _forget_error()
             return False
     except RuntimeError:
         return False
     # Not at the interpreter's end, where CUDA may have ended before.
     weakref.finalize(block, cuda.cudaHostUnregister, address).atexit = False
     return True
+
+
+def _forget_error() -> None:
+    """Let nobody else hear of an error that was dealt with: CUDA keeps it, and the next kernel would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
