@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests import forked
@@ -215,6 +216,16 @@ def test_what_takes_too_long_is_told_and_the_rest_goes_on(tmp_path: Path) -> Non
     assert "was not done in" in told
     assert "NOT all went well" in (tmp_path / "report.md").read_text()
     assert not (tmp_path / "zero1-bf16").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_where_there_is_no_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    code, printed = command("--out", str(tmp_path / "out"))
+    assert code == 1
+    assert printed.startswith("make_gpu.py: torch ")
+    assert printed.endswith("sees no GPU; pass --device cpu to do without\n")
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------- the checks
