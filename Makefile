@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test check slow format format-check lint types layers property bench fixtures requirements clean
+.PHONY: help demo test check slow format format-check lint types layers property bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,6 +55,9 @@ bench: $(READY)  ## measure against cp and zero_to_fp32.py, side by side
 
 fixtures: $(READY)  ## train the bundled checkpoints again with real DeepSpeed
 	$(BIN)/python fixtures/make.py
+
+gpu:  ## on a machine with a GPU, with its own python: train on it, and save, convert and resume (GPU="--device cpu": without)
+	$(PYTHON) fixtures/make_gpu.py $(GPU)
 
 requirements: $(READY)  ## pin the development requirements again (needs uv)
 	(echo '# Pinned by `make requirements`; torch itself is pinned in torch.txt and installed first.'; \

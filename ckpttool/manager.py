@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.candidates import Candidate
+    from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.report import LoadReport
-    from ckpttool.integrations.deepspeed.saving import Collected, HostMemory
+    from ckpttool.integrations.deepspeed.saving import Collected
     from ckpttool.saving.protocol import Place
     from ckpttool.saving.ranks import Ranks
 
@@ -396,7 +397,7 @@ class CheckpointManager:
         """Where to copy the state to: what lies on a device must pass through the host in any case."""
         on_device = engine.device.type != "cpu"
         if self._memory is None and (self.saves_in_background or on_device):
-            from ckpttool.integrations.deepspeed.saving import HostMemory
+            from ckpttool.integrations.deepspeed.host_memory import HostMemory
 
             self._memory = HostMemory(pinned=on_device)
         return self._memory

@@ -24,6 +24,12 @@ settings.load_profile("default")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give DeepSpeed the GPU where the tests that need one are run alone."""
+    if config.getoption("markexpr", "") == "gpu":
+        os.environ["DS_ACCELERATOR"] = "cuda"
+
+
 @pytest.fixture
 def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
     """Copies a bundled checkpoint to where a test may damage it."""

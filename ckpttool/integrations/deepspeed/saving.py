@@ -14,7 +14,6 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.errors import CkptError, PlanError
@@ -25,12 +24,8 @@ from ckpttool.saving.upkeep import SCRATCH
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ckpttool.integrations.pickling import StorageBytes
+    from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.saving.outgoing import OutgoingFile
-
-ALIGNMENT = 64
-"""Bytes; what is copied to the host begins at multiples of this."""
-HUGE_PAGE = 1 << 21
 
 
 @dataclass(slots=True)
@@ -109,66 +104,6 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
         return False
 
 
-class HostMemory:
-    """The host's memory for one rank's state, used again for every save.
-
-    Args:
-        pinned: Whether a GPU is to copy to it.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._blocks: list[Any] = []
-        self._block = 0
-        self._used = 0
-
-    def reset(self) -> None:
-        """Nothing that is held is needed any more."""
-        self._block = self._used = 0
-
-    def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, Held]:
-        """Copy the bytes of storages; all is there when ``settle`` returns."""
-        total = sum(-(-s.nbytes // ALIGNMENT) * ALIGNMENT for s in storages.values())
-        memory = self._take(total)
-        held = {}
-        at = 0
-        for key, storage in storages.items():
-            target = memory[at : at + storage.nbytes]
-            target.copy_(storage.tensor, non_blocking=self._pinned)
-            held[key] = Held(memoryview(target.numpy()))
-            at += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
-        return held
-
-    def settle(self) -> None:
-        """Wait for copies from a device."""
-        if self._pinned:
-            from deepspeed.accelerator import get_accelerator
-
-            get_accelerator().synchronize()
-
-    def _take(self, nbytes: int) -> Any:
-        # One block a file: their sizes are the same from save to save.
-        while self._block < len(self._blocks):
-            block = self._blocks[self._block]
-            if block.numel() >= nbytes:
-                self._block += 1
-                return block
-            del self._blocks[self._block]
-        self._blocks.append(self._allocate(nbytes))
-        self._block += 1
-        return self._blocks[-1]
-
-    def _allocate(self, nbytes: int) -> Any:
-        if self._pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
-        with contextlib.suppress(OSError, AttributeError):
-            block.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(block, dtype=torch.uint8)
-
-
 @contextlib.contextmanager
 def _swapped(engine: Any, other: Any) -> Iterator[None]:
     own = engine.checkpoint_engine
@@ -211,7 +146,7 @@ def collect(
     scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=scratch_root if nvme else None)
     directory = os.path.join(scratch, tag)
     if memory is not None:
-        memory.reset()
+        memory.begin()
     collector = _Collector(engine.checkpoint_engine, directory, memory)
     found = collector.found
     found.scratch = scratch
@@ -225,6 +160,9 @@ def collect(
         if memory is not None:
             memory.settle()
     except BaseException:
+        if memory is not None:
+            with contextlib.suppress(RuntimeError):  # the device itself may be what failed
+                memory.settle()
         found.release()
         raise
     for entry in os.scandir(scratch):
