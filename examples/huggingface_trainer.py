@@ -53,6 +53,7 @@ def main() -> None:
     )
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
+    torch.distributed.destroy_process_group()  # what follows is the work of one process
 
     if trainer.is_world_process_zero():
         # The directory as the Trainer wrote it; config.json comes along, so that from_pretrained finds all it needs.
@@ -63,8 +64,6 @@ def main() -> None:
             batch = tokens.to(arguments.device)
             again = float(model(input_ids=batch, labels=batch).loss)
         print(f"exported {written.nbytes_written:,} bytes; loss while training {loss:.4f}, loaded back {again:.4f}")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
