@@ -53,7 +53,6 @@ def main() -> None:
     )
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
-    torch.distributed.destroy_process_group()  # what follows is the work of one process
 
     if trainer.is_world_process_zero():
         # The directory as the Trainer wrote it; config.json comes along, so that from_pretrained finds all it needs.
