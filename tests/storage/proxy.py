@@ -710,7 +710,10 @@ def _unsent(writer: asyncio.StreamWriter) -> int:
     """Bytes that the other host has not acknowledged."""
     if writer.transport.get_write_buffer_size():
         return writer.transport.get_write_buffer_size()
-    answer = fcntl.ioctl(writer.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0" * 4)
+    number = writer.get_extra_info("socket").fileno()
+    if number < 0:  # closed meanwhile: the other host has hung up
+        return 0
+    answer = fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4)
     return int(struct.unpack("i", answer)[0])
 
 
