@@ -52,7 +52,7 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
 
 def _not_kept(place: Place, root: str, rules: Rules) -> list[str]:
     entries = committed(place.storage, root)
-    if rules.best is not None and not any(parse_best(rules.best)[0] in e.metrics for e in entries):
+    if rules.best is not None and not any(e.whole and parse_best(rules.best)[0] in e.metrics for e in entries):
         if rules.last is None and rules.every is None:
             return []
         rules = replace(rules, best=None)  # none is known to be better than another

@@ -475,3 +475,13 @@ def test_a_torn_checkpoint_pushes_no_whole_one_out(root: str) -> None:
     os.truncate(path, os.path.getsize(path) // 2)
     tidy(Disk(), root, Rules(last=1), grace=0)
     assert chosen(root) == ("step1", version(1))
+
+
+def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: str) -> None:
+    put(root, "step1", 1, metrics={"loss": 0.5})
+    put(root, "step2", 2)
+    put(root, "step3", 3)
+    path = f"{root}/step1/{min(version(1))}"
+    os.truncate(path, os.path.getsize(path) // 2)
+    tidy(Disk(), root, Rules(last=1, best="loss"), grace=0)
+    assert whole(root).keys() == {"step3"}
