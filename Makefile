@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test check slow format format-check lint types layers property bench fixtures gpu requirements clean
+.PHONY: help demo test check format format-check lint types layers property bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -23,11 +23,10 @@ $(READY): requirements/torch.txt requirements/dev.txt pyproject.toml
 demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the result back
 	$(BIN)/python examples/demo.py
 
+# Ray's clusters come last and by themselves: each takes all cores that there are.
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
-
-slow: $(READY)  ## run the tests that take minutes each: a cluster that loses nodes and gets others
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ray"
+	$(BIN)/python -m pytest -m ray
 
 property: $(READY)  ## run the property tests with many more examples
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=thorough

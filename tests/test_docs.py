@@ -99,9 +99,6 @@ def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> 
     ]
 
 
-# Slow, for it may never end: when the Trainer's DDP is the last to hold a Gloo group, torch 2.13 joins the group's
-# thread while holding the lock that the thread waits for.
-@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_what_the_trainer_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.slow,
     # Ray's processes and files outlive the objects that stand for them here.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
-# Three clusters and their examples take minutes, most of which is waiting: `make slow` runs them.
-pytestmark = [pytest.mark.deepspeed, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +217,6 @@ def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(tmp_path:
     assert "epoch 1: loss" in second
 
 
-@pytest.mark.slow
 def test_an_elastic_run_outlives_lost_nodes_and_grows_again(tmp_path: Path) -> None:
     printed = _example("ray_elastic.py", "--simulate", "--storage", str(tmp_path))
     told = [line.split("s  ")[1] for line in printed.splitlines() if "s  " in line]
