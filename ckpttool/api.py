@@ -194,8 +194,8 @@ def consolidate(
         prove: Digest what was read and what was written, and commit only if they are the same.
         dry_run: Plan, but write nothing.
         overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
-        jobs: Threads. Default: one where bytes are only copied, which is as fast as ``cp``, and one for each core, up
-            to four, where they are cast. More pay where the checkpoint lies on a slow or distant disk.
+        jobs: Threads. Default: one for each core, up to four; a file whose bytes are only copied is written by one of
+            them. Where a storage is distant: 16.
         memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
             MB. Between local files a few MB are used.
         ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
@@ -545,7 +545,7 @@ def convert(
         dry_run: Plan, but write nothing.
         resume: Go on from the files that a killed or failed run of the same conversion has completed, and leave what is
             complete if this one fails. Not after a power cut: nothing is synced to disk.
-        jobs: Threads; default: one.
+        jobs: As for ``consolidate``.
         memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
             MB. Between local files a few MB are used.
         ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
@@ -614,10 +614,8 @@ def convert(
             )
 
     if not dry_run:
-        distant = any(file.storage.distant for file in plan.sources) or destination.distant
-        # Between local files nearly all of it is copying, of which a file system does one at a time for each file.
         destination.write(
-            plan, replaces=_is_weights, last=(last,), jobs=jobs or (None if distant else 1), memory=room,
+            plan, replaces=_is_weights, last=(last,), jobs=jobs, memory=room,
             progress=progress, check=check, resume=resume, workers=workers,
         )  # fmt: skip
     return ConvertReport(
@@ -678,7 +676,7 @@ def cp(
         tag: As for ``inspect``.
         prove: Digest the checkpoint and the copy, and commit only if they are the same.
         resume: As for ``convert``.
-        jobs: Threads. Default: one between local files, 16 where a storage is distant.
+        jobs: As for ``consolidate``.
         memory: As for ``convert``.
         progress: Called with (bytes done, bytes in all).
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from ckpttool.storage import LocalReader, copy_range, reserve, translate_os_erro
 from ckpttool.threads import default_jobs, in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -60,8 +60,7 @@ def run(
     Args:
         plan: What to write.
         directory: An existing directory, which nobody reads yet.
-        jobs: Threads; None for one where bytes are only copied, and as many as there are cores, up to MAX_JOBS, where
-            they are cast. One file system writes one file for one thread at a time: more only wait for each other.
+        jobs: Threads; None for as many as there are cores, up to MAX_JOBS.
         advance: Told of bytes written.
         journal: Knows the files that are there already, and is told of those that are complete.
 
@@ -69,29 +68,83 @@ def run(
         LayoutError: A comparison of the plan does not hold; nothing was written.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
-    result = Result()
     with Sources(plan.sources) as sources:
         if plan.proofs is not None:
             for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
                 raise problem
-        for file in plan.files:
-            path = os.path.join(directory, file.name)
-            if journal is not None and journal.has(file.name, file.nbytes):
-                advance(file.nbytes)
+        with _Run(plan, directory, sources, advance, journal) as all_files:
+            # closing(): no thread may be left writing when the files are closed, whatever happens here.
+            threads = in_threads(all_files.tasks(), jobs or default_jobs(), all_files.stopped)
+            with contextlib.closing(threads) as results:
+                overflowed = sum(results)
+        sources.check_unchanged()
+    return Result(overflowed)
+
+
+class _Run:
+    """The files of a plan, several of them at once.
+
+    A file system writes one file for one thread at a time, so that a second one would only wait: a file whose bytes are
+    only copied is one task. Where they are cast, which keeps cores busy, a file is many.
+    """
+
+    def __init__(
+        self, plan: CopyPlan, directory: str, sources: Sources, advance: Advance, journal: Journal | None
+    ) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._sources = sources
+        self._advance = advance
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._left: dict[int, int] = {}
+        """By file that is open: tasks that are not done."""
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._left:
+            os.close(fd)
+
+    def tasks(self) -> Iterator[Callable[[], int]]:
+        """What is to be done: each returns how many elements became infinite."""
+        for file in self._plan.files:
+            path = os.path.join(self._directory, file.name)
+            if self._journal is not None and self._journal.has(file.name, file.nbytes):
+                self._advance(file.nbytes)
                 continue
             if "/" in file.name:
                 with translate_os_errors(path):
                     os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = _create(path, file)
-            threads = jobs or (default_jobs() if _casts(plan, file) else 1)
-            try:
-                result.overflowed += fill(plan, file, sources, fd, path, jobs=threads, advance=advance)
-            finally:
-                os.close(fd)
-            if journal is not None:
-                journal.add(file.name)
-        sources.check_unchanged()
-    return result
+            self._left[fd] = 1  # until all tasks are known
+            parts = list(_parts(self._plan, file, self._sources, fd, path, self._advance))
+            for task in [[part] for part in parts] if _casts(self._plan, file) else [parts]:
+                with self._lock:
+                    self._left[fd] += 1
+                yield partial(self._do, task, file, fd)
+            self._done(file, fd)
+
+    def _do(self, parts: Sequence[Callable[[], int]], file: TargetFile, fd: int) -> int:
+        overflowed = 0
+        for part in parts:
+            if self.stopped.is_set():
+                return overflowed
+            overflowed += part()
+        self._done(file, fd)
+        return overflowed
+
+    def _done(self, file: TargetFile, fd: int) -> None:
+        with self._lock:
+            self._left[fd] -= 1
+            if self._left[fd]:
+                return
+            del self._left[fd]
+            os.close(fd)
+            if self._journal is not None:
+                self._journal.add(file.name)
 
 
 # ------------------------------------------------------------------------------------------------- one target file
@@ -115,11 +168,18 @@ def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str,
     Raises:
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
-    copies = (partial(_copy, plan, sources, rows, fd, path, advance) for rows in _split(plan, file))
-    gathers = (partial(_gather, sources, gather, fd, path, advance) for gather in file.gathers)
     # closing(): no thread may be left writing when the file is closed, whatever happens here.
-    with contextlib.closing(in_threads(chain(copies, gathers), jobs)) as results:
+    with contextlib.closing(in_threads(_parts(plan, file, sources, fd, path, advance), jobs)) as results:
         return sum(results)
+
+
+def _parts(
+    plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str, advance: Advance
+) -> Iterator[Callable[[], int]]:
+    for rows in _split(plan, file):
+        yield partial(_copy, plan, sources, rows, fd, path, advance)
+    for gather in file.gathers:
+        yield partial(_gather, sources, gather, fd, path, advance)
 
 
 def _create(path: str, file: TargetFile) -> int:

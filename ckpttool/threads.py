@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Generator, Iterator
 
 T = TypeVar("T")
@@ -21,8 +22,16 @@ def default_jobs(*, distant: bool = False) -> int:
     return DISTANT_JOBS if distant else min(MAX_JOBS, os.cpu_count() or 1)
 
 
-def in_threads(tasks: Iterator[Callable[[], T]], jobs: int) -> Generator[T, None, None]:
-    """Run tasks, at most ``jobs`` at once and only as many waiting; the first error stops the rest."""
+def in_threads(
+    tasks: Iterator[Callable[[], T]], jobs: int, stopped: threading.Event | None = None
+) -> Generator[T, None, None]:
+    """Run tasks, at most ``jobs`` at once and only as many waiting; the first error stops the rest.
+
+    Args:
+        tasks: Taken one by one, in the thread that asks for results.
+        jobs: Threads.
+        stopped: Set when no more results will be asked for: tasks that take long look at it, for they are waited for.
+    """
     if jobs <= 1:
         for task in tasks:
             yield task()
@@ -42,5 +51,7 @@ def in_threads(tasks: Iterator[Callable[[], T]], jobs: int) -> Generator[T, None
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (f.result() for f in done)
         finally:
+            if stopped is not None:
+                stopped.set()
             for future in running:
                 future.cancel()

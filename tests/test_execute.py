@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -153,6 +154,67 @@ def test_the_first_error_stops_the_other_threads() -> None:
     with pytest.raises(StorageError, match="broke"):
         list(in_threads((partial(task, n) for n in range(1000)), 2))
     assert len(began) < 20
+
+
+def _two_files(source: Path) -> CopyPlan:
+    """The source twice, in copies of a tenth each, none of which lies as its pages do."""
+    size = SIZE // 10
+    copies = np.array([(0, n * size, size, n * size + 1, 0) for n in range(10)], dtype=COPY)
+    files = tuple(TargetFile(name, 1 + 10 * size, ((0, b"x"),), copies) for name in ("a", "b/c"))
+    return CopyPlan((_source(source),), (("U8", "U8"),), files)
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def test_files_are_written_at_once_and_each_by_one_thread(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, both = os.pwrite, threading.Barrier(2, timeout=30)
+    writers: dict[int, set[int]] = {}
+
+    def together(fd: int, data: memoryview, at: int) -> int:
+        if len(data) > 1:
+            writers.setdefault(fd, set()).add(threading.get_ident())
+            both.wait()  # breaks if the other file is not being written
+        return write(fd, data, at)
+
+    monkeypatch.setattr(execute, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(os, "pwrite", together)
+    execute.run(_two_files(source), str(tmp_path), jobs=4, advance=lambda _: None)
+    assert [len(threads) for threads in writers.values()] == [1, 1]
+    expected = b"x" + source.read_bytes()[: SIZE // 10 * 10]
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b" / "c").read_bytes() == expected
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+def test_an_error_in_one_file_stops_the_others_in_the_middle(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failed = os.pwrite, threading.Event()
+    after: list[int] = []
+
+    def fail_in_the_second(fd: int, data: memoryview, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("c") and at:
+            failed.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if at:
+            assert failed.wait(30)
+            time.sleep(0.05)  # until it is known
+            after.append(at)
+        return write(fd, data, at)
+
+    monkeypatch.setattr(execute, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(os, "pwrite", fail_in_the_second)
+    with pytest.raises(StorageError, match="c: no space left on the device"):
+        execute.run(_two_files(source), str(tmp_path), jobs=2, advance=lambda _: None)
+    assert len(after) < 8  # of twenty and more
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
 
 def test_a_meter_adds_up_across_threads() -> None:
