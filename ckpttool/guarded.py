@@ -84,7 +84,7 @@ class GuardedStorage:
         """The content of a small text file."""
         return self._storage.read_text(path)
 
-    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
+    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes | memoryview]:
         """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
         inner = []
         for reader, start, end in wanted:
@@ -92,7 +92,7 @@ class GuardedStorage:
                 inner.append((reader.reader, *reader.widened(start, end)))
             else:
                 inner.append((reader, start, end))
-        found = []
+        found: list[bytes | memoryview] = []
         for (reader, start, end), (_, first, _), data in zip(wanted, inner, self._storage.read_all(inner), strict=True):
             if isinstance(reader, GuardedReader):
                 reader.check(first, data)

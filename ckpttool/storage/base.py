@@ -139,7 +139,7 @@ class Storage(Protocol):
             StorageError: It cannot be read, is larger than 1 MiB or is not text.
         """
 
-    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
+    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> Sequence[bytes | memoryview]:
         """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
 
     def refresh(self, paths: Sequence[str]) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage.base import Reader
 
 CONNECTIONS = 32
 """Requests in flight at once, for one storage."""
@@ -234,13 +233,13 @@ class RemoteStorage:
         with self.open(path) as reader:
             return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
 
-    def get(self, path: str, start: int, end: int, version: str) -> bytes:
+    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """The bytes [start, end) of a file; one request."""
         return bytes(self.fs.cat_file(self.key(path), start=start, end=end))
 
-    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
-        """The bytes [start, end) of each reader, many at once."""
-        return self.at_once([partial(reader.read, start, end) for reader, start, end in wanted])
+    def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
+        """The bytes [start, end) of each reader, which is one of this storage's; many at once."""
+        return self.at_once([partial(reader.fetch, start, end) for reader, start, end in wanted])
 
     def at_once(self, calls: Sequence[partial[Any]]) -> list[Any]:
         """Make calls, each of one request, at the same time; their results in order."""
@@ -348,6 +347,10 @@ class RemoteReader:
         Raises:
             StorageError: The file ends before ``end``, was written anew, or the store keeps failing.
         """
+        return bytes(self.fetch(start, end))
+
+    def fetch(self, start: int, end: int) -> bytes | memoryview:
+        """As ``read``, but the bytes may lie where they came to: to copy them takes longer than all else about them."""
         if start >= end:
             return b""
         if end > self.nbytes:
@@ -357,7 +360,7 @@ class RemoteReader:
         first, last = self._widened(start, end) if self._ahead else (start, end)
         data = call(self.path, partial(self._get, first, last))
         if self._ahead:
-            self._keep(first, data)
+            self._keep(first, bytes(data))
         return data[start - first : end - first] if (first, last) != (start, end) else data
 
     def _find(self, start: int, end: int) -> bytes | None:
@@ -386,7 +389,7 @@ class RemoteReader:
             return self.nbytes - AHEAD_BYTES, self.nbytes
         return start, end
 
-    def _get(self, start: int, end: int) -> bytes:
+    def _get(self, start: int, end: int) -> bytes | memoryview:
         data = self.storage.get(self.path, start, end, self.version)
         if len(data) != end - start:
             raise ShortReadError(f"{len(data):,} bytes instead of {end - start:,}")
@@ -394,7 +397,7 @@ class RemoteReader:
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order; asked for at once."""
-        return self.storage.read_all([(self, r.start, r.end) for r in ranges])
+        return [bytes(data) for data in self.storage.read_all([(self, r.start, r.end) for r in ranges])]
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on.
@@ -402,7 +405,7 @@ class RemoteReader:
         Raises:
             StorageError: The file ends too early, was written anew, or the store keeps failing.
         """
-        buffer[:] = self.read(start, start + len(buffer))
+        buffer[:] = self.fetch(start, start + len(buffer))
 
     def check_unchanged(self) -> None:
         """Make sure that the file is still the one that was opened.

@@ -16,10 +16,14 @@ from ckpttool.storage.remote import CONNECTIONS, RemoteStorage
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from ckpttool.storage.obstore_ranges import ObstoreRanges
+
 MAX_PARTS = 10_000
 """S3's own limits: parts of one upload,"""
 MIN_PART_BYTES = 5 << 20
 """and bytes of each but the last."""
+BULK_BYTES = 1 << 20
+"""Ranges from this size on are read through obstore, if it is installed."""
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,16 +54,33 @@ class S3Storage(RemoteStorage):
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
         fs.retries = 1
+        self._ranges: dict[str, ObstoreRanges | None] = {}
 
-    def get(self, path: str, start: int, end: int, version: str) -> bytes:
+    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """The bytes [start, end) of one version of an object; one request.
 
         The ETag goes along, so that an object that was written anew is not taken for the one that was listed.
         """
         from fsspec.asyn import sync
 
+        bucket, key = self._names(path)
+        if end - start >= BULK_BYTES and (ranges := self._ranges_of(bucket)) is not None:
+            data = ranges.get(key, start, end, version)
+            if data is not None:
+                return data
         only = {"IfMatch": f'"{version}"'} if version else {}
-        return bytes(sync(self.fs.loop, self._get, *self._names(path), start, end, only))
+        return bytes(sync(self.fs.loop, self._get, bucket, key, start, end, only))
+
+    def _ranges_of(self, bucket: str) -> ObstoreRanges | None:
+        with self._lock:
+            if bucket not in self._ranges:
+                from ckpttool.storage.obstore_ranges import ObstoreRanges
+
+                self._ranges[bucket] = None
+                # Whatever keeps it from being made, s3fs will do, or say what is wrong.
+                with contextlib.suppress(Exception):
+                    self._ranges[bucket] = ObstoreRanges(self.fs, bucket)
+            return self._ranges[bucket]
 
     async def _get(self, bucket: str, key: str, start: int, end: int, only: dict[str, str]) -> bytes:
         wanted = f"bytes={start}-{end - 1}"

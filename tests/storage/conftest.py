@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,16 @@ def proxy(s3: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]
     with Proxy(s3.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         yield proxy
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How ranges come: through s3fs alone, as where obstore is not installed; or through obstore, small ones too."""
+    if request.param == "s3fs":
+        monkeypatch.setitem(sys.modules, "obstore", None)
+    else:
+        monkeypatch.setattr("ckpttool.storage.s3.BULK_BYTES", 1)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

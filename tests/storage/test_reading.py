@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 NAME = "zero3-dp4-bf16"
 OPTIONS = {"config_kwargs": {"read_timeout": 0.7}}
 SHORT = ("--storage-option", "config_kwargs.read_timeout=1")
+pytestmark = pytest.mark.usefixtures("road")
 PAYLOADS = "optim_states"
 """The files that weights are read from."""
 
@@ -202,7 +203,9 @@ def test_a_read_that_hangs_is_made_again(fault: Hang, run: str, proxy: Proxy) ->
     assert rule.fired >= 4
 
 
-def test_a_server_that_knows_no_ranges_is_not_read_whole(run: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+def test_a_server_that_knows_no_ranges_is_not_read_whole(
+    run: str, road: str, s3: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
     from tests.storage.large import write_weights
 
     rule = proxy.add(Unranged(), "get_object", each=True)
@@ -214,7 +217,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(run: str, s3: Bucket, p
     assert "large/model.safetensors: the store failed 7 times, at last with 22,4" in error
     assert "bytes instead of " in error
     assert rule.fired == 0 or proxy.requests("get_object")
-    assert len(proxy.requests("get_object")) == failures.ATTEMPTS
+    assert len(proxy.requests("get_object")) == failures.ATTEMPTS + (road == "obstore")  # which is then given up
 
 
 @pytest.mark.parametrize("fault", [k for k in READS if k != "timeout"])
@@ -264,8 +267,9 @@ def _assert_no_secret(text: str) -> None:
 )
 @pytest.mark.parametrize("operation", ["list_objects_v2", "get_object"])
 def test_what_does_not_pass_is_said_at_once(
-    operation: str, fault: faults.Answer, problem: str, run: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    operation: str, fault: faults.Answer, problem: str, run: str, road: str, proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     proxy.add(fault, operation, times=None)
@@ -273,8 +277,9 @@ def test_what_does_not_pass_is_said_at_once(
     assert problem in error
     assert run in error
     _assert_no_secret(error)
-    asked = [(r.target, r.range) for r in proxy.requests(operation)]
-    assert len(asked) == len(set(asked))  # none was made twice
+    asked = collections.Counter((r.target, r.range) for r in proxy.requests(operation))
+    # None was made twice, but for s3fs to say what obstore does not know.
+    assert max(asked.values()) <= 1 + (road == "obstore")
 
 
 def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
@@ -394,7 +399,7 @@ def test_what_is_written_anew_while_it_is_inspected_is_an_error(
 ) -> None:
     read = RemoteStorage.get
 
-    def rewritten(storage: RemoteStorage, path: str, *arguments: Any) -> bytes:
+    def rewritten(storage: RemoteStorage, path: str, *arguments: Any) -> bytes | memoryview:
         data = read(storage, path, *arguments)
         if path.endswith(".pt"):
             storage.fs.pipe_file(storage.key(path), storage.fs.cat_file(storage.key(path)))  # the same bytes, anew
