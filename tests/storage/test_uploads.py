@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import _thread
+import base64
 import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import MARK, failures, remote
+from ckpttool.storage.s3 import MIN_PART_BYTES
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.storage import proxy as faults
@@ -583,3 +586,18 @@ def test_what_has_only_just_been_begun_is_told_as_that(s3: Bucket) -> None:
         "is being written, or was left half-written by a run that was killed; wait for that run, or write it again"
     )
     assert command("inspect", s3.url("out")).error == f"Error: {s3.url('out')}: {problem}"
+
+
+@pytest.mark.parametrize("configured", ["when_supported", "when_required"])
+def test_the_store_can_compare_each_part_with_its_checksum(
+    configured: str, weights: str, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", configured)
+    ckpttool.cp(weights, s3.url("weights"))
+    data = files_in(weights)["model.safetensors"]
+    parts = {int(r.query["partNumber"]): r.headers for r in proxy.requests("upload_part")}
+    assert sorted(parts) == list(range(1, -(-len(data) // MIN_PART_BYTES) + 1))
+    for number, headers in parts.items():
+        part = data[(number - 1) * MIN_PART_BYTES : number * MIN_PART_BYTES]
+        expected = base64.b64encode(zlib.crc32(part).to_bytes(4, "big")).decode()
+        assert headers.get("x-amz-checksum-crc32") == (expected if configured == "when_supported" else None)
