@@ -69,13 +69,15 @@ def describe(value: Any) -> Pickled:
     Raises:
         pickle.PicklingError: Something in it cannot be pickled; so do AttributeError and TypeError.
     """
-    seen = _Seen()
-    _pickle(value, seen)
-    placed = _Placed(seen)
-    return Pickled(_pickle(value, placed), placed.storages)
+    whole = _Whole()
+    structure = _pickle(value, whole)
+    if whole.are_mostly_used():
+        return Pickled(structure, whole.storages)
+    parts = _Parts(whole)
+    return Pickled(_pickle(value, parts), parts.storages)
 
 
-def _pickle(value: Any, storages: _Seen | _Placed) -> bytes:
+def _pickle(value: Any, storages: _Whole) -> bytes:
     out = io.BytesIO()
     _Pickler(out, storages).dump(value)
     return out.getvalue()
@@ -92,7 +94,7 @@ class _Run:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, storages: _Seen | _Placed) -> None:
+    def __init__(self, out: io.BytesIO, storages: _Whole) -> None:
         super().__init__(out, protocol=2)
         self._storages = storages
 
@@ -150,49 +152,25 @@ def _span(tensor: Any) -> int:
     return 1 + sum(int(size - 1) * int(stride) for size, stride in steps)
 
 
-class _Seen:
-    """Notes what is used of each storage."""
+class _Whole:
+    """Gives each storage a key, and notes what is used of it."""
 
     def __init__(self) -> None:
+        self.storages: dict[str, StorageBytes] = {}
+        """What is to be written, by key; no other storage can get the identity of one that is here."""
         self.used: dict[int, list[tuple[int, int, Any]]] = {}
         """By storage: (first byte, one past the last, storage) of each tensor."""
-        self.whole: set[int] = set()
-        self.keep: list[Any] = []
-
-    def run(self, storage: Any, dtype: Any, start: int, end: int) -> _Run:
-        self.keep.append(storage)  # no other storage may get its identity
-        self.used.setdefault(storage._cdata, []).append((start * dtype.itemsize, end * dtype.itemsize, storage))
-        return _Run(storage, dtype, start, end)
-
-    def key(self, storage: Any, start: int, end: int) -> str:
-        return ""
-
-    def whole_key(self, storage: Any) -> str:
-        self.keep.append(storage)
-        self.whole.add(storage._cdata)
-        return ""
-
-
-class _Placed:
-    """Gives each run of used bytes a key."""
-
-    def __init__(self, seen: _Seen) -> None:
-        self.storages: dict[str, StorageBytes] = {}
-        self._keep = seen.keep
-        self._whole = seen.whole | {identity for identity, used in seen.used.items() if _is_mostly_used(used)}
-        self._runs = {identity: list(_merged(used)) for identity, used in seen.used.items()}
+        self.themselves: set[int] = set()
+        """Storages that are saved as such, not for a tensor."""
         self._keys: dict[tuple[int, int, int], str] = {}
 
     def run(self, storage: Any, dtype: Any, start: int, end: int) -> _Run:
         width = dtype.itemsize
-        if storage._cdata in self._whole:
-            return _Run(storage, dtype, 0, storage.nbytes() // width)
-        for first, last in self._runs[storage._cdata]:
-            if first <= start * width and end * width <= last and first % width == 0 and last % width == 0:
-                return _Run(storage, dtype, first // width, last // width)
-        return _Run(storage, dtype, start, end)  # it is used as another type, too, at places that do not fit this one
+        self.used.setdefault(storage._cdata, []).append((start * width, end * width, storage))
+        return _Run(storage, dtype, 0, storage.nbytes() // width)
 
     def whole_key(self, storage: Any) -> str:
+        self.themselves.add(storage._cdata)
         return self.key(storage, 0, storage.nbytes())
 
     def key(self, storage: Any, start: int, end: int) -> str:
@@ -200,6 +178,28 @@ class _Placed:
         if found not in self.storages:
             self.storages[found] = StorageBytes(storage, start, end)
         return found
+
+    def are_mostly_used(self) -> bool:
+        return all(identity in self.themselves or _is_mostly_used(used) for identity, used in self.used.items())
+
+
+class _Parts(_Whole):
+    """Gives each run of used bytes a key, where a storage is not mostly used."""
+
+    def __init__(self, whole: _Whole) -> None:
+        super().__init__()
+        self._seen = whole
+        self._whole = whole.themselves | {identity for identity, used in whole.used.items() if _is_mostly_used(used)}
+        self._runs = {identity: list(_merged(used)) for identity, used in whole.used.items()}
+
+    def run(self, storage: Any, dtype: Any, start: int, end: int) -> _Run:
+        if storage._cdata in self._whole:
+            return super().run(storage, dtype, start, end)
+        width = dtype.itemsize
+        for first, last in self._runs.get(storage._cdata, ()):
+            if first <= start * width and end * width <= last and first % width == 0 and last % width == 0:
+                return _Run(storage, dtype, first // width, last // width)
+        return _Run(storage, dtype, start, end)  # it is used as another type, too, at places that do not fit this one
 
 
 def _is_mostly_used(used: list[tuple[int, int, Any]]) -> bool:

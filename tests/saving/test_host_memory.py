@@ -7,7 +7,7 @@ import logging
 import sys
 import types
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,9 @@ import torch
 from ckpttool.integrations.deepspeed import host_memory
 from ckpttool.integrations.deepspeed.host_memory import ALIGNMENT, HostMemory
 from ckpttool.integrations.pickling import StorageBytes, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class OnDevice(torch.Tensor):  # type: ignore[misc]  # torch is not followed
@@ -78,7 +81,18 @@ def _bytes(held: Any) -> list[bytes]:
     return [bytes(one.read(0, one.nbytes)) for one in held.values()]
 
 
-def test_what_is_held_stays_when_the_state_changes() -> None:
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many threads for torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_what_is_held_stays_when_the_state_changes(threads: int) -> None:
+    assert torch.get_num_threads() == threads  # on which it depends how it is copied
     memory = HostMemory(pinned=False)
     state = {"a": torch.arange(5.0), "b": torch.arange(3, dtype=torch.uint8), "empty": torch.empty(0)}
     memory.begin()

@@ -140,6 +140,40 @@ def test_views_that_overlap_in_a_large_storage_share_what_is_written() -> None:
     assert found[1][10] == 7
 
 
+class _Counted:
+    """Says how often it was pickled, and makes what it holds when it is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __reduce__(self) -> Any:
+        self.count += 1
+        return list, ([torch.arange(3.0)],)
+
+
+@pytest.mark.parametrize(("used", "count"), [(slice(None), 1), (slice(0, 600), 1), (slice(0, 10), 2)], ids=str)
+def test_only_where_little_of_a_storage_is_used_it_is_pickled_twice(used: slice, count: int) -> None:
+    counted, large = _Counted(), torch.arange(1000.0)
+    found = _ours([counted, large[used], counted])
+    assert counted.count == count
+    assert found[0][0].tolist() == [0, 1, 2]
+    assert torch.equal(found[1], large[used])
+    assert found[2] is found[0]
+
+
+def test_little_and_much_of_several_storages() -> None:
+    little, much, itself = torch.arange(1000.0), torch.arange(1000.0), torch.arange(8, dtype=torch.uint8)
+    value = {"much": much[:800], "little": little[5:9], "more": much[100:900], "itself": itself.untyped_storage()}
+    value["view"] = itself[2:4]
+    pickled = describe(value)
+    assert [one.nbytes for one in pickled.storages.values()] == [4000, 16, 8]
+    assert list(pickled.storages) == ["0", "1", "2"]
+    found = _ours({name: one for name, one in value.items() if name != "itself"})
+    assert torch.equal(found["little"], little[5:9])
+    found["much"][100] = -1
+    assert found["more"][0] == -1
+
+
 def test_storage_used_as_two_types() -> None:
     raw = torch.arange(100_000, dtype=torch.uint8)
     found = _ours({"bytes": raw[4:8], "floats": raw[8:16].view(torch.float32), "odd": raw[1:3]})

@@ -8,6 +8,7 @@ import mmap
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ckpttool.saving.outgoing import Held
@@ -65,7 +66,7 @@ class HostMemory:
         for key, storage in storages.items():
             target = memory[at : at + storage.nbytes]
             if storage.on_host:
-                target.copy_(storage.tensor)
+                _copy(target, storage.tensor)
             else:
                 self._fetch(target, storage.tensor)
             held[key] = Held(memoryview(target.numpy()))
@@ -116,6 +117,15 @@ class HostMemory:
             LOG.warning("%s bytes cannot be pinned, so that saves take longer; raise the limit (ulimit -l)", nbytes)
         self.kinds.add(kind)
         return block
+
+
+def _copy(target: Any, source: Any) -> None:
+    """Copy bytes within the host's memory."""
+    if torch.get_num_threads() > 1:
+        target.copy_(source)
+    else:
+        # The C library's copy, which writes what is large past the caches; torch's reads first what it overwrites.
+        np.copyto(target.numpy(), source.numpy())
 
 
 def _mapped(nbytes: int) -> Any:
