@@ -72,16 +72,16 @@ def run(
         if plan.proofs is not None:
             for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
                 raise problem
-        with _Run(plan, directory, sources, advance, journal) as all_files:
+        with _Files(plan, directory, sources, advance, journal) as files:
             # closing(): no thread may be left writing when the files are closed, whatever happens here.
-            threads = in_threads(all_files.tasks(), jobs or default_jobs(), all_files.stopped)
+            threads = in_threads(files.tasks(), jobs or default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
                 overflowed = sum(results)
         sources.check_unchanged()
     return Result(overflowed)
 
 
-class _Run:
+class _Files:
     """The files of a plan, several of them at once.
 
     A file system writes one file for one thread at a time, so that a second one would only wait: a file whose bytes are
@@ -101,7 +101,7 @@ class _Run:
         """By file that is open: tasks that are not done."""
         self.stopped = threading.Event()
 
-    def __enter__(self) -> _Run:
+    def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
+from ckpttool.storage.failures import RETRIES
 from ckpttool.storage.obstore_ranges import ObstoreRanges
 from ckpttool.storage.s3 import BULK_BYTES
 from tests.storage.large import write_weights
@@ -142,30 +143,29 @@ print(json.dumps({{"Version": 1, "AccessKeyId": f"NUMBER{{count}}", "SecretAcces
     assert all(r.headers["x-amz-security-token"] == "open" for r in fast)
 
 
+@pytest.mark.parametrize("worked", [False, True], ids=["at first", "later"])
 def test_credentials_that_cannot_be_renewed_are_one_clear_line(
-    object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worked: bool, object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program.py"
-    until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=1)
-    answer = json.dumps(
-        {
-            "Version": 1,
-            "AccessKeyId": "SOON",
-            "SecretAccessKey": "sesame",
-            "SessionToken": "open",
-            "Expiration": until.isoformat(),
-        }
-    )
-    program.write_text(f"print({answer!r})")
+    until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=3)
+    answer = {"Version": 1, "AccessKeyId": "SOON", "SecretAccessKey": "sesame", "SessionToken": "open"}
+    program.write_text(f"print({json.dumps({**answer, 'Expiration': until.isoformat()})!r})")
     config = tmp_path / "config"
     config.write_text(f"[default]\nregion = us-east-1\ncredential_process = {sys.executable} {program}\n")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     with open_storage(object_url, {}).open(object_url) as reader:
+        if worked:
+            assert reader.read(0, BULK_BYTES) == EXPECTED
+            assert [len(made) for made in _reads(proxy)] == [1, 0]
+            time.sleep(3.1)
         program.write_text("raise SystemExit('sesame')")
+        retried = RETRIES.count
         with pytest.raises(StorageError, match="the credentials cannot be had") as raised:
-            reader.read(0, BULK_BYTES)
+            reader.read(BULK_BYTES, 2 * BULK_BYTES)
+    assert RETRIES.count == retried
     assert "sesame" not in str(raised.value)
 
 
