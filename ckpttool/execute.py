@@ -1,4 +1,4 @@
-"""Runs a plan between local files, where bytes move in the kernel or through a small buffer.
+"""Runs a plan between local files.
 
 Memory is a few small buffers for each thread, whatever the size of the checkpoint.
 """
@@ -14,34 +14,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize
-from ckpttool.gather import Gatherer
+from ckpttool.moving import Mover, OpenFile
 from ckpttool.proving import failed_proofs
-from ckpttool.sources import Scratch, Sources
-from ckpttool.storage import LocalReader, copy_range, reserve, translate_os_errors, write_at
+from ckpttool.riders import Riders, find_riders
+from ckpttool.sources import Sources, allow_open_files
+from ckpttool.storage import reserve, translate_os_errors, write_at
 from ckpttool.threads import default_jobs, in_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ckpttool.plan import CopyPlan, Gather, TargetFile
+    from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.progress import Advance
     from ckpttool.staging import Journal
-    from ckpttool.storage import Reader
 
-BUFFER_BYTES = 1 << 17
-"""Bytes copied at a time where they pass through this process, ending at multiples of it in the target: kernels keep
-files in pieces of memory that fit the writes. Larger ones save calls, and cost more than that to find once memory is
-fragmented (up to three times the time of the whole copy)."""
-KERNEL_COPY_BYTES = 1 << 26
-"""Bytes that the kernel copies between two reports of progress."""
 TASK_ELEMENTS = 1 << 24
 """Elements that a thread takes on at a time: 64 MB of fp32."""
-PAGE_BYTES = 4096
-"""The unit in which kernels keep files in memory."""
 
 
 @dataclass(slots=True)
@@ -81,73 +72,11 @@ def run(
     return Result(overflowed)
 
 
-class _Files:
-    """The files of a plan, several of them at once.
-
-    A file system writes one file for one thread at a time, so that a second one would only wait: a file whose bytes are
-    only copied is one task. Where they are cast, which keeps cores busy, a file is many.
-    """
-
-    def __init__(
-        self, plan: CopyPlan, directory: str, sources: Sources, advance: Advance, journal: Journal | None
-    ) -> None:
-        self._plan = plan
-        self._directory = directory
-        self._sources = sources
-        self._advance = advance
-        self._journal = journal
-        self._lock = threading.Lock()
-        self._left: dict[int, int] = {}
-        """By file that is open: tasks that are not done."""
-        self.stopped = threading.Event()
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in self._left:
-            os.close(fd)
-
-    def tasks(self) -> Iterator[Callable[[], int]]:
-        """What is to be done: each returns how many elements became infinite."""
-        for file in self._plan.files:
-            path = os.path.join(self._directory, file.name)
-            if self._journal is not None and self._journal.has(file.name, file.nbytes):
-                self._advance(file.nbytes)
-                continue
-            if "/" in file.name:
-                with translate_os_errors(path):
-                    os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = _create(path, file)
-            self._left[fd] = 1  # until all tasks are known
-            parts = list(_parts(self._plan, file, self._sources, fd, path, self._advance))
-            for task in [[part] for part in parts] if _casts(self._plan, file) else [parts]:
-                with self._lock:
-                    self._left[fd] += 1
-                yield partial(self._do, task, file, fd)
-            self._done(file, fd)
-
-    def _do(self, parts: Sequence[Callable[[], int]], file: TargetFile, fd: int) -> int:
-        overflowed = 0
-        for part in parts:
-            if self.stopped.is_set():
-                return overflowed
-            overflowed += part()
-        self._done(file, fd)
-        return overflowed
-
-    def _done(self, file: TargetFile, fd: int) -> None:
-        with self._lock:
-            self._left[fd] -= 1
-            if self._left[fd]:
-                return
-            del self._left[fd]
-            os.close(fd)
-            if self._journal is not None:
-                self._journal.add(file.name)
-
-
-# ------------------------------------------------------------------------------------------------- one target file
+def nbytes_read(plan: CopyPlan) -> int:
+    """Bytes that ``run`` reads to write all files: what is copied into one and cast into another is read once."""
+    carried = find_riders(plan, {n: file.copies for n, file in enumerate(plan.files)}).carried
+    widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
+    return plan.nbytes_read - sum(int((rows["numel"] * widths[rows["cast"]]).sum()) for rows in carried.values())
 
 
 def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str, *, jobs: int, advance: Advance) -> int:
@@ -168,121 +97,148 @@ def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str,
     Raises:
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
+    mover, into = Mover(plan, sources, advance), OpenFile(path, fd)
+    runs = [partial(mover.copy, rows, into) for rows in _runs(_cut(plan, file.copies))]
+    gathers = [partial(mover.gather, gather, into) for gather in file.gathers]
     # closing(): no thread may be left writing when the file is closed, whatever happens here.
-    with contextlib.closing(in_threads(_parts(plan, file, sources, fd, path, advance), jobs)) as results:
+    with contextlib.closing(in_threads(iter([*runs, *gathers]), jobs)) as results:
         return sum(results)
 
 
-def _parts(
-    plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str, advance: Advance
-) -> Iterator[Callable[[], int]]:
-    for rows in _split(plan, file):
-        yield partial(_copy, plan, sources, rows, fd, path, advance)
-    for gather in file.gathers:
-        yield partial(_gather, sources, gather, fd, path, advance)
+@dataclass(slots=True)
+class _Begun(OpenFile):
+    """A file of a plan that is being written."""
+
+    file: TargetFile
+    left: int = 1
+    """Tasks that are not done, and one until all are known."""
 
 
-def _create(path: str, file: TargetFile) -> int:
-    with translate_os_errors(path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+class _Files:
+    """The files of a plan, several of them at once.
+
+    A file system writes one file for one thread at a time, so that a second one would only wait: a file whose bytes are
+    only copied is one task. Where they are cast, which keeps cores busy, a file is many. Values that are copied into
+    one file and cast into another are read once, by a task of the former.
+    """
+
+    def __init__(
+        self, plan: CopyPlan, directory: str, sources: Sources, advance: Advance, journal: Journal | None
+    ) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._mover = Mover(plan, sources, advance)
+        self._advance = advance
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._begun: dict[int, _Begun] = {}
+        """By number, while it is open."""
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for out in self._begun.values():
+            os.close(out.fd)
+
+    def tasks(self) -> Iterator[Callable[[], int]]:
+        """What is to be done: each returns how many elements became infinite."""
+        copies = {}
+        for n, file in enumerate(self._plan.files):
+            if self._journal is not None and self._journal.has(file.name, file.nbytes):
+                self._advance(file.nbytes)
+            else:
+                copies[n] = _cut(self._plan, file.copies)
+        riders = find_riders(self._plan, copies)
+        allow_open_files(len(self._plan.sources) + len(riders.files))
+        for n in riders.files:
+            self._begin(n)  # others write to it from the first task on
+        for n in copies:
+            out = self._begun.get(n) or self._begin(n)
+            for task, onto in self._tasks_of(n, out, riders):
+                with self._lock:
+                    for m in onto:
+                        self._begun[m].left += 1
+                yield partial(self._do, task, onto)
+            if n not in riders.files:
+                self._done([n])
+        self._done(riders.files)
+
+    def _tasks_of(
+        self, n: int, out: _Begun, riders: Riders
+    ) -> Iterator[tuple[Sequence[Callable[[], int]], Collection[int]]]:
+        """The tasks of a file, each with the files that it writes to."""
+        rows, carried = riders.alone[n], riders.carried.get(n)
+        onto = {n} if carried is None else {n, *carried["file"].tolist()}
+        runs = [partial(self._mover.copy, run, out, carried, self._begun.__getitem__) for run in _runs(rows)]
+        parts = [*runs, *(partial(self._mover.gather, gather, out) for gather in out.file.gathers)]
+        # A gather may cast nothing, but is work for a core all the same.
+        if carried is not None or out.file.gathers or _casts(self._plan, rows):
+            yield from (([part], onto) for part in parts)
+        else:
+            yield parts, onto
+
+    def _begin(self, n: int) -> _Begun:
+        file = self._plan.files[n]
+        path = os.path.join(self._directory, file.name)
+        with translate_os_errors(path):
+            if "/" in file.name:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        out = self._begun[n] = _Begun(path, fd, file)
         reserve(fd, file.nbytes, path)
         for offset, data in file.literals:
             write_at(fd, data, offset, path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return out
+
+    def _do(self, parts: Sequence[Callable[[], int]], onto: Collection[int]) -> int:
+        overflowed = 0
+        for part in parts:
+            if self.stopped.is_set():
+                return overflowed
+            overflowed += part()
+        self._done(onto)
+        return overflowed
+
+    def _done(self, numbers: Collection[int]) -> None:
+        with self._lock:
+            for n in numbers:
+                out = self._begun[n]
+                out.left -= 1
+                if out.left:
+                    continue
+                del self._begun[n]
+                os.close(out.fd)
+                if self._journal is not None:
+                    self._journal.add(out.file.name)
 
 
-def _casts(plan: CopyPlan, file: TargetFile) -> bool:
-    if file.gathers:
-        return True  # no cast perhaps, but work for a core all the same
+# ------------------------------------------------------------------------------------------------- shares of the work
+
+
+def _casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
     # Not np.unique: it imports numpy.ma, which takes longer than the opening of a file.
-    return any(plan.casts[i][0] != plan.casts[i][1] for i in set(file.copies["cast"].tolist()))
+    return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))
 
 
-def _split(plan: CopyPlan, file: TargetFile) -> Iterator[NDArray[np.void]]:
-    """Cut a file's copies into runs of about TASK_ELEMENTS, so that threads share the work evenly.
-
-    A copy that is longer is itself cut: a thread cannot be stopped in the middle of one.
-    """
-    if not len(file.copies):
-        return
-    pieces = -(-file.copies["numel"].astype(np.int64) // TASK_ELEMENTS)
-    rows = np.repeat(file.copies, pieces)
+def _cut(plan: CopyPlan, copies: NDArray[np.void]) -> NDArray[np.void]:
+    """Cut copies that are longer than TASK_ELEMENTS: a thread cannot be stopped in the middle of one."""
+    if not len(copies):
+        return copies
+    pieces = -(-copies["numel"].astype(np.int64) // TASK_ELEMENTS)
+    rows = np.repeat(copies, pieces)
     number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, 2 within each copy
     done = (number * TASK_ELEMENTS).astype(np.uint64)
     source, target = (np.array([itemsize(pair[side]) for pair in plan.casts], dtype=np.uint64) for side in (0, 1))
     rows["start"] += done * source[rows["cast"]]
     rows["target"] += done * target[rows["cast"]]
     rows["numel"] = np.minimum(rows["numel"] - done, np.uint64(TASK_ELEMENTS))
-    bounds = np.flatnonzero(np.diff(np.cumsum(rows["numel"]) // np.uint64(TASK_ELEMENTS))) + 1
-    yield from np.split(rows, bounds)
+    return rows
 
 
-def _copy(plan: CopyPlan, sources: Sources, rows: NDArray[np.void], fd: int, path: str, advance: Advance) -> int:
-    overflowed = 0
-    scratch = Scratch()
-    for row in rows:
-        source = sources[int(row["source"])]
-        pair = plan.casts[int(row["cast"])]
-        start, numel, target = int(row["start"]), int(row["numel"]), int(row["target"])
-        if pair[0] == pair[1]:
-            _copy_bytes(source, start, numel * itemsize(pair[0]), fd, target, path, advance, scratch)
-        else:
-            overflowed += _copy_cast(source, start, numel, pair, fd, target, path, advance, scratch)
-    return overflowed
-
-
-def _gather(sources: Sources, gather: Gather, fd: int, path: str, advance: Advance) -> int:
-    overflowed = 0
-    at = gather.target
-    for _, values in Gatherer(sources).chunks(gather.state, gather.first, gather.first + gather.numel):
-        result = cast(values, gather.dtype)
-        write_at(fd, result.view(np.uint8).data, at, path)
-        overflowed += count_overflowed(values, result)
-        advance(result.nbytes)
-        at += result.nbytes
-    return overflowed
-
-
-def _copy_bytes(
-    source: Reader, start: int, nbytes: int, fd: int, target: int, path: str, advance: Advance, scratch: Scratch
-) -> None:
-    """Copy bytes as they are.
-
-    The kernel's own copy moves (or, where the file system can, shares) whole pages if source and target lie at the same
-    place in a page. If they do not it splits every page, and one large buffer is cheaper.
-    """
-    by_kernel = (start - target) % PAGE_BYTES == 0
-    done = 0
-    while done < nbytes:
-        if by_kernel and isinstance(source, LocalReader):
-            count = min(KERNEL_COPY_BYTES, nbytes - done)
-            by_kernel = copy_range(source, start + done, fd, target + done, count, path)
-            if not by_kernel:
-                continue
-        else:
-            count = min(nbytes - done, BUFFER_BYTES - (target + done) % BUFFER_BYTES)
-            write_at(fd, scratch.read_bytes(source, start + done, count), target + done, path)
-        done += count
-        advance(count)
-
-
-def _copy_cast(
-    source: Reader, start: int, numel: int, pair: tuple[str, str], fd: int, target: int, path: str,
-    advance: Advance, scratch: Scratch,
-) -> int:  # fmt: skip
-    overflowed = 0
-    while numel:
-        count = min(numel, CAST_ELEMENTS)
-        values = scratch.read(source, start, count, pair[0])
-        result = cast(values, pair[1])
-        write_at(fd, result.view(np.uint8).data, target, path)
-        overflowed += count_overflowed(values, result)
-        advance(result.nbytes)
-        start += values.nbytes
-        target += result.nbytes
-        numel -= count
-    return overflowed
+def _runs(rows: NDArray[np.void]) -> Iterator[NDArray[np.void]]:
+    """Part rows into runs of about TASK_ELEMENTS, so that threads share the work evenly."""
+    if len(rows):
+        bounds = np.flatnonzero(np.diff(np.cumsum(rows["numel"]) // np.uint64(TASK_ELEMENTS))) + 1
+        yield from np.split(rows, bounds)

@@ -143,10 +143,10 @@ class CopyPlan:
 
     def problems(self) -> Iterator[PlanError]:
         """Every target that is not filled exactly once."""
+        widths = np.array([itemsize(target) for _, target in self.casts], dtype=np.uint64)
         for file in self.files:
             if "\0" in file.name or any(part in {"", ".", ".."} for part in file.name.split("/")):
                 yield PlanError(file.name, "is no plain file name", "this is a bug in ckpttool")
-            widths = np.array([itemsize(target) for _, target in self.casts], dtype=np.uint64)
             starts = [offset for offset, _ in (*file.literals, *file.zeros)] + [g.target for g in file.gathers]
             lengths = [len(data) for _, data in file.literals] + [nbytes for _, nbytes in file.zeros]
             lengths += [g.nbytes for g in file.gathers]

@@ -42,7 +42,7 @@ class Sources:
         self.distant = any(file.storage.distant for file in files)
         """Whether reads cost round trips."""
         if not self.distant:
-            _allow_open_files(len(files))
+            allow_open_files(len(files))
 
     def __getitem__(self, index: int) -> Reader:
         reader = self._open.get(index)
@@ -137,7 +137,8 @@ class Sources:
         self._open.clear()
 
 
-def _allow_open_files(count: int) -> None:
+def allow_open_files(count: int) -> None:
+    """Let this process have so many files open, and some more, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 64
     if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):

@@ -162,7 +162,7 @@ class Destination:
 
                 with transfer.DirectoryOutput(directory, journal) as output:
                     overflowed = tasks.run(plan, output, there, jobs=jobs, memory=memory, advance=meter)
-            elif any(file.storage.distant for file in plan.sources):
+            elif _any_distant(plan):
                 with transfer.DirectoryOutput(directory, journal) as output:
                     overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
             else:
@@ -174,6 +174,12 @@ class Destination:
                     journal.forget()  # what was written wrongly must not be gone on with
                 raise
             return overflowed
+
+    def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
+        """Bytes of the sources that ``write`` reads."""
+        if self._remote is None and workers is None and not _any_distant(plan):
+            return execute.nbytes_read(plan)
+        return plan.nbytes_read
 
     def _upload(
         self, remote: RemoteStorage, plan: CopyPlan, replaces: Callable[[str], bool], last: Sequence[str],
@@ -198,6 +204,10 @@ class Destination:
             remote.delete(paths.values())
             raise
         return overflowed
+
+
+def _any_distant(plan: CopyPlan) -> bool:
+    return any(file.storage.distant for file in plan.sources)
 
 
 def write_file(

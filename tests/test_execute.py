@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from ckpttool import execute
+from ckpttool import execute, moving
 from ckpttool.casts import CAST_ELEMENTS, cast
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
 from ckpttool.plan import COPY, PROOF, CopyPlan, Proofs, SourceFile, TargetFile
 from ckpttool.progress import Meter
 from ckpttool.proving import failed_proofs
+from ckpttool.staging import JOURNAL, Journal
 from ckpttool.storage import LOCAL
 from ckpttool.threads import in_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZE = 3 * execute.BUFFER_BYTES + 12345
+    from numpy.typing import NDArray
+
+SIZE = 3 * moving.BUFFER_BYTES + 12345
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
     source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy, read = os.copy_file_range, os.preadv
-    monkeypatch.setattr(execute, "KERNEL_COPY_BYTES", execute.BUFFER_BYTES)
+    monkeypatch.setattr(moving, "KERNEL_COPY_BYTES", moving.BUFFER_BYTES)
 
     def cut_and_copy(*arguments: int) -> int:
         os.truncate(source, SIZE // 2)
@@ -257,3 +260,115 @@ def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path)
         source = _source(path)
         proofs = Proofs((source,), (("F32", "BF16"),), ("w",), rows)
         assert len(list(failed_proofs(proofs, advance=lambda _: None))) == change
+
+
+# ------------------------------------------------------------------------------------------------- read once
+
+COUNT = 300_000
+HALF = COUNT // 2 + 1
+
+
+def _masters(path: Path) -> NDArray[np.float32]:
+    values = np.random.default_rng(4).standard_normal(COUNT, dtype=np.float32)
+    values[[0, 77_777, COUNT - 1]] = 1e30, np.nan, -1e30
+    path.write_bytes(values.tobytes())
+    return values
+
+
+def _masters_and_weights(source: Path, dtype: str = "BF16") -> CopyPlan:
+    """A file of weights, cast from masters which two others hold as they are, cut elsewhere, one behind a header."""
+    casts = (("F32", dtype), ("F32", "F32"))
+    pieces = [(0, COUNT // 3), (COUNT // 3, COUNT)]
+    weights = np.array([(0, 4 * a, b - a, 2 + 2 * a, 0) for a, b in pieces], dtype=COPY)
+    one, two = (np.array([(0, 4 * a, b - a, at, 1)], dtype=COPY) for a, b, at in ((0, HALF, 64), (HALF, COUNT, 0)))
+    files = (
+        TargetFile("weights", 2 + 2 * COUNT, ((0, b"xx"),), weights),
+        TargetFile("masters/1", 64 + 4 * HALF, ((0, b"y" * 64),), one),
+        TargetFile("masters/2", 4 * (COUNT - HALF), (), two),
+    )
+    return CopyPlan((_source(source),), casts, files)
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    read, seen = os.preadv, []
+
+    def counted(fd: int, buffers: list[memoryview], at: int) -> int:
+        seen.append(read(fd, buffers, at))
+        return seen[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return seen
+
+
+def _check_masters_and_weights(directory: Path, values: NDArray[np.float32], dtype: str = "BF16") -> None:
+    assert (directory / "weights").read_bytes() == b"xx" + cast(values, dtype).tobytes()
+    masters = (directory / "masters" / "1").read_bytes()[64:] + (directory / "masters" / "2").read_bytes()
+    assert masters == values.tobytes()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("elements", [execute.TASK_ELEMENTS, 12_345])
+def test_what_is_copied_and_cast_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_read: list[int], jobs: int, elements: int
+) -> None:
+    monkeypatch.setattr(execute, "TASK_ELEMENTS", elements)
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source")
+    meter = Meter(plan.nbytes_written, None)
+    execute.run(plan, str(tmp_path), jobs=jobs, advance=meter)
+    _check_masters_and_weights(tmp_path, values)
+    assert sum(bytes_read) == execute.nbytes_read(plan) == 4 * COUNT
+    assert meter.done == plan.nbytes_written - 66  # all but the headers
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+def test_what_overflows_is_counted_where_it_is_cast_on_the_way(tmp_path: Path) -> None:
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source", "F16")
+    assert execute.run(plan, str(tmp_path), jobs=2, advance=lambda _: None).overflowed == 2
+    _check_masters_and_weights(tmp_path, values, "F16")
+
+
+@pytest.mark.parametrize(
+    ("gone", "elements"),
+    [(["weights"], COUNT), (["masters/1"], HALF), (["weights", "masters/2"], COUNT + COUNT - HALF)],
+)
+def test_what_is_missing_of_a_run_before_is_read_for_itself(
+    tmp_path: Path, bytes_read: list[int], gone: list[str], elements: int
+) -> None:
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    execute.run(plan, str(out), jobs=1, advance=lambda _: None, journal=Journal(str(out)))
+    entries = (out / JOURNAL).read_text().splitlines(keepends=True)
+    (out / JOURNAL).write_text("".join(e for e in entries if not any(name in e for name in gone)))
+    for name in gone:
+        (out / name).unlink()
+    bytes_read.clear()
+    execute.run(plan, str(out), jobs=1, advance=lambda _: None, journal=Journal(str(out)))
+    _check_masters_and_weights(out, values)
+    assert sum(bytes_read) == 4 * elements
+
+
+def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _masters(tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    write = os.pwrite
+
+    def fail(fd: int, data: memoryview, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("masters/2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    journal = Journal(str(out))
+    with pytest.raises(StorageError, match="2: no space left on the device"):
+        execute.run(
+            _masters_and_weights(tmp_path / "source"), str(out), jobs=1, advance=lambda _: None, journal=journal
+        )
+    sizes = {file.name: file.nbytes for file in _masters_and_weights(tmp_path / "source").files}
+    assert [name for name, nbytes in sizes.items() if Journal(str(out)).has(name, nbytes)] == ["masters/1"]
+    assert not {f for f in _open_files() if f.startswith(str(out))}

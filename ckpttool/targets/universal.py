@@ -272,7 +272,7 @@ def _model_file(
         module[parameter.name] = (
             _weights(checkpoint, file, parameter)
             if whole
-            else view(file.storage(checkpoint.dtype, 0, []), checkpoint.dtype, 0, (0,))
+            else view(file.storage(checkpoint.dtype, 0, []), checkpoint.dtype, 0, (0,))  # as stage 3 has it
         )
         if parameter.name not in groups:
             frozen[parameter.name] = module[parameter.name]
@@ -301,11 +301,6 @@ def _model_file(
         "ds_version": checkpoint.deepspeed_version or FIRST_RELEASE,
     }
     return file.build({**_kept(checkpoint, file, dict(checkpoint.client_state)), **root})
-
-
-def _placeholder(checkpoint: Checkpoint, file: TorchFileBuilder) -> TensorRef:
-    """What stage 3 has in the module's state dict in the place of a parameter."""
-    return view(file.storage(checkpoint.dtype, 0, []), checkpoint.dtype, 0, (0,))
 
 
 def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Parameter) -> TensorRef:

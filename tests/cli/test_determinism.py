@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpttool import execute
+from ckpttool import execute, moving
 from tests.cli.command import ckpttool, ckpttool_process
 from tests.truth import source
 
@@ -48,7 +48,7 @@ def test_two_runs_write_the_same_bytes(
     assert ckpttool("consolidate", elsewhere, tmp_path / "second", *options, "--jobs", 4).code == 0
     assert _written(tmp_path / "second") == expected
     # Where the kernel cannot copy, and into an output that was there.
-    monkeypatch.setattr(execute, "copy_range", lambda *_: False)
+    monkeypatch.setattr(moving, "copy_range", lambda *_: False)
     shutil.copytree(first, tmp_path / "third")
     assert ckpttool("consolidate", elsewhere, tmp_path / "third", *options, "--jobs", 2, "--overwrite").code == 0
     assert _written(tmp_path / "third") == expected

@@ -1,0 +1,203 @@
+"""Moves the bytes that a plan's rows name from its sources into open local files, cast on the way where they are to be.
+
+Bytes move in the kernel or through a small buffer: memory is a few of these for each thread, whatever is moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
+from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.gather import Gatherer
+from ckpttool.sources import Scratch
+from ckpttool.storage import LocalReader, copy_range, write_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.plan import CopyPlan, Gather
+    from ckpttool.progress import Advance
+    from ckpttool.sources import Sources
+    from ckpttool.storage import Reader
+
+BUFFER_BYTES = 1 << 17
+"""Bytes copied at a time where they pass through this process, ending at multiples of it in the target: kernels keep
+files in pieces of memory that fit the writes. Larger ones save calls, and cost more than that to find once memory is
+fragmented (up to three times the time of the whole copy)."""
+CARRIED_BYTES = 1 << 19
+"""The same where they are cast into another file as well: threads get in each other's way over shorter casts."""
+KERNEL_COPY_BYTES = 1 << 26
+"""Bytes that the kernel copies between two reports of progress."""
+PAGE_BYTES = 4096
+"""The unit in which kernels keep files in memory."""
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """A file that is being written."""
+
+    path: str
+    """What errors call it."""
+    fd: int
+    """Where it is open for writing."""
+
+
+class _Rider(NamedTuple):
+    """A run of elements that is cast on the way of a copy."""
+
+    begin: int
+    """First byte, counted from the start of the copy."""
+    end: int
+    """Byte after the last."""
+    pair: tuple[str, str]
+    """From which type to which."""
+    into: OpenFile
+    """Where to."""
+    target: int
+    """First byte there."""
+
+
+class Mover:
+    """Moves what rows of a plan say. Threads may share it.
+
+    Args:
+        plan: What the rows are part of.
+        sources: What it is made of.
+        advance: Told of bytes written.
+    """
+
+    def __init__(self, plan: CopyPlan, sources: Sources, advance: Advance) -> None:
+        self._casts = plan.casts
+        self._sources = sources
+        self._advance = advance
+
+    def copy(
+        self,
+        rows: NDArray[np.void],
+        into: OpenFile,
+        riders: NDArray[np.void] | None = None,
+        file: Callable[[int], OpenFile] | None = None,
+    ) -> int:
+        """Make the copies of some rows.
+
+        Args:
+            rows: Of COPY.
+            into: The file that they are of.
+            riders: Rows of RIDER, by carrier: what is cast into other files on the way of these copies and of others.
+            file: Gives the files that riders are cast into.
+
+        Returns:
+            Finite elements that became infinite in a narrower type.
+
+        Raises:
+            StorageError: Reading or writing failed, or a source changed meanwhile.
+        """
+        overflowed = 0
+        scratch = Scratch()
+        for row in rows:
+            source, start, target = self._sources[int(row["source"])], int(row["start"]), int(row["target"])
+            pair, numel = self._casts[int(row["cast"])], int(row["numel"])
+            if pair[0] != pair[1]:
+                overflowed += self._copy_cast(source, start, numel, pair, into, target, scratch)
+                continue
+            nbytes = numel * itemsize(pair[0])
+            carried = [] if riders is None or file is None else self._riders_of(riders, target, file)
+            if carried:
+                overflowed += self._carry(source, start, nbytes, into, target, carried, scratch)
+            else:
+                self._copy_bytes(source, start, nbytes, into, target, scratch)
+        return overflowed
+
+    def gather(self, gather: Gather, into: OpenFile) -> int:
+        """Put a tensor together in memory, a piece at a time, and write it; as ``copy``."""
+        overflowed = 0
+        at = gather.target
+        for _, values in Gatherer(self._sources).chunks(gather.state, gather.first, gather.first + gather.numel):
+            written, lost = self._cast(values, gather.dtype, into, at)
+            at += written
+            overflowed += lost
+        return overflowed
+
+    def _copy_bytes(
+        self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
+    ) -> None:
+        """Copy bytes as they are.
+
+        The kernel's own copy moves (or, where the file system can, shares) whole pages if source and target lie at the
+        same place in a page. If they do not it splits every page, and one large buffer is cheaper.
+        """
+        by_kernel = (start - target) % PAGE_BYTES == 0
+        done = 0
+        while done < nbytes:
+            if by_kernel and isinstance(source, LocalReader):
+                count = min(KERNEL_COPY_BYTES, nbytes - done)
+                by_kernel = copy_range(source, start + done, into.fd, target + done, count, into.path)
+                if not by_kernel:
+                    continue
+            else:
+                count = min(nbytes - done, BUFFER_BYTES - (target + done) % BUFFER_BYTES)
+                write_at(into.fd, scratch.read_bytes(source, start + done, count), target + done, into.path)
+            done += count
+            self._advance(count)
+
+    def _copy_cast(
+        self, source: Reader, start: int, numel: int, pair: tuple[str, str], into: OpenFile, target: int,
+        scratch: Scratch,
+    ) -> int:  # fmt: skip
+        overflowed = 0
+        while numel:
+            count = min(numel, CAST_ELEMENTS)
+            values = scratch.read(source, start, count, pair[0])
+            written, lost = self._cast(values, pair[1], into, target)
+            overflowed += lost
+            start += values.nbytes
+            target += written
+            numel -= count
+        return overflowed
+
+    def _carry(
+        self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, riders: Sequence[_Rider],
+        scratch: Scratch,
+    ) -> int:  # fmt: skip
+        """Copy bytes as they are, and cast values among them into other files while they are at hand."""
+        overflowed = done = passed = 0
+        while done < nbytes:
+            end = done + min(nbytes - done, CARRIED_BYTES - (target + done) % CARRIED_BYTES)
+            data = scratch.read_bytes(source, start + done, end - done)
+            write_at(into.fd, data, target + done, into.path)
+            self._advance(end - done)
+            while passed < len(riders) and riders[passed].end <= done:
+                passed += 1
+            for rider in riders[passed:]:
+                if rider.begin >= end:
+                    break
+                low, high = max(rider.begin, done), min(rider.end, end)
+                if low < high:
+                    values = np.frombuffer(data[low - done : high - done], dtype=numpy_dtype(rider.pair[0]))
+                    elements = (low - rider.begin) // itemsize(rider.pair[0])
+                    at = rider.target + elements * itemsize(rider.pair[1])
+                    overflowed += self._cast(values, rider.pair[1], rider.into, at)[1]
+            done = end
+        return overflowed
+
+    def _riders_of(self, riders: NDArray[np.void], carrier: int, file: Callable[[int], OpenFile]) -> list[_Rider]:
+        first, last = (int(np.searchsorted(riders["carrier"], carrier, side=side)) for side in ("left", "right"))
+        result = []
+        for row in riders[first:last]:
+            pair, begin = self._casts[int(row["cast"])], int(row["skip"])
+            end = begin + int(row["numel"]) * itemsize(pair[0])
+            result.append(_Rider(begin, end, pair, file(int(row["file"])), int(row["target"])))
+        return result
+
+    def _cast(self, values: NDArray[np.generic], dtype: str, into: OpenFile, at: int) -> tuple[int, int]:
+        """Write values as another type; returns bytes written and finite elements that became infinite."""
+        result = cast(values, dtype)
+        write_at(into.fd, result.view(np.uint8).data, at, into.path)
+        self._advance(result.nbytes)
+        return result.nbytes, count_overflowed(values, result)
