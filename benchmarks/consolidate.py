@@ -55,12 +55,12 @@ def checkpoint(stage: int, scale: str, ranks: int = RANKS) -> Path:
 def ours(root: Path, out: Path, dtype: str) -> Command:
     """Our consolidation."""
     command = [CKPTTOOL, "consolidate", str(root), str(out), "--to", "safetensors", "--dtype", dtype]
-    return Command(f"ckpttool consolidate ({dtype})", [command], lambda: shutil.rmtree(out, ignore_errors=True))
+    return Command(f"ckpttool consolidate ({dtype})", [command], lambda: shutil.rmtree(out, ignore_errors=True), root)
 
 
 def copy(source: Path, out: Path, name: str) -> Command:
     """``cp`` of the same bytes that we write."""
-    return Command(name, [["cp", "-r", str(source), str(out)]], lambda: shutil.rmtree(out, ignore_errors=True))
+    return Command(name, [["cp", "-r", str(source), str(out)]], lambda: shutil.rmtree(out, ignore_errors=True), source)
 
 
 def peer(root: Path, out: Path, *, cast: bool = False) -> Command:
@@ -70,7 +70,7 @@ def peer(root: Path, out: Path, *, cast: bool = False) -> Command:
     if cast:
         steps.append([PYTHON, str(HERE / "cast_bf16.py"), str(out)])
     name = "zero_to_fp32.py, then cast to bf16" if cast else "zero_to_fp32.py --safe_serialization"
-    return Command(name, steps, lambda: shutil.rmtree(out, ignore_errors=True))
+    return Command(name, steps, lambda: shutil.rmtree(out, ignore_errors=True), root)
 
 
 def evict(root: Path) -> None:

@@ -24,7 +24,7 @@ UNIVERSAL = "ckpttool convert --to universal"
 def convert(root: Path, out: Path, name: str) -> Command:
     """Our conversion; ``name`` is its command line but for the places."""
     _, command, *options = name.split()
-    return Command(name, [[CKPTTOOL, command, str(root), str(out), *options]], lambda: _clear(out))
+    return Command(name, [[CKPTTOOL, command, str(root), str(out), *options]], lambda: _clear(out), root)
 
 
 def peer(root: Path, out: Path, workers: int) -> Command:
@@ -33,7 +33,7 @@ def peer(root: Path, out: Path, workers: int) -> Command:
     command = [PYTHON, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(root / tag)]
     command += ["--output_folder", str(out / "universal"), "--inject_missing_state"]
     command += ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
-    return Command(f"ds_to_universal, {workers} workers", [command], lambda: _clear(out))
+    return Command(f"ds_to_universal, {workers} workers", [command], lambda: _clear(out), root)
 
 
 def _clear(out: Path) -> None:

@@ -13,7 +13,7 @@ from ckpttool.ranges import exact_cover_problem
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -190,6 +190,19 @@ class CopyPlan:
 
 def _nbytes(rows: NDArray[np.void], widths: Sequence[int]) -> int:
     return int((rows["numel"] * np.array(widths, dtype=np.uint64)[rows["cast"]]).sum()) if rows.size else 0
+
+
+def merge_literals(literals: Iterable[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    """Join (offset, bytes) that go on where others end: fewer writes, for a file may have dozens."""
+    merged: list[tuple[int, list[bytes]]] = []
+    end = -1
+    for offset, data in sorted(literals):
+        if offset == end:
+            merged[-1][1].append(data)
+        else:
+            merged.append((offset, [data]))
+        end = offset + len(data)
+    return tuple((offset, b"".join(parts)) for offset, parts in merged)
 
 
 def merge_copies(rows: NDArray[np.void], casts: Sequence[tuple[str, str]]) -> NDArray[np.void]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpttool.errors import PlanError
-from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile, merge_literals
 
 NOTHING = np.zeros(0, dtype=COPY)
 
@@ -44,3 +44,10 @@ def test_a_file_not_filled_exactly_once_is_refused(nbytes: int, literals: Any, c
 def test_a_name_that_leaves_the_directory_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match="no plain file name"):
         CopyPlan((), (), (TargetFile(name, 0, (), NOTHING),))
+
+
+def test_literals_that_go_on_where_others_end_are_joined() -> None:
+    assert merge_literals([(9, b"e"), (0, b"ab"), (2, b"cd"), (4, b""), (10, b"f")]) == ((0, b"abcd"), (9, b"ef"))
+    assert merge_literals([]) == ()
+    # What overlaps stays apart, for the plan to refuse.
+    assert merge_literals([(0, b"ab"), (1, b"cd")]) == ((0, b"ab"), (1, b"cd"))

@@ -10,7 +10,7 @@ from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, itemsize
-from ckpttool.plan import TargetFile
+from ckpttool.plan import TargetFile, merge_literals
 from ckpttool.targets.copies import Piece
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TorchFileBuilder:
             if filled < ref.nbytes:
                 zeros.append((start + filled, ref.nbytes - filled))
         copies, gathers = self._copies.copies(placed)
-        return TargetFile(self.name, built.nbytes, tuple(literals), copies, gathers, tuple(zeros))
+        return TargetFile(self.name, built.nbytes, merge_literals(literals), copies, gathers, tuple(zeros))
 
 
 def view(storage: StorageRef, dtype: str, offset: int, shape: tuple[int, ...]) -> TensorRef:
