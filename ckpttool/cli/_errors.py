@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -20,6 +21,8 @@ INTERRUPTED = 130
 
 def run(command: click.Command) -> NoReturn:
     """Run the command line and leave."""
+    # What libraries log on the way to an error would hide the one line that says it.
+    logging.getLogger().addHandler(logging.NullHandler())
     # Being told to stop must take the same way out as Ctrl-C, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(invoke(command, sys.argv[1:]))

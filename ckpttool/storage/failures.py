@@ -36,6 +36,8 @@ RETRIES = Tally()
 
 ATTEMPTS = 7
 """How often a call is made before it is given up."""
+PATIENCE = 60.0
+"""Seconds after which it is not made a third time: some clients try again themselves, for half a minute each time."""
 FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each pause is up to twice as long as the one before it."""
 LONGEST_PAUSE = 8.0
@@ -45,6 +47,8 @@ MISSING = "does not exist"
 """What is wrong with a path at which nothing is."""
 NO_BUCKET = "there is no such bucket"
 _SIGN_IN = "sign in again, or check the environment, the profile and --storage-option"
+NO_CREDENTIALS = ("there are no credentials", _SIGN_IN)
+"""What is wrong where a store wants some, and what to do."""
 _MEANING = {
     "NoSuchBucket": (NO_BUCKET, "check the name, the region and the endpoint"),
     "InvalidBucketName": ("is no valid name of a bucket", "check the name"),
@@ -73,15 +77,21 @@ _MEANING = {
     "416": ("changed while it was being read", WAIT),
     "EntityTooLarge": ("is larger than the store takes", "choose a smaller --max-shard-size"),
     "QuotaExceeded": ("no space left", "free some space or choose another place"),
+    "ContainerNotFound": (NO_BUCKET, "check the name, the account and the endpoint"),
+    "BlobNotFound": (MISSING, "check the path"),
+    "AuthenticationFailed": ("the credentials are not accepted", _SIGN_IN),
+    "InvalidAuthenticationInfo": ("the credentials are not accepted", _SIGN_IN),
+    "InvalidResourceName": ("is no name that the store takes", "check the URL"),
+    "OutOfRangeInput": ("is no name that the store takes", "check the URL"),
 }
-"""Codes of S3, and of HTTP where there is no other, after which asking again does not help."""
+"""Codes of S3 and Azure, and of HTTP where there is no other, after which asking again does not help."""
 _PASSING = {
     "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "RequestTimeoutException", "Throttling",
     "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "OperationAborted", "BadDigest", "IncompleteBody",
     "XAmzContentSHA256Mismatch", "500", "502", "503", "504", "429", "408", "409",
 }  # fmt: skip
 _MEANING_OF_CLASS = {
-    "NoCredentialsError": ("there are no credentials", _SIGN_IN),
+    "NoCredentialsError": NO_CREDENTIALS,
     "PartialCredentialsError": ("the credentials are incomplete", _SIGN_IN),
     "CredentialRetrievalError": ("the credentials cannot be had", _SIGN_IN),
     "TokenRetrievalError": ("the credentials have expired", _SIGN_IN),
@@ -90,7 +100,7 @@ _MEANING_OF_CLASS = {
     "NoRegionError": ("no region is known", "name it with --storage-option client_kwargs.region_name=..."),
     "InvalidRegionError": ("the region is no valid name", "check the region"),
     "ParamValidationError": ("is no name that the store takes", "check the URL"),
-    "DefaultCredentialsError": ("there are no credentials", _SIGN_IN),
+    "DefaultCredentialsError": NO_CREDENTIALS,
     "RefreshError": ("the credentials have expired", _SIGN_IN),
     "ClientAuthenticationError": ("the credentials are not accepted", _SIGN_IN),
     "TypeError": ("its options do not fit", "check --storage-option"),
@@ -131,6 +141,7 @@ def call(path: str, function: Callable[[], T]) -> T:
         StorageError: It failed for good, or too often.
     """
     pause = FIRST_PAUSE
+    began = time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return function()
@@ -140,8 +151,8 @@ def call(path: str, function: Callable[[], T]) -> T:
             found = explain(path, error)
             if found is not None:
                 raise found from error
-            if attempt == ATTEMPTS:
-                problem = f"the store failed {ATTEMPTS} times, at last with {_in_short(error)}"
+            if attempt == ATTEMPTS or (attempt > 1 and time.monotonic() - began > PATIENCE):
+                problem = f"the store failed {attempt} times, at last with {_in_short(error)}"
                 raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
         RETRIES.add()
         # At random, so that many who failed at once do not come back at once.
@@ -184,7 +195,8 @@ def _codes(error: BaseException) -> tuple[str, str]:
         for attribute in ("status", "status_code", "code"):  # of aiohttp, azure, gcsfs
             value = getattr(link, attribute, None)
             if isinstance(value, int) and 400 <= value < 600:
-                return "", str(value)
+                named = getattr(link, "error_code", None)  # of azure, where some are members of an enumeration
+                return str(getattr(named, "value", named or "")), str(value)
         if any(c.__name__ in _PASSING_CLASSES for c in type(link).__mro__):
             break  # what it wraps may have a number that no store gave: aiohttp calls a body that is cut off "400"
     return "", ""

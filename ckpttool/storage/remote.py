@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.errors import StorageError
 from ckpttool.ranges import coalesced
 from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
-from ckpttool.storage.failures import MISSING, ShortReadError, call, explain
+from ckpttool.storage.failures import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
 from ckpttool.storage.urls import scheme_of, without_secrets
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ CONNECTIONS = 32
 AHEAD_BYTES = 1 << 16
 """What is read at either end of a file whose structure is looked at. torch's directory of hundreds of records fits."""
 PART_BYTES = 8 << 20
-"""What a file is written in at a time."""
+"""What a file is written in at a time, where it fits into MAX_PARTS of these."""
+MAX_PARTS = 50_000
+"""Parts of a file in a container of Azure."""
+PART_UNIT = 1 << 18
+"""What the size of Google's parts is a multiple of."""
 FAR_APART = 8
 """Directories, none within another, that are listed one by one; more of them are listed with all that lies between."""
 EXTRAS = {
@@ -73,6 +77,8 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
             raise StorageError(
                 without_secrets(url), f"{scheme}:// is no storage that is known", "check the URL"
             ) from None
+        if "credential" in str(error):  # adlfs asks for them at once
+            raise StorageError(without_secrets(url), *NO_CREDENTIALS) from error
         raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
     except (TypeError, OSError) as error:
         raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
@@ -269,16 +275,24 @@ class RemoteStorage:
         Raises:
             StorageError: It cannot be written.
         """
-        call(path, partial(self.fs.pipe_file, self.key(path), data))
+        try:
+            call(path, partial(self.fs.pipe_file, self.key(path), data))
+        except StorageError as error:
+            if error.problem != MISSING:
+                raise
+            problem = "cannot be written: what it is to lie in does not exist"
+            raise StorageError(path, problem, "create the bucket or directory first, or check the name") from error
         self.forget()
 
     def create(self, path: str, nbytes: int, key: str = "") -> Upload:
         """Begin to write a file that is too large to write in one go."""
-        return StreamUpload(self, path)
+        return StreamUpload(self, path, self.part_bytes(nbytes))
 
     def part_bytes(self, nbytes: int) -> int:
         """How large the parts are that a file of this size is written in."""
-        return PART_BYTES
+        if nbytes <= MAX_PARTS * PART_BYTES:
+            return PART_BYTES
+        return -(-nbytes // MAX_PARTS // PART_UNIT) * PART_UNIT
 
     def object_name(self, path: str) -> str:
         """What ``uploads`` calls a file."""
@@ -459,16 +473,24 @@ class Upload(Protocol):
 
 
 class StreamUpload:
-    """A file that is written from its first byte to its last, as every fsspec file system can."""
+    """A file that is written from its first byte to its last, as every fsspec file system can.
 
-    def __init__(self, storage: RemoteStorage, path: str) -> None:
+    Args:
+        storage: Where.
+        path: Its URL.
+        part_bytes: How much is written at a time.
+    """
+
+    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
         self._storage = storage
         self.path = path
         self._turn = threading.Condition()
         self._at = 0
         self._failed: BaseException | None = None
         self._before = self._there()
-        self._file = call(path, partial(storage.fs.open, storage.key(path), "wb", autocommit=False))
+        # As large as what is written at a time: more would be held back for nothing, tens of MB by some.
+        options = {"block_size": part_bytes, "autocommit": False}
+        self._file = call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
 
     def has(self, start: int, nbytes: int) -> bool:
         """No: such an upload cannot be gone on with."""

@@ -62,7 +62,7 @@ def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     memory.pseudo_dirs[:] = [""]
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "s3", *places.OTHERS])
 def place(request: pytest.FixtureRequest) -> places.Place:
     """Each of the storages in turn."""
     return places.place(request.param, request)

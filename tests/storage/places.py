@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -85,6 +86,35 @@ class Remote:
         return url.removeprefix(self._bucket.url())
 
 
+OTHERS = os.environ.get("CKPTTOOL_TEST_URLS", "").split()
+"""Buckets of the tester's, of whatever storage fsspec reaches: "gs://bucket/path az://container"."""
+
+
+class Elsewhere:
+    """One of them.
+
+    Args:
+        url: Below which the tests may write. They remove nothing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._fs = fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
+
+    def new(self) -> str:
+        return f"{self._url}/{uuid.uuid4().hex}/run"
+
+    def put(self, directory: str | Path) -> str:
+        url = self.new()
+        for name, data in files_in(directory).items():
+            self._fs.pipe_file(self._fs._strip_protocol(f"{url}/{name}"), data)
+        return url
+
+    def files(self, where: str) -> dict[str, bytes]:
+        root = self._fs._strip_protocol(where)
+        return {k.removeprefix(f"{root}/"): self._fs.cat_file(k) for k in self._fs.find(root)}
+
+
 def files_in(directory: str | Path) -> dict[str, bytes]:
     """All files of a directory, by their relative names."""
     root = Path(directory)
@@ -92,7 +122,9 @@ def files_in(directory: str | Path) -> dict[str, bytes]:
 
 
 def place(kind: str, request: pytest.FixtureRequest) -> Place:
-    """A storage by its name: "local", "memory" or "s3"."""
+    """A storage by its name, "local", "memory" or "s3", or by its URL."""
+    if "://" in kind:
+        return Elsewhere(kind)
     if kind == "s3":
         return Remote(request.getfixturevalue("s3"))
     return Memory() if kind == "memory" else Local(request.getfixturevalue("tmp_path"))

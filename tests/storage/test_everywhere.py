@@ -29,6 +29,7 @@ NAME = "zero3-dp4-bf16"
 PAIRS = [
     ("local", "s3"), ("s3", "local"), ("s3", "s3"), ("memory", "s3"), ("s3", "memory"), ("memory", "memory"),
     ("local", "memory"), ("memory", "local"),
+    *(pair for other in places.OTHERS for pair in (("local", other), (other, "local"), (other, other))),
 ]  # fmt: skip
 """Where from and where to. From local disk to local disk is what the rest of the tests are about."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 from typing import Any
 
@@ -20,7 +21,7 @@ from s3fs.errors import translate_boto_error
 
 from ckpttool.errors import StorageError
 from ckpttool.storage import failures
-from ckpttool.storage.failures import ATTEMPTS, ShortReadError, call, explain
+from ckpttool.storage.failures import ATTEMPTS, PATIENCE, ShortReadError, call, explain
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,12 @@ class _AnswerError(Exception):
         self.__dict__.update(attributes)
 
 
+class _AzureCode(str, enum.Enum):
+    """Some of Azure's codes are members of such a class."""
+
+    OUT_OF_RANGE_INPUT = "OutOfRangeInput"
+
+
 GOOD = [
     (client_error("NoSuchBucket", 404), "there is no such bucket"),
     (client_error("NoSuchKey", 404), "does not exist"),
@@ -68,6 +75,12 @@ GOOD = [
     (_AnswerError(status=403), "access denied"),
     (_AnswerError(status_code=401), "the credentials are not accepted"),
     (_AnswerError(code=412), "changed while it was being read"),
+    (_AnswerError(status_code=404, error_code="ContainerNotFound"), "there is no such bucket"),
+    (_AnswerError(status_code=404, error_code="BlobNotFound"), "does not exist"),
+    (_AnswerError(status_code=403, error_code="AuthenticationFailed"), "the credentials are not accepted"),
+    (_AnswerError(status_code=403, error_code="AuthorizationFailure"), "access denied"),
+    (_AnswerError(status_code=403, error_code=None), "access denied"),
+    (_AnswerError(status_code=400, error_code=_AzureCode.OUT_OF_RANGE_INPUT), "is no name that the store takes"),
     (client_error("Teapot", 418), "the store said Teapot"),
     (NoCredentialsError(), "there are no credentials"),
     (ProfileNotFound(profile="sesame"), "the profile is not there"),
@@ -89,6 +102,7 @@ PASSING = [
     client_error("429", 429),
     _AnswerError(status=502),
     _AnswerError(code=500),
+    _AnswerError(status_code=503, error_code="ServerBusy"),
     ReadTimeoutError(endpoint_url="sesame"),
     EndpointConnectionError(endpoint_url="sesame"),
     ShortReadError("1 bytes instead of 2"),
@@ -143,6 +157,21 @@ def test_what_may_pass_is_tried_again(error: Exception) -> None:
         return "done"
 
     assert call("s3://b/k", fail_at_first) == "done"
+
+
+def test_who_waits_long_in_each_attempt_makes_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    tries = []
+
+    def fail_late() -> None:
+        tries.append(1)
+        now[0] += PATIENCE
+        raise TimeoutError
+
+    with pytest.raises(StorageError, match="the store failed 2 times, at last with TimeoutError"):
+        call("az://b/k", fail_late)
+    assert len(tries) == 2
 
 
 def test_an_error_of_our_own_is_passed_on() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage import MARK, failures, remote
+from ckpttool.storage import MARK, failures, open_storage, remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
@@ -601,3 +601,30 @@ def test_the_store_can_compare_each_part_with_its_checksum(
         part = data[(number - 1) * MIN_PART_BYTES : number * MIN_PART_BYTES]
         expected = base64.b64encode(zlib.crc32(part).to_bytes(4, "big")).decode()
         assert headers.get("x-amz-checksum-crc32") == (expected if configured == "when_supported" else None)
+
+
+def test_parts_of_other_storages_are_as_many_as_azure_takes_and_as_large_as_google_wants() -> None:
+    storage = open_storage("memory://b")
+    assert isinstance(storage, remote.RemoteStorage)
+    for nbytes in (0, 1, remote.PART_BYTES, 390 << 30, 391 << 30, 5 << 40):
+        part = storage.part_bytes(nbytes)
+        assert part >= remote.PART_BYTES
+        assert part % remote.PART_UNIT == 0
+        assert -(-nbytes // part) <= remote.MAX_PARTS
+
+
+def test_what_is_written_is_held_back_no_longer_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.implementations.memory as implementation
+
+    asked: list[Any] = []
+    opened = implementation.MemoryFileSystem.open
+
+    def noted(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "autocommit" in options:  # not a small file, which is put whole
+            asked.append(options.get("block_size"))
+        return opened(self, path, mode, **options)
+
+    monkeypatch.setattr(remote, "PART_BYTES", 1024)
+    monkeypatch.setattr(implementation.MemoryFileSystem, "open", noted)
+    ckpttool.convert(source("zero3-dp2-bf16"), Memory().new(), to="zero", world_size=1)
+    assert set(asked) == {1024}
