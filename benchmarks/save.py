@@ -1,6 +1,6 @@
 """Measure CheckpointManager.save against ``engine.save_checkpoint``, inside one train loop of real DeepSpeed.
 
-    python benchmarks/save.py [--ranks 1 2] [--stages 2 3] [--parameters 100] [--runs 5]
+    python benchmarks/save.py [--ranks 1 2] [--stages 2 3] [--parameters 100] [--runs 5] [--rounds 8]
 
 * Synchronous: both save the same engine in turn. DeepSpeed leaves the bytes to the kernel; ours are on the disk,
   hashed, when the call returns. So DeepSpeed's is measured with a sync of its files behind it, too.
@@ -31,12 +31,18 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--parameters", type=int, default=100, help="millions")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8, help="saves during which steps are timed (default: 8)")
     options = parser.parse_args()
     DATA.mkdir(parents=True, exist_ok=True)
     for stage in options.stages:
         for ranks in options.ranks:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-            given = {"stage": stage, "parameters": options.parameters * 10**6, "runs": options.runs}
+            given = {
+                "stage": stage,
+                "parameters": options.parameters * 10**6,
+                "runs": options.runs,
+                "rounds": options.rounds,
+            }
             environment = {
                 **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks),
                 "PYTHONWARNINGS": "ignore",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import statistics
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 THROTTLE = 100e6
 """Bytes per second of the slow target, over all ranks."""
 WIDTH = 1024
+QUIET_STEPS = 5
+"""Steps between two saves, about as many as are made during one."""
 numbers = itertools.count()
 
 
@@ -75,6 +78,11 @@ def median_of(ways: dict[str, Callable[[], Any]], runs: int, clear: Callable[[],
             if run:
                 taken[name].append(seconds)
     return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def mean(values: list[float]) -> tuple[float, float]:
+    """The mean, and its standard error."""
+    return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
 def sync_tree(path: Path) -> None:
@@ -180,9 +188,11 @@ def main(given: dict[str, Any], data: Path) -> None:
     say(f"blocking, to {THROTTLE / 1e6:.0f} MB/s: {seconds:.2f} s, {seconds / stall:.0f}x the stall")
 
     throttle(asynchronous._place)
-    quiet, busy = [], []
-    for _ in range(3):
-        quiet += [timed(lambda: step(engine)) for _ in range(6)]
+    quiet: list[float] = []
+    busy: list[float] = []
+    for _ in range(given["rounds"]):
+        # Before and after: what drifts with time falls on both.
+        quiet += [timed(lambda: step(engine)) for _ in range(QUIET_STEPS)]
         background()
         while asynchronous._thread is not None and asynchronous._thread.is_alive() and len(busy) < 200:
             busy.append(timed(lambda: step(engine)))
@@ -191,8 +201,13 @@ def main(given: dict[str, Any], data: Path) -> None:
             if not alive.item():
                 break
         asynchronous.wait()
-    a, b = statistics.mean(quiet), statistics.mean(busy)
-    say(f"a step: {a:.3f} s, while a save runs {b:.3f} s ({len(busy)} steps): {100 * (b / a - 1):+.1f} %")
+    quiet += [timed(lambda: step(engine)) for _ in range(QUIET_STEPS)]
+    (a, error), (b, error_busy) = mean(quiet), mean(busy)
+    say(
+        f"a step: {a:.3f} s ({len(quiet)} steps), while a save runs {b:.3f} s ({len(busy)}): {100 * (b / a - 1):+.1f} %"
+    )
+    say(f"  standard error of that: {100 * math.hypot(error, error_busy) / a:.1f} %")
+    say(f"  medians: {statistics.median(quiet):.3f} s and {statistics.median(busy):.3f} s")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
