@@ -166,7 +166,7 @@ def test_who_waits_long_in_each_attempt_makes_two(monkeypatch: pytest.MonkeyPatc
 
     def fail_late() -> None:
         tries.append(1)
-        now[0] += PATIENCE
+        now[0] += 2 * PATIENCE
         raise TimeoutError
 
     with pytest.raises(StorageError, match="the store failed 2 times, at last with TimeoutError"):
