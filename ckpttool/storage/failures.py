@@ -36,8 +36,8 @@ RETRIES = Tally()
 
 ATTEMPTS = 7
 """How often a call is made before it is given up."""
-PATIENCE = 60.0
-"""Seconds after which it is not made a third time: some clients try again themselves, for half a minute each time."""
+PATIENCE = 120.0
+"""Seconds after which it is not made again, but for a second time: some clients try again themselves, for a minute."""
 FIRST_PAUSE = 0.1
 """Seconds before the second attempt; each pause is up to twice as long as the one before it."""
 LONGEST_PAUSE = 8.0

@@ -44,26 +44,6 @@ class Local:
         return files_in(where)
 
 
-class Memory:
-    """fsspec's own."""
-
-    def __init__(self) -> None:
-        self._fs = fsspec.filesystem("memory")
-
-    def new(self) -> str:
-        return f"memory://{uuid.uuid4().hex}/run"
-
-    def put(self, directory: str | Path) -> str:
-        url = self.new()
-        for name, data in files_in(directory).items():
-            self._fs.pipe_file(f"{url}/{name}", data)
-        return url
-
-    def files(self, where: str) -> dict[str, bytes]:
-        root = self._fs._strip_protocol(where)
-        return {k.removeprefix(f"{root}/"): self._fs.cat_file(k) for k in self._fs.find(root)}
-
-
 class Remote:
     """A bucket."""
 
@@ -91,7 +71,7 @@ OTHERS = os.environ.get("CKPTTOOL_TEST_URLS", "").split()
 
 
 class Elsewhere:
-    """One of them.
+    """A storage that fsspec reaches.
 
     Args:
         url: Below which the tests may write. They remove nothing.
@@ -113,6 +93,13 @@ class Elsewhere:
     def files(self, where: str) -> dict[str, bytes]:
         root = self._fs._strip_protocol(where)
         return {k.removeprefix(f"{root}/"): self._fs.cat_file(k) for k in self._fs.find(root)}
+
+
+class Memory(Elsewhere):
+    """fsspec's own."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://memory")
 
 
 def files_in(directory: str | Path) -> dict[str, bytes]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import enum
 import errno
+import logging
+import subprocess
+import sys
 from typing import Any
 
 import aiohttp
+import fsspec
 import pytest
 from aiohttp.http_exceptions import ContentLengthError
 from botocore.exceptions import (
@@ -20,8 +24,9 @@ from botocore.exceptions import (
 from s3fs.errors import translate_boto_error
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import failures
+from ckpttool.storage import failures, open_storage
 from ckpttool.storage.failures import ATTEMPTS, PATIENCE, ShortReadError, call, explain
+from ckpttool.storage.remote import RemoteStorage
 
 
 @pytest.fixture(autouse=True)
@@ -201,3 +206,51 @@ def test_an_error_that_is_its_own_cause_ends() -> None:
     first, second = ValueError(), ValueError()
     first.__cause__, second.__cause__ = second, first
     assert explain("s3://b/k", first) is not None
+
+
+class _Picky(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """As adlfs, which wants credentials at once, and logs on its way."""
+
+    protocol = "picky"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if "key" not in options:
+            raise ValueError("Must provide either a connection_string or account_name with credentials!!")
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        logging.getLogger("picky").error("sesame")
+        raise PermissionError(path)
+
+    def pipe_file(self, path: str, value: bytes, *_: Any, **__: Any) -> None:
+        raise FileNotFoundError(path)
+
+
+@pytest.fixture
+def picky() -> None:
+    fsspec.register_implementation("picky", _Picky, clobber=True)
+
+
+@pytest.mark.usefixtures("picky")
+def test_who_wants_credentials_at_once_is_understood() -> None:
+    with pytest.raises(StorageError, match=r"picky://b: there are no credentials; sign in again"):
+        open_storage("picky://b")
+
+
+@pytest.mark.usefixtures("picky")
+def test_what_has_no_place_to_lie_in_is_told() -> None:
+    storage = open_storage("picky://b", {"key": 1})
+    assert isinstance(storage, RemoteStorage)
+    with pytest.raises(StorageError, match="b/x: cannot be written: what it is to lie in does not exist; create the b"):
+        storage.put("picky://b/x", b"")
+
+
+def test_what_libraries_log_does_not_hide_the_line_that_says_what_is_wrong() -> None:
+    script = (
+        "import sys; from tests.storage.test_failures import _Picky; import fsspec; from ckpttool.cli import main;"
+        "fsspec.register_implementation('picky', _Picky);"
+        "sys.argv = ['ckpttool', 'inspect', 'picky://b/run', '--storage-option', 'key=1']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "Error: picky://b/run: access denied; check what these credentials may do\n"
