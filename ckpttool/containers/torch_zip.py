@@ -31,6 +31,8 @@ MAX_DIRECTORY_BYTES = 1 << 26
 """A central directory larger than this is refused: it has room for over half a million of torch's records."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
+_CRC32_AT = 14
+"""Where a local header says the CRC-32 of what follows it."""
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -315,6 +317,11 @@ def build(
     identity = f"{int.from_bytes(digest[:16], 'little') % 10**40:040d}"
     writer.literal(f"{prefix}/.data/serialization_id", identity.encode())
     return BuiltArchive(writer.finish(), tuple(writer.literals), payloads)
+
+
+def with_crc32(header: bytes, crc32: int) -> bytes:
+    """A storage's header, as ``build`` lays it out before the storage, with another CRC-32."""
+    return header[:_CRC32_AT] + struct.pack("<I", crc32) + header[_CRC32_AT + 4 :]
 
 
 class _ArchiveWriter:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError
-from ckpttool.saving.outgoing import pieces
 from ckpttool.storage.removal import remove_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from ckpttool.checksums import Checksums
     from ckpttool.saving.outgoing import OutgoingFile
@@ -56,32 +57,35 @@ class Bucket:
         Raises:
             StorageError: One cannot be written.
         """
-        written = []
         uploads: list[Upload] = []
         try:
             with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="ckpttool-upload") as pool:
                 for file in files:
-                    written.append(file.seal())
                     self._write_file(f"{directory}/{file.name}", file, pool, uploads)
             self.storage.at_once([partial(upload.commit) for upload in uploads])
         except BaseException:
             with contextlib.suppress(CkptError):
                 self.storage.at_once([partial(upload.discard) for upload in uploads])
             raise
-        return written
+        return [file.checksums for file in files]
 
     def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, uploads: list[Upload]) -> None:
         size = self.storage.part_bytes(file.nbytes)
-        held = pieces(file)
         if file.nbytes <= size:
-            self.storage.put(path, bytes(_filled(held, 0, file.nbytes)))
+            self.storage.put(path, b"".join(file.stream()))
             return
         upload = self.storage.create(path, file.nbytes)
         uploads.append(upload)
-        starts = range(0, file.nbytes, size)
-        # in order, so that what has to be written in order never waits for what has not begun
-        running = [pool.submit(_upload, upload, held, a, min(file.nbytes, a + size)) for a in starts]
+        parts = _parts(file.stream(), size)
+        room = threading.Semaphore(PARTS_AT_ONCE)
+        running: list[Future[None]] = []
         try:
+            for start in range(0, file.nbytes, size):
+                room.acquire()
+                if any(future.done() and future.exception() for future in running):
+                    break
+                # in order, so that what has to be written in order never waits for what has not begun
+                running.append(pool.submit(_upload, upload, start, next(parts), room))
             for future in running:
                 future.result()
         finally:
@@ -117,22 +121,27 @@ class Bucket:
         return False
 
 
-def _upload(upload: Upload, held: list[Piece], start: int, end: int) -> None:
+def _upload(upload: Upload, start: int, data: bytearray, room: threading.Semaphore) -> None:
     try:
-        upload.write(start, _filled(held, start, end))
+        upload.write(start, data)
     except BaseException as error:
         upload.give_up(error)
         raise
+    finally:
+        room.release()
 
 
-def _filled(held: list[Piece], start: int, end: int) -> bytearray:
-    """The bytes [start, end) of a file that lies in pieces."""
-    data = bytearray(end - start)
-    for first, last, read in held:
-        a, b = max(first, start), min(last, end)
-        if a < b:
-            data[a - start : b - start] = read(a - first, b - first)
-    return data
-
-
-Piece = tuple[int, int, "Callable[[int, int], memoryview]"]
+def _parts(stream: Iterable[bytes | memoryview], size: int) -> Iterator[bytearray]:
+    """Bytes in parts of one size, but for the last."""
+    part = bytearray()
+    for data in stream:
+        view = memoryview(data)
+        while view:
+            count = min(size - len(part), len(view))
+            part += view[:count]
+            view = view[count:]
+            if len(part) == size:
+                yield part
+                part = bytearray()
+    if part:
+        yield part

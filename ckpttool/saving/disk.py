@@ -7,12 +7,11 @@ after fsync of the directory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from ckpttool.saving.blocks import BlockWriter, write_all
 from ckpttool.saving.protocol import PARTIAL
 from ckpttool.storage import LOCAL, remove_directory, reserve, sync_directory, translate_os_errors
 
@@ -22,15 +21,14 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
     from ckpttool.saving.outgoing import OutgoingFile
 
-WRITE_BYTES = 1 << 23
-"""Bytes of one write; the disk is told to begin with them at once."""
-_SYNC_FILE_RANGE_WRITE = 2
-
 
 class Disk:
     """Saves on local disk."""
 
     storage = LOCAL
+
+    def __init__(self) -> None:
+        self._blocks = BlockWriter()
 
     def prepare(self, directory: str) -> None:
         """Make a directory, and those above it.
@@ -61,7 +59,7 @@ class Disk:
         Raises:
             StorageError: It cannot be written.
         """
-        self._write(path, lambda fd: _write(fd, data, 0))
+        self._write(path, lambda fd, _: write_all(fd, data, 0))
         with translate_os_errors(path):
             sync_directory(os.path.dirname(path))
 
@@ -71,7 +69,6 @@ class Disk:
         Raises:
             StorageError: One cannot be written.
         """
-        written = []
         directories = {directory}
         with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-hash") as pool:
             for file in files:
@@ -79,42 +76,27 @@ class Disk:
                 if os.path.dirname(path) not in directories:
                     self.prepare(os.path.dirname(path))
                     directories.add(os.path.dirname(path))
-                written.append(self._write_file(path, file, pool))
+                self._write_file(path, file, pool)
         for one in directories:
             with translate_os_errors(one):
                 sync_directory(one)
-        return written
+        return [file.checksums for file in files]
 
-    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor) -> Checksums:
-        sealed = pool.submit(file.seal)
-
-        def fill(fd: int) -> None:
+    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor) -> None:
+        def fill(fd: int, partial: str) -> None:
             reserve(fd, file.nbytes, path)
-            for first, payload in file.bulk():
-                for start in range(0, payload.nbytes, WRITE_BYTES):
-                    end = min(payload.nbytes, start + WRITE_BYTES)
-                    _write(fd, payload.read(start, end), first + start)
-                    _begin_to_sync(fd, first + start, end - start)
-            sealed.result()
-            for first, data in file.rest():
-                _write(fd, data, first)
+            self._blocks.write(fd, partial, file.nbytes, file.stream(pool.map))
 
-        try:
-            self._write(path, fill)
-        finally:
-            sealed.cancel()
-            with contextlib.suppress(BaseException):
-                sealed.result()  # nobody may be reading the memory when this returns
-        return sealed.result()
+        self._write(path, fill)
 
     @staticmethod
-    def _write(path: str, fill: Callable[[int], None]) -> None:
+    def _write(path: str, fill: Callable[[int, str], None]) -> None:
         partial = f"{path}{PARTIAL}"
         with translate_os_errors(path):
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
                 try:
-                    fill(fd)
+                    fill(fd, partial)
                     os.fsync(fd)
                 finally:
                     os.close(fd)
@@ -153,25 +135,3 @@ class Disk:
             os.rename(directory, aside)
             sync_directory(os.path.dirname(directory))
         return True
-
-
-def _write(fd: int, data: bytes | memoryview, start: int) -> None:
-    view = memoryview(data)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:] if done else view, start + done)
-
-
-@functools.cache
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return found
-
-
-def _begin_to_sync(fd: int, start: int, nbytes: int) -> None:
-    """Let the disk begin to write, so that it has little left to do when the file is synced."""
-    call = _sync_file_range()
-    if call is not None:
-        call(fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)

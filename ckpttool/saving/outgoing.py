@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import posixpath
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ckpttool.checksums import Checksums, chunk_bytes, combine, crc32, cuts, of_pieces
+from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
 from ckpttool.containers import torch_zip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from ckpttool.checksums import Checksums
+
+READ_BYTES = 1 << 23
+"""Bytes of a payload that are asked for at a time."""
+
+Hashed = tuple[int, int, int]
+"""First byte in the file, bytes, CRC-32; none reaches from one chunk into the next."""
 
 
 class Payload(Protocol):
@@ -39,6 +48,15 @@ class Held:
         return self._view[start:end]
 
 
+class Mapper(Protocol):
+    """What ``map`` does, or an executor's ``map``, which runs ahead of what is asked for."""
+
+    def __call__(
+        self, function: Callable[[tuple[int, Payload]], list[Hashed]], values: Iterable[tuple[int, Payload]], /
+    ) -> Iterator[list[Hashed]]:
+        """What the function makes of each value, in order."""
+
+
 class OutgoingFile(Protocol):
     """A file to write."""
 
@@ -49,14 +67,16 @@ class OutgoingFile(Protocol):
     def nbytes(self) -> int:
         """Its size."""
 
-    def seal(self) -> Checksums:
-        """Compute the checksums; from now on ``parts`` can be asked for all bytes."""
+    @property
+    def checksums(self) -> Checksums:
+        """Of its bytes; known when ``stream`` has ended."""
 
-    def bulk(self) -> Iterator[tuple[int, Payload]]:
-        """(first byte, bytes) of what is large and known before ``seal``."""
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """All its bytes, in order; what is yielded is valid until the next is asked for.
 
-    def rest(self) -> Iterator[tuple[int, bytes]]:
-        """(first byte, bytes) of everything else; known after it."""
+        Args:
+            mapped: How the checksums are computed.
+        """
 
 
 @dataclass(slots=True)
@@ -65,27 +85,23 @@ class PlainFile:
 
     name: str
     payload: Payload
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Its size."""
         return self.payload.nbytes
 
-    def seal(self) -> Checksums:
-        """The checksums of its bytes."""
-        size = chunk_bytes(self.nbytes)
-        return of_pieces(
-            self.nbytes,
-            ((a, b - a, crc32(self.payload.read(a, b))) for a, b in cuts(0, self.nbytes, size)),
-        )
+    @property
+    def checksums(self) -> Checksums:
+        """Of its bytes; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed)
 
-    def bulk(self) -> Iterator[tuple[int, Payload]]:
-        """All of it."""
-        yield 0, self.payload
-
-    def rest(self) -> Iterator[tuple[int, bytes]]:
-        """Nothing."""
-        return iter(())
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """All its bytes, in order."""
+        hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [(0, self.payload)])
+        yield from _pieces(self.payload)
+        (self._hashed,) = hashed
 
 
 @dataclass(slots=True)
@@ -101,6 +117,7 @@ class TorchFile:
     payloads: Mapping[str, Payload]
     """The storages by key, in order."""
     _built: torch_zip.BuiltArchive = field(init=False)
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._built = self._build({})
@@ -110,42 +127,55 @@ class TorchFile:
         """Its size."""
         return self._built.nbytes
 
+    @property
+    def checksums(self) -> Checksums:
+        """Of its bytes; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """All its bytes, in order. Before each storage stands its checksum: it is waited for."""
+        where, size = self._built.payloads, chunk_bytes(self.nbytes)
+        hashed = mapped(partial(_hash, size), [(where[key].start, p) for key, p in self.payloads.items()])
+        keys = {where[key].start: key for key in self.payloads}
+        crcs: dict[str, int] = {}
+        self._hashed = []
+        *literals, (end, _) = self._built.literals
+        for start, literal in literals:
+            key = keys.get(start + len(literal))  # no other literal ends where a storage begins
+            if key is None:
+                yield self._taken(start, literal, size)
+                continue
+            of_payload = next(hashed)
+            crcs[key] = _combined(of_payload)
+            yield self._taken(start, torch_zip.with_crc32(literal, crcs[key]), size)
+            yield from _pieces(self.payloads[key])
+            self._hashed += of_payload
+        yield self._taken(end, self._build(crcs).literals[-1][1], size)
+
+    def _taken(self, start: int, literal: bytes, size: int) -> bytes:
+        self._hashed += _hash(size, (start, Held(literal)))
+        return literal
+
     def _build(self, crcs: Mapping[str, int]) -> torch_zip.BuiltArchive:
         sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
         prefix = posixpath.splitext(posixpath.basename(self.name))[0]
         return torch_zip.build(self.pickled, sizes, prefix=prefix, path=self.name, crc32=crcs)
 
-    def seal(self) -> Checksums:
-        """The checksums of its bytes; the archive's own are recorded as well."""
-        size = chunk_bytes(self.nbytes)
-        pieces: list[tuple[int, int, int]] = []
-        crcs: dict[str, int] = {}
-        for key, payload in self.payloads.items():
-            where, whole = self._built.payloads[key], 0
-            for a, b in cuts(where.start, where.end, size):
-                crc = crc32(payload.read(a - where.start, b - where.start))
-                whole = combine(whole, crc, b - a)
-                pieces.append((a, b - a, crc))
-            crcs[key] = whole
-        self._built = self._build(crcs)
-        for start, data in self._built.literals:
-            view = memoryview(data)
-            for a, b in cuts(start, start + len(data), size):
-                pieces.append((a, b - a, crc32(view[a - start : b - start])))
-        return of_pieces(self.nbytes, sorted(pieces))
 
-    def bulk(self) -> Iterator[tuple[int, Payload]]:
-        """The storages."""
-        for key, payload in self.payloads.items():
-            yield self._built.payloads[key].start, payload
-
-    def rest(self) -> Iterator[tuple[int, bytes]]:
-        """What the archive has around them."""
-        return iter(self._built.literals)
+def _hash(size: int, placed: tuple[int, Payload]) -> list[Hashed]:
+    """Checksums of bytes that begin somewhere in a file, cut where its chunks begin."""
+    first, payload = placed
+    return [(a, b - a, crc32(payload.read(a - first, b - first))) for a, b in cuts(first, first + payload.nbytes, size)]
 
 
-def pieces(file: OutgoingFile) -> list[tuple[int, int, Callable[[int, int], memoryview]]]:
-    """All bytes of a sealed file: (first byte, one past the last, reads a range counted from the first), in order."""
-    found = [(start, start + p.nbytes, p.read) for start, p in file.bulk() if p.nbytes]
-    found += [(start, start + len(data), Held(data).read) for start, data in file.rest() if data]
-    return sorted(found, key=lambda piece: piece[0])
+def _combined(hashed: Iterable[Hashed]) -> int:
+    """CRC-32 of all that follow one another."""
+    whole = 0
+    for _, nbytes, crc in hashed:
+        whole = combine(whole, crc, nbytes)
+    return whole
+
+
+def _pieces(payload: Payload) -> Iterator[memoryview]:
+    for start in range(0, payload.nbytes, READ_BYTES):
+        yield payload.read(start, min(payload.nbytes, start + READ_BYTES))

@@ -37,7 +37,9 @@ def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
         forked.end_if_stuck()
         (directory / job["id"]).mkdir(exist_ok=True)
         torch.manual_seed(4321)
-        {"save": _save, "resume": _resume, "life": _life}[job["do"]](job, directory / job["id"])
+        {"save": _save, "resume": _resume, "life": _life, "persistent": _persistent}[job["do"]](
+            job, directory / job["id"]
+        )
         torch.distributed.barrier()
     common.leave()
 
@@ -182,6 +184,45 @@ def _life(job: dict[str, Any], directory: Path) -> None:
     torch.save(facts, directory / f"facts-{rank}.pt")
     parallel.engine.destroy()
     manager._thread.join()  # which the interpreter does at its end; these ranks have none
+
+
+def _persistent(job: dict[str, Any], directory: Path) -> None:
+    """What ZeRO-3 keeps gathered between steps, before and after saves."""
+    import torch
+
+    from ckpttool import CheckpointManager
+
+    parallel = _build(job)
+    engine = parallel.engine
+    parallel.step()
+    persistent = engine.optimizer.persistent_parameters
+    gathered: list[int] = []
+    gather = persistent[0].all_gather
+
+    def counted(parameters: Any, **options: Any) -> Any:
+        gathered.append(len(parameters))
+        return gather(parameters, **options)
+
+    persistent[0].all_gather = counted
+
+    def state() -> tuple[list[str], list[Any]]:
+        return [p.ds_status.name for p in persistent], [p.data.clone() for p in persistent]
+
+    manager = CheckpointManager(directory / "root")
+    facts: dict[str, Any] = {"before": state()}
+    manager.save(engine, tag="a")
+    facts["after"], facts["gathered"] = state(), list(gathered)
+    engine.save_checkpoint(str(directory / "native"), tag="a")
+    facts["after DeepSpeed's"] = state()
+    for parameter in persistent:
+        parameter.partition()
+    gathered.clear()
+    manager.save(engine, tag="b")
+    facts["after all were freed"], facts["gathered then"] = state(), list(gathered)
+    facts["list"] = engine.optimizer.persistent_parameters is persistent
+    facts["loss"] = float(parallel.step())
+    torch.save(facts, directory / f"facts-{torch.distributed.get_rank()}.pt")
+    engine.destroy()
 
 
 def _kept(tensors: dict[str, Any]) -> dict[str, Any]:

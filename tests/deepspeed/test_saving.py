@@ -78,6 +78,7 @@ def done(tmp_path_factory: TempPathFactory, bucket: server.Bucket) -> Path:
     """A directory with what each job has left in a directory of its name."""
     directory = tmp_path_factory.mktemp("saving")
     jobs = [*SAVES, *S3, *(_resume(*one) for one in RESUMES), {**_job(2, 2), "id": "life", "do": "life"}]
+    jobs.append({**_job(3, 2), "id": "persistent", "do": "persistent"})
     for job in jobs:
         name = job.get("source", job["id"])
         job["root"] = bucket.url(name) if "s3" in name else str(directory / name / "ours")
@@ -169,6 +170,20 @@ def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, d
     # In bf16 on a CPU even the same engine computes another loss where its memory is aligned otherwise: up to 3 % here,
     # where training has brought it from 3.4 down to 0.03.
     assert after["losses"] == pytest.approx(before["losses"], rel=0.05)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_that_stay_gathered_are_not_gathered_anew(rank: int, done: Path) -> None:
+    facts = torch.load(done / "persistent" / f"facts-{rank}.pt", weights_only=False)
+    names, values = facts["before"]
+    assert set(names) == {"AVAILABLE"}
+    assert sum(v.numel() for v in values) > 100
+    assert facts["gathered"] == []
+    assert facts["gathered then"] == [len(values)]
+    assert facts["list"]
+    for when in ("after", "after DeepSpeed's", "after all were freed"):
+        assert facts[when][0] == names, when
+        assert_same(facts[when][1], values, when)
 
 
 def test_the_life_of_a_manager(done: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpttool.integrations.pickling import describe
-from ckpttool.saving.outgoing import TorchFile, pieces
+from ckpttool.saving.outgoing import TorchFile
 from tests.gpu import checks
 from tests.gpu.test_fixtures import command
 
@@ -49,12 +49,7 @@ def _state() -> dict[str, Any]:
 
 
 def _written(pickled: Any, held: Any) -> bytes:
-    file = TorchFile("file.pt", pickled.structure, held)
-    file.seal()
-    data = bytearray(file.nbytes)
-    for start, end, read in pieces(file):
-        data[start:end] = read(0, end - start)
-    return bytes(data)
+    return b"".join(TorchFile("file.pt", pickled.structure, held).stream())
 
 
 def _same(a: Any, b: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import threading
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.saving import disk
+from ckpttool.saving import blocks, disk
 from ckpttool.storage import local, removal
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Machine:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _files: dict[int, tuple[str, int]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _created: dict[str, int] = field(default_factory=dict)
 
     def reset(self, fault: Fault | None = None) -> None:
         """Begin anew; all ranks live."""
@@ -138,7 +140,10 @@ class Machine:
         # Not really synced: that would only wear out the disk that the tests run on.
         result: Any = None if name == "fsync" else real(*arguments, **options)
         if name in {"create", "open"}:
-            self._files[result] = (os.fspath(arguments[0]), next(self._numbers))
+            path = os.fspath(arguments[0])
+            if name == "create" or path not in self._created:
+                self._created[path] = next(self._numbers)
+            self._files[result] = (path, self._created[path])
         if name in CHANGES:
             what: tuple[Any, ...] = arguments
             if name == "create":
@@ -181,8 +186,10 @@ class _Shutil:
 
 
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a machine see all that the code under test does to disks."""
-    for module in (disk, local, removal):
+    """Let a machine see all that the code under test does to disks, past the page cache too where memory is a disk."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(blocks, "DIRECT", {*blocks.DIRECT, "tmpfs"})
+    for module in (blocks, disk, local, removal):
         monkeypatch.setattr(module, "os", _Os(machine))
     monkeypatch.setattr(removal, "shutil", _Shutil(machine))
 

@@ -6,6 +6,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ torch = pytest.importorskip("torch")
 from ckpttool import checksums  # noqa: E402
 from ckpttool.checksums import of_bytes  # noqa: E402
 from ckpttool.integrations.pickling import describe  # noqa: E402
-from ckpttool.saving.outgoing import PlainFile, TorchFile, pieces  # noqa: E402
+from ckpttool.saving.outgoing import PlainFile, TorchFile  # noqa: E402
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -27,17 +28,15 @@ DTYPES = [
 def _file(value: Any, name: str = "file.pt") -> bytes:
     pickled = describe(value)
     file = TorchFile(name, pickled.structure, pickled.storages)
-    sums = file.seal()
-    data = bytearray(file.nbytes)
-    covered = 0
-    for start, end, read in pieces(file):
-        data[start:end] = read(0, end - start)
-        covered += end - start
-    assert covered == len(data)
-    assert sums == of_bytes(bytes(data))
+    data = b"".join(file.stream())
+    assert len(data) == file.nbytes
+    assert file.checksums == of_bytes(data)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
-    return bytes(data)
+    with ThreadPoolExecutor(1) as pool:
+        assert b"".join(file.stream(pool.map)) == data
+    assert file.checksums == of_bytes(data)
+    return data
 
 
 def _ours(value: Any) -> Any:
@@ -237,7 +236,7 @@ def test_checksums_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(of_bytes(data).crcs) > 5
 
 
-def test_plain_file_has_one_piece() -> None:
+def test_plain_file_is_its_bytes() -> None:
     file = PlainFile("raw", describe(torch.arange(9, dtype=torch.uint8)).storages["0"])
-    assert file.seal() == of_bytes(bytes(range(9)))
-    assert list(file.rest()) == []
+    assert b"".join(file.stream()) == bytes(range(9))
+    assert file.checksums == of_bytes(bytes(range(9)))

@@ -1,0 +1,144 @@
+"""Files arrive byte by byte as they were sent, past the page cache or through it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.saving import blocks
+from ckpttool.saving.blocks import BlockWriter, file_system_of
+from tests.saving.conftest import in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+PAGE = mmap.PAGESIZE
+
+
+class _Os:
+    """The module ``os``, but for how files are written."""
+
+    def __init__(self, pwrite: Callable[[int, Any, int], int]) -> None:
+        self.pwrite = pwrite
+        self.direct: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int) -> int:
+        fd = os.open(path, flags)
+        if flags & os.O_DIRECT:
+            self.direct.append(fd)
+        return fd
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", PAGE)
+    monkeypatch.setattr(blocks, "file_system_of", lambda _: "ext4")
+
+
+def _write(path: Path, parts: Sequence[bytes], writer: BlockWriter | None = None) -> bytes:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        (writer or BlockWriter()).write(fd, str(path), sum(map(len, parts)), iter(parts))
+    finally:
+        os.close(fd)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 100, 20 * PAGE])
+@pytest.mark.parametrize("kind", ["ext4", "nfs4", ""])
+def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "file_system_of", lambda _: kind)
+    written: list[int] = []
+
+    def pwrite(fd: int, data: Any, start: int) -> int:
+        if fd in fake.direct:
+            written.append(start)
+        return os.pwrite(fd, data, start)
+
+    fake = _Os(pwrite)
+    monkeypatch.setattr(blocks, "os", fake)
+    data = os.urandom(nbytes)
+    assert _write(tmp_path / "f", [data]) == data
+    # Only whole blocks, and only where the file system is known for it.
+    assert written == (list(range(0, nbytes - PAGE + 1, PAGE)) if kind == "ext4" and fake.direct else [])
+    assert bool(fake.direct) <= (kind == "ext4" and nbytes >= PAGE)
+
+
+@given(parts=st.lists(st.integers(0, 3 * PAGE), max_size=8), again=st.lists(st.integers(0, 2 * PAGE), max_size=3))
+def test_parts_are_joined(parts: list[int], again: list[int]) -> None:
+    writer = BlockWriter()
+    with in_memory() as directory:
+        for sizes in (parts, again):  # what a file before has left in memory is not to be seen
+            sent = [os.urandom(n) for n in sizes]
+            assert _write(directory / "f", sent, writer) == b"".join(sent)
+
+
+@pytest.mark.parametrize("how", ["another alignment", "short", "none"])
+def test_a_disk_that_takes_less(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(fd: int, data: Any, start: int) -> int:
+        if fd in fake.direct:
+            if how == "another alignment":
+                raise OSError(errno.EINVAL, "no")
+            return os.pwrite(fd, data[:512], start) if how == "short" else 0
+        return os.pwrite(fd, data[: 1 + len(data) // 2], start)
+
+    fake = _Os(pwrite)
+    monkeypatch.setattr(blocks, "os", fake)
+    data = os.urandom(5 * PAGE + 7)
+    assert _write(tmp_path / "f", [data[:9], data[9:]]) == data
+
+
+def test_a_file_system_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoDirect(_Os):
+        def open(self, path: str, flags: int) -> int:
+            raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr(blocks, "os", NoDirect(os.pwrite))
+    data = os.urandom(3 * PAGE)
+    assert _write(tmp_path / "f", [data]) == data
+
+
+@pytest.mark.parametrize("at", [0, PAGE, 4 * PAGE])
+def test_a_disk_that_fails(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(fd: int, data: Any, start: int) -> int:
+        if start == at:
+            raise OSError(errno.ENOSPC, "full")
+        return os.pwrite(fd, data, start)
+
+    monkeypatch.setattr(blocks, "os", _Os(pwrite))
+    path = tmp_path / "f"
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="full"), path.open("wb") as file:
+        BlockWriter().write(file.fileno(), str(path), 8 * PAGE, (bytes(PAGE) for _ in range(8)))
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckpttool-pack")]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_stream_that_fails(tmp_path: Path) -> None:
+    def parts() -> Iterator[bytes]:
+        yield bytes(PAGE)
+        raise RuntimeError("the device is gone")
+
+    path = tmp_path / "f"
+    with pytest.raises(RuntimeError, match="the device is gone"), path.open("wb") as file:
+        BlockWriter().write(file.fileno(), str(path), 2 * PAGE, parts())
+
+
+def test_file_systems_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert file_system_of("/proc") == "proc"
+    assert file_system_of("/sys") in {"sysfs", ""}
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    known = {line.split(" - ")[1].split()[0] for line in lines}
+    assert file_system_of(".") in {*known, ""}
