@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import ckpttool
+from ckpttool.integrations.deepspeed import host_memory
 from ckpttool.saving import outgoing
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 THROTTLE = 100e6
 """Bytes per second of the slow target, over all ranks."""
-WIDTH = 1024
+WIDTH = 4096
+"""Of a layer, as in a model of 7 thousand million parameters."""
 QUIET_STEPS = 5
 """Steps between two saves, about as many as are made during one."""
 numbers = itertools.count()
@@ -71,9 +74,7 @@ def median_of(ways: dict[str, Callable[[], Any]], runs: int, clear: Callable[[],
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for run in range(runs + 1):
         for name, function in ways.items():
-            if dist.get_rank() == 0:
-                clear()
-                os.sync()
+            clear()
             seconds = timed(function)
             if run:
                 taken[name].append(seconds)
@@ -83,6 +84,31 @@ def median_of(ways: dict[str, Callable[[], Any]], runs: int, clear: Callable[[],
 def mean(values: list[float]) -> tuple[float, float]:
     """The mean, and its standard error."""
     return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def copied_by(save: Callable[[], Any]) -> list[Any]:
+    """The bytes that an asynchronous save copies, where they lie in the engine."""
+    sources: list[Any] = []
+    copy = host_memory._copy
+
+    def noted(target: Any, source: Any) -> None:
+        sources.append(source.numpy())
+        copy(target, source)
+
+    host_memory._copy = noted
+    try:
+        save()
+    finally:
+        host_memory._copy = copy
+    return sources
+
+
+def copy_all(sources: list[Any], target: Any) -> None:
+    """Copy them, by the C library's memcpy."""
+    at = 0
+    for source in sources:
+        np.copyto(target[at : at + source.nbytes], source)
+        at += source.nbytes
 
 
 def sync_tree(path: Path) -> None:
@@ -121,6 +147,9 @@ def main(given: dict[str, Any], data: Path) -> None:
     reports: list[ckpttool.SaveReport] = []
 
     def clear() -> None:
+        if dist.get_rank():
+            return
+        os.sync()
         shutil.rmtree(data, ignore_errors=True)
         data.mkdir(parents=True)
 
@@ -159,42 +188,45 @@ def main(given: dict[str, Any], data: Path) -> None:
     for name, seconds in taken.items():
         say(f"  {name:36}{seconds:8.3f} s  {seconds / taken['manager.save']:6.2f}x of manager.save")
 
-    own = reports[-1].nbytes
-    source, target = (torch.zeros(own, dtype=torch.uint8) for _ in range(2))
-    target.copy_(source)
     asynchronous = ckpttool.CheckpointManager(data / "async", on_save=reports.append, async_save=True)
 
     def background() -> None:
         asynchronous.save(engine, tag=f"t{next(numbers)}")
 
-    stalls, copies = [], []
-    for run in range(given["runs"] + 2):
-        if dist.get_rank() == 0:
-            clear()
-        seconds = timed(background)
+    sources = copied_by(background)
+    asynchronous.wait()
+    target = np.ones(sum(s.nbytes for s in sources), np.uint8)
+
+    def settle() -> None:
         asynchronous.wait()
-        copied = timed(partial(target.copy_, source))
-        if run > 1:
-            stalls.append(seconds)
-            copies.append(copied)
-    stall, copy = statistics.median(stalls), statistics.median(copies)
-    say(f"asynchronous: stall {stall:.3f} s, one copy of the same bytes {copy:.3f} s: {stall / copy:.2f}x")
+        clear()
+
+    ways = {"stall": background, "copy": partial(copy_all, sources, target)}
+    taken = median_of(ways, given["runs"] + 1, settle)
+    stall, copy = taken["stall"], taken["copy"]
+    say(f"asynchronous, {target.nbytes / 1e6:,.0f} MB of a rank: the loop stands still for {stall:.3f} s")
+    say(f"  {stall / copy:.2f}x of one copy of the same tensors, {copy:.3f} s")
+    settle()
 
     slow = ckpttool.CheckpointManager(data / "slow", on_save=reports.append)
     throttle(slow._place)
-    if dist.get_rank() == 0:
-        clear()
     seconds = timed(lambda: slow.save(engine, tag=f"t{next(numbers)}"))
     say(f"blocking, to {THROTTLE / 1e6:.0f} MB/s: {seconds:.2f} s, {seconds / stall:.0f}x the stall")
 
     throttle(asynchronous._place)
+    background()
+    began, used = time.perf_counter(), time.process_time()
+    asynchronous.wait()
+    took, used = time.perf_counter() - began, time.process_time() - used
+    say(f"in the background, to as much: {took:.2f} s, in which {used:.2f} s of a processor are used by each rank")
+    say(f"  that is {100 * used / took:.1f} % of one, which is what a step can lose where no processor is free")
     quiet: list[float] = []
     busy: list[float] = []
     for _ in range(given["rounds"]):
         # Before and after: what drifts with time falls on both.
         quiet += [timed(lambda: step(engine)) for _ in range(QUIET_STEPS)]
         background()
-        while asynchronous._thread is not None and asynchronous._thread.is_alive() and len(busy) < 200:
+        while asynchronous._thread is not None and asynchronous._thread.is_alive():
             busy.append(timed(lambda: step(engine)))
             alive = torch.tensor([int(asynchronous._thread.is_alive())])
             dist.all_reduce(alive, op=dist.ReduceOp.MIN)
