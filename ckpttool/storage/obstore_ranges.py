@@ -10,41 +10,20 @@ import os
 import re
 from datetime import timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckpttool.storage.beside_s3fs import (
+    AnswerError,
+    certificates,
+    check_options,
+    credentials_of,
+    is_plain,
+    region_of,
+)
 from ckpttool.storage.failures import ShortReadError
 
-if TYPE_CHECKING:
-    from datetime import datetime
-
-KNOWN_OPTIONS = {
-    "anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "profile", "secret", "token", "use_listings_cache",
-}  # fmt: skip
-"""s3fs's options that are followed here. Others may change what a request says."""
-KNOWN_CLIENT_OPTIONS = {
-    "aws_access_key_id", "aws_secret_access_key", "aws_session_token", "endpoint_url", "region_name",
-}  # fmt: skip
-KNOWN_CONFIGURATION = {"connect_timeout", "max_pool_connections", "read_timeout", "retries"}
-CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
-"""Variables that name a file of certificates; the first counts. Source: botocore, session.py and endpoint.py."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-_PLAIN_STATUS = {404, 408, 412, 416, 429}
-"""What s3fs would hear as well; after the rest of 4xx it may know what to do: another region, fresh credentials."""
-
-
-class AnswerError(Exception):
-    """A store's answer that is none of success.
-
-    Args:
-        code: What S3 calls it; "" if it does not say.
-        status: HTTP's status.
-    """
-
-    def __init__(self, code: str, status: int) -> None:
-        super().__init__(code or f"HTTP {status}")
-        # As botocore has it, so that what is known of its errors holds for these.
-        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
 
 
 class ObstoreRanges:
@@ -64,11 +43,9 @@ class ObstoreRanges:
         import obstore
         from obstore.store import S3Store
 
-        _check_options(fs)
+        check_options(fs)
         client = fs.s3
         config = client.meta.config
-        if config.proxies or any((config.s3 or {}).values()):
-            raise ValueError("configured in a way of its own")
         self._process = os.getpid()
         self._fs = fs
         self._get = obstore.get
@@ -77,14 +54,14 @@ class ObstoreRanges:
         self._refused: Exception | None = None
         client_options: Any = {"allow_http": True, "timeout": "1h", "pool_max_idle_per_host": "64"}
         client_options |= {"connect_timeout": f"{config.connect_timeout}s", "read_timeout": f"{config.read_timeout}s"}
-        bundle = next(filter(None, map(os.environ.get, CERTIFICATES)), None)
+        bundle = certificates()
         if bundle and client.meta.endpoint_url.startswith("https"):
             client_options["root_certificate"] = Path(bundle).read_bytes()
         signing = {"skip_signature": True} if fs.anon else {"credential_provider": self._credentials}
         self._store: Any = S3Store(
             bucket,
             endpoint=client.meta.endpoint_url,
-            region="us-east-1" if client.meta.region_name in {None, "aws-global"} else client.meta.region_name,
+            region=region_of(fs),
             client_options=client_options,
             retry_config={"max_retries": 0},  # failures.call tries again, once for all reasons
             **signing,
@@ -119,7 +96,7 @@ class ObstoreRanges:
         """Raise what an error of obstore's means, unless s3fs may know more of it."""
         found = _STATUS.search(text)
         status = int(found[1]) if found else 0
-        if status in _PLAIN_STATUS or status >= 500:
+        if is_plain(status):
             code = _CODE.search(text)
             raise AnswerError(code[1] if code else "", status)
         if not status and self._works and self._refused is None:
@@ -139,21 +116,10 @@ class ObstoreRanges:
         return found
 
     async def _find_credentials(self) -> dict[str, Any]:
-        held = self._fs._s3._request_signer._credentials
-        frozen = await held.get_frozen_credentials()
-        expires: datetime | None = getattr(held, "_expiry_time", None)
+        frozen, expires = await credentials_of(self._fs)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
             "expires_at": expires and expires.astimezone(timezone.utc),  # it takes no other zone
         }
-
-
-def _check_options(fs: Any) -> None:
-    given = fs.storage_options
-    unknown = set(given) - KNOWN_OPTIONS
-    unknown |= set(given.get("client_kwargs") or {}) - KNOWN_CLIENT_OPTIONS
-    unknown |= set(given.get("config_kwargs") or {}) - KNOWN_CONFIGURATION
-    if unknown:
-        raise ValueError(f"{sorted(unknown)} may change requests")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,13 +80,38 @@ class Requests:
         self.at = -1
         self.how = ""
         self.everyone = False
+        self._lock = threading.Lock()
         self._fs = self._watched()
 
     def reset(self, at: int = -1, how: str = "", *, everyone: bool = False) -> None:
         self.count, self.at, self.how, self.everyone = 0, at, how, everyone
 
     def storage(self) -> S3Storage:
-        return S3Storage(self._fs)
+        storage = S3Storage(self._fs)
+        sender: Any = storage.sender_of_parts()
+        send = sender.send
+
+        def sent(*arguments: Any) -> Any:
+            if not self._begin():
+                return send(*arguments)
+            if self.how == "after":
+                send(*arguments)
+            return self._die()
+
+        sender.send = sent
+        return storage
+
+    def _begin(self) -> bool:
+        """Number a request; whether the rank is to die at it."""
+        if self.rank in self.machine.dead:
+            raise _DeadError
+        with self._lock:
+            number, self.count = self.count, self.count + 1
+        return number == self.at
+
+    def _die(self) -> None:
+        self.machine.dead |= {0, 1} if self.everyone else {self.rank}
+        raise _DeadError
 
     def _watched(self) -> Any:
         fs = fsspec.filesystem(
@@ -95,15 +121,11 @@ class Requests:
         asked = fs._call_s3
 
         async def ask(method: str, *arguments: Any, **options: Any) -> Any:
-            if self.rank in self.machine.dead:
-                raise _DeadError
-            number, self.count = self.count, self.count + 1
-            if number != self.at:
+            if not self._begin():
                 return await asked(method, *arguments, **options)
             if self.how == "after":
                 await asked(method, *arguments, **options)
-            self.machine.dead |= {0, 1} if self.everyone else {self.rank}
-            raise _DeadError
+            return self._die()
 
         fs._call_s3 = ask
         fs.call_s3 = lambda *arguments, **options: fsspec.asyn.sync(fs.loop, ask, *arguments, **options)
