@@ -169,13 +169,17 @@ class RemoteStorage:
         return entry is not None if known else self.is_dir(path) or self.key(path) in self._single
 
     def refresh(self, paths: Sequence[str]) -> None:
-        """Forget what was listed, and list anew, with few requests, where these files lie."""
-        self.forget()
+        """Forget what was listed where these files lie, and list it anew with few requests; without any, forget all."""
+        if not paths:
+            self.forget()
         directories = {posixpath.dirname(self.key(path)): posixpath.dirname(path) for path in paths}
         # Those with others below them are listed with all that is there; between two that lie far apart may lie much.
         tops = _tops(directories)
         if len(tops) > FAR_APART and (shared := posixpath.commonpath(list(tops))).strip("/"):
             tops = {shared: True}
+        for known in (self._listed, self._single):
+            for key in [k for k in known if any(not top or k == top or k.startswith(f"{top}/") for top in tops)]:
+                del known[key]
         calls: list[partial[Any]] = []
         for key, deep in tops.items():
             path = directories.get(key) or key
