@@ -36,6 +36,18 @@ _SAME_FOR_ALL = {
 """What s3fs would hear as well, with the same credentials."""
 
 
+def _signer() -> Any:
+    from botocore.auth import S3SigV4Auth
+
+    class Signer(S3SigV4Auth):  # type: ignore[misc]  # botocore is not followed
+        """Takes the payload's digest as it is told."""
+
+        def payload(self, request: Any) -> str:
+            return str(request.context["digest"])
+
+    return Signer
+
+
 class SignedParts:
     """Sends parts of uploads. Threads may share it.
 
@@ -60,6 +72,8 @@ class SignedParts:
         self._process = os.getpid()
         self._fs = fs
         self._region = region_of(fs)
+        self._signer = _signer()
+        self._held: Any = None
         self._addresses: dict[tuple[str, str], str] = {}
         self._works = False
         self._given_up = False
@@ -110,25 +124,28 @@ class SignedParts:
     def _signed(
         self, data: bytes | bytearray, number: int, where: Mapping[str, str], checksum: str
     ) -> tuple[str, dict[str, str]]:
-        from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
-        from fsspec.asyn import sync
 
         address = self._address(where["Bucket"], where["Key"])
         url = f"{address}?partNumber={number}&uploadId={quote(where['UploadId'], safe='')}"
-        credentials, _ = sync(self._fs.loop, credentials_of, self._fs)
         # As botocore does it: a checksum is enough where nobody can change what is on its way.
         unsigned = checksum and url.startswith("https:")
         digest = _UNSIGNED if unsigned else hashlib.sha256(data).hexdigest()
-
-        class Signer(S3SigV4Auth):  # type: ignore[misc]  # botocore is not followed
-            def payload(self, request: Any) -> str:
-                return digest
-
         headers = {"x-amz-checksum-crc32": checksum} if checksum else {}
         request = AWSRequest("PUT", url, headers=headers)
-        Signer(credentials, "s3", self._region).add_auth(request)
+        request.context["digest"] = digest
+        self._signer(self._credentials(), "s3", self._region).add_auth(request)
         return url, dict(request.headers.items())
+
+    def _credentials(self) -> Any:
+        from fsspec.asyn import sync
+
+        if self._held is not None:
+            return self._held
+        credentials, expires = sync(self._fs.loop, credentials_of, self._fs)
+        if expires is None:
+            self._held = credentials
+        return credentials
 
     def _address(self, bucket: str, key: str) -> str:
         """Where an object is, as s3fs's client would have it."""
