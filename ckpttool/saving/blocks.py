@@ -6,7 +6,7 @@ that is 0.25 s of a processor for each GB, against 0.5 s where free memory is at
 disk takes must be aligned, so files are packed into blocks.
 
 Source: Linux, open(2): O_DIRECT; and Wang et al., "FastPersist: Accelerating Model Checkpointing in Deep Learning"
-(2024), which measured the same for DeepSpeed's checkpoints.
+(2024), which writes DeepSpeed's checkpoints that way.
 """
 
 from __future__ import annotations

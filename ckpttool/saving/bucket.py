@@ -77,15 +77,26 @@ class Bucket:
         upload = self.storage.create(path, file.nbytes)
         uploads.append(upload)
         parts = _parts(file.stream(), size)
-        room = threading.Semaphore(PARTS_AT_ONCE)
+        room, failed = threading.Semaphore(PARTS_AT_ONCE), threading.Event()
         running: list[Future[None]] = []
+
+        def send(start: int, data: bytearray) -> None:
+            try:
+                upload.write(start, data)
+            except BaseException as error:
+                failed.set()
+                upload.give_up(error)
+                raise
+            finally:
+                room.release()
+
         try:
             for start in range(0, file.nbytes, size):
                 room.acquire()
-                if any(future.done() and future.exception() for future in running):
+                if failed.is_set():
                     break
                 # in order, so that what has to be written in order never waits for what has not begun
-                running.append(pool.submit(_upload, upload, start, next(parts), room))
+                running.append(pool.submit(send, start, next(parts)))
             for future in running:
                 future.result()
         finally:
@@ -119,16 +130,6 @@ class Bucket:
     def set_aside(self, directory: str, aside: str) -> bool:
         """Objects cannot be renamed."""
         return False
-
-
-def _upload(upload: Upload, start: int, data: bytearray, room: threading.Semaphore) -> None:
-    try:
-        upload.write(start, data)
-    except BaseException as error:
-        upload.give_up(error)
-        raise
-    finally:
-        room.release()
 
 
 def _parts(stream: Iterable[bytes | memoryview], size: int) -> Iterator[bytearray]:

@@ -33,6 +33,8 @@ def _file(value: Any, name: str = "file.pt") -> bytes:
     assert file.checksums == of_bytes(data)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
+        for record in archive.infolist():  # what stands before a record says the same as the directory
+            assert data[record.header_offset + 14 :][:4] == record.CRC.to_bytes(4, "little")
     with ThreadPoolExecutor(1) as pool:
         assert b"".join(file.stream(pool.map)) == data
     assert file.checksums == of_bytes(data)

@@ -30,6 +30,14 @@ ENVIRONMENT = {
 }
 """What a client needs in its environment to be let in, and to find nothing else."""
 
+OF_THEIR_OWN: list[dict[str, Any]] = [
+    {"requester_pays": True},
+    {"s3_additional_kwargs": {"RequestPayer": "requester"}},
+    {"client_kwargs": {"verify": False}},
+    {"config_kwargs": {"s3": {"addressing_style": "path"}}},
+]
+"""Options of s3fs that may change what its requests say."""
+
 
 @contextlib.contextmanager
 def running() -> Iterator[str]:

@@ -16,6 +16,7 @@ from ckpttool.storage import open_storage
 from ckpttool.storage.failures import RETRIES
 from ckpttool.storage.obstore_ranges import ObstoreRanges
 from ckpttool.storage.s3 import BULK_BYTES
+from tests.storage import server
 from tests.storage.large import write_weights
 from tests.storage.proxy import Answer, Cut
 
@@ -74,16 +75,7 @@ def test_without_obstore_s3fs_does_it_all(object_url: str, proxy: Proxy, monkeyp
     assert not _reads(proxy)[0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"requester_pays": True},
-        {"s3_additional_kwargs": {"RequestPayer": "requester"}},
-        {"client_kwargs": {"verify": False}},
-        {"config_kwargs": {"s3": {"addressing_style": "path"}}},
-    ],
-    ids=lambda o: next(iter(o)),
-)
+@pytest.mark.parametrize("options", server.OF_THEIR_OWN, ids=lambda o: next(iter(o)))
 def test_what_may_change_requests_is_left_to_s3fs(options: dict[str, Any], object_url: str, proxy: Proxy) -> None:
     assert _read(object_url, **options) == EXPECTED
     assert not _reads(proxy)[0]

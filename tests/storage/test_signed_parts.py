@@ -89,6 +89,19 @@ def test_parts_are_signed_and_sent_with_their_checksums(s3: Bucket, proxy: Proxy
         assert headers["x-amz-content-sha256"] == hashlib.sha256(part).hexdigest()
 
 
+@pytest.mark.parametrize("checksum", ["AAAAAA==", ""])
+def test_over_https_a_checksum_is_enough(checksum: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    storage: Any = open_storage("s3://b", {"endpoint_url": "https://store.invalid"})
+    where = {"Bucket": "b", "Key": "k", "UploadId": "a/b+"}
+    url, headers = storage.sender_of_parts()._signed(DATA, 3, where, checksum)
+    assert url == "https://store.invalid/b/k?partNumber=3&uploadId=a%2Fb%2B"
+    expected = "UNSIGNED-PAYLOAD" if checksum else hashlib.sha256(DATA).hexdigest()
+    assert headers["X-Amz-Content-SHA256"] == expected
+    assert headers.get("x-amz-checksum-crc32", "") == checksum
+
+
 def test_options_that_are_known_are_followed(s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -102,16 +115,7 @@ def test_options_that_are_known_are_followed(s3: Bucket, proxy: Proxy, monkeypat
         assert request.headers["x-amz-security-token"] == "talk"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"requester_pays": True},
-        {"s3_additional_kwargs": {"RequestPayer": "requester"}},
-        {"client_kwargs": {"verify": False}},
-        {"config_kwargs": {"s3": {"addressing_style": "path"}}},
-    ],
-    ids=lambda o: next(iter(o)),
-)
+@pytest.mark.parametrize("options", server.OF_THEIR_OWN, ids=lambda o: next(iter(o)))
 def test_what_may_change_requests_is_left_to_s3fs(options: dict[str, Any], s3: Bucket, proxy: Proxy) -> None:
     _write(s3, **options)
     assert _stored(s3) == DATA
