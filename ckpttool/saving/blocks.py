@@ -19,7 +19,7 @@ import itertools
 import mmap
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,17 +67,15 @@ class BlockWriter:
             # Mapped, and so aligned. Two: one is filled while the other is written.
             self._blocks = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8) for _ in range(2)]
         blocks = _packed(stream, self._blocks)
+        # Whatever happens, nobody reads the stream any more when this returns: the pool is waited for.
         with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-pack") as pool:
             ahead = pool.submit(next, blocks, None)
-            try:
-                start = 0
-                while (block := ahead.result()) is not None:
-                    ahead = pool.submit(next, blocks, None)
-                    done = _write_direct(direct, block, start) if len(block) == BLOCK_BYTES else 0
-                    write_all(fd, block[done:], start + done)
-                    start += len(block)
-            finally:
-                wait([ahead])  # nobody may be reading the stream when this returns
+            start = 0
+            while (block := ahead.result()) is not None:
+                ahead = pool.submit(next, blocks, None)
+                done = _write_direct(direct, block, start) if len(block) == BLOCK_BYTES else 0
+                write_all(fd, block[done:], start + done)
+                start += len(block)
 
 
 def _packed(stream: Iterable[bytes | memoryview], blocks: Sequence[Any]) -> Iterator[memoryview]:

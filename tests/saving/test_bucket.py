@@ -12,7 +12,8 @@ import fsspec
 import pytest
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.saving.bucket import Bucket
+from ckpttool.saving.bucket import PARTS_AT_ONCE, Bucket
+from ckpttool.saving.outgoing import Held, PlainFile
 from ckpttool.saving.protocol import place_for
 from ckpttool.saving.ranks import Alone
 from ckpttool.saving.upkeep import tidy
@@ -25,7 +26,7 @@ from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.saving.disks import Killed, Machine
 from tests.storage import server
-from tests.storage.proxy import INTERNAL_ERROR, SLOW_DOWN, Cut, Proxy
+from tests.storage.proxy import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut, Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -246,6 +247,18 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
     assert (found[0], number_of(found[1], [9])) == (tag, 9)
     after = whole(url, open_remote(url, {}))
     assert all(after[name] == files for name, files in before.items() if name != tag)
+
+
+def test_what_is_denied_is_not_sent_on_and_on(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = 20 * PARTS_AT_ONCE
+    with Proxy(bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.add(ACCESS_DENIED, "upload_part", times=None)
+        url = bucket.url("run")
+        with pytest.raises(StorageError, match="access denied"):
+            Bucket(open_remote(url, {})).write(url, [PlainFile("file", Held(bytes(parts * PART_BYTES)))])
+        assert len(proxy.requests("upload_part")) <= 3 * PARTS_AT_ONCE
+    assert bucket.uploads() == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import urllib3
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import failures, open_storage
+from ckpttool.storage import beside_s3fs, failures, open_storage, signed_parts
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from tests.storage import proxy as faults
 from tests.storage import server
@@ -100,6 +100,24 @@ def test_over_https_a_checksum_is_enough(checksum: str, monkeypatch: pytest.Monk
     expected = "UNSIGNED-PAYLOAD" if checksum else hashlib.sha256(DATA).hexdigest()
     assert headers["X-Amz-Content-SHA256"] == expected
     assert headers.get("x-amz-checksum-crc32", "") == checksum
+
+
+@pytest.mark.parametrize("expires", [None, "in a while"])
+def test_credentials_that_expire_are_asked_for_again(
+    expires: str | None, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def credentials_of(fs: Any) -> tuple[Any, Any]:
+        found, _ = await beside_s3fs.credentials_of(fs)
+        asked.append(found)
+        return found, expires
+
+    monkeypatch.setattr(signed_parts, "credentials_of", credentials_of)
+    _write(s3)
+    assert _stored(s3) == DATA
+    assert len(_parts(proxy)[0]) == 2
+    assert len(asked) == (1 if expires is None else 2)
 
 
 def test_options_that_are_known_are_followed(s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
