@@ -25,10 +25,11 @@ from ckpttool.storage.beside_s3fs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 _UNSIGNED = "UNSIGNED-PAYLOAD"
+_PIECE_BYTES = 1 << 18
 _SAME_FOR_ALL = {
     "AccessDenied", "AllAccessDisabled", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
     "TokenRefreshRequired",
@@ -46,6 +47,13 @@ def _signer() -> Any:
             return str(request.context["digest"])
 
     return Signer
+
+
+def _pieces(data: bytes | bytearray) -> Iterator[memoryview]:
+    """A part as it is sent: what a socket is given at once has to be gone within its timeout, however slow the link."""
+    view = memoryview(data)
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield view[start : start + _PIECE_BYTES]
 
 
 class SignedParts:
@@ -81,7 +89,8 @@ class SignedParts:
         self._pool = urllib3.PoolManager(
             maxsize=connections,
             retries=False,  # failures.call tries again, once for all reasons
-            timeout=urllib3.Timeout(connect=config.connect_timeout, read=config.read_timeout),
+            # A fresh connection grants what it sends no more time than connecting.
+            timeout=urllib3.Timeout(connect=max(config.connect_timeout, config.read_timeout), read=config.read_timeout),
             ca_certs=certificates() or get_cert_path(True),
         )
 
@@ -101,9 +110,10 @@ class SignedParts:
         if self._given_up or os.getpid() != self._process:
             return None
         url, headers = self._signed(data, number, where, checksum)
+        headers["Content-Length"] = str(len(data))
         try:
-            # What lies in memory is sent in one go; urllib3's types know bytes alone.
-            body: Any = data
+            # urllib3's types do not know memory's views, its connections do.
+            body: Any = _pieces(data)
             answer = self._pool.request("PUT", url, body=body, headers=headers, redirect=False)
         except self._failures as error:
             if not self._works:  # s3fs may reach it: certificates, names

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import http.client
+import socket
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -223,6 +227,54 @@ def test_what_is_not_reached(after: int, s3: Bucket, proxy: Proxy) -> None:
     # At first s3fs may know better, for good; once it worked, it is the network, which is tried again.
     assert (len(sent), len(by_s3fs)) == ((0, 2) if after == 0 else (2, 0))
     assert (broken.asked, failures.RETRIES.count - before) == ((1, 0) if after == 0 else (3, 1))
+
+
+def test_a_socket_is_given_little_at_once(s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it is given has to be gone within its timeout, which a slow link would not do for a whole part."""
+    given: list[int] = []
+    send = http.client.HTTPConnection.send
+
+    def noted(connection: Any, data: Any) -> None:
+        given.append(len(data))
+        send(connection, data)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "send", noted)
+    _write(s3)
+    assert len(_parts(proxy)[0]) == 2
+    assert _stored(s3) == DATA
+    assert sum(given) > len(DATA)
+    assert max(given) <= 1 << 18
+
+
+def _receive_slowly(listening: socket.socket, received: list[bytes]) -> None:
+    """Take a request, but not at once, and answer it."""
+    connection, _ = listening.accept()
+    with connection:
+        time.sleep(1)
+        taken = b""
+        while (head := taken.find(b"\r\n\r\n")) < 0 or len(taken) < head + 4 + len(DATA):
+            taken += (piece := connection.recv(1 << 20))
+            if not piece:
+                return
+        received.append(taken[head + 4 :])
+        connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "there"\r\nContent-Length: 0\r\n\r\n')
+
+
+def test_sending_is_given_more_time_than_connecting(s3: Bucket) -> None:
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = {"connect_timeout": 0.1, "read_timeout": 20}
+        storage: Any = open_storage("s3://b", {"endpoint_url": endpoint, "config_kwargs": config})
+        sender = storage.sender_of_parts()
+        received: list[bytes] = []
+        server = threading.Thread(target=_receive_slowly, args=(listening, received), daemon=True)
+        server.start()
+        assert sender.send(DATA, 1, {"Bucket": "b", "Key": KEY, "UploadId": "u"}, "") == '"there"'
+        server.join()
+    assert received == [DATA]
 
 
 def test_a_process_that_was_forked_leaves_it_to_s3fs(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
