@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool._version import __version__
 
 if TYPE_CHECKING:
-    from ckpttool.api import (
-        ConvertReport,
-        CopyReport,
-        ExtractReport,
-        TransferReport,
-        consolidate,
-        convert,
-        cp,
-        diff,
-        digest,
-        extract,
-        extract_to_file,
-        inspect,
-        ls,
-        prune,
-        stats,
-        verify,
-    )
+    from ckpttool.api.consolidate import CopyReport, consolidate
+    from ckpttool.api.convert import ConvertReport, convert
+    from ckpttool.api.cp import TransferReport, cp
+    from ckpttool.api.extract import ExtractReport, extract, extract_to_file
+    from ckpttool.api.reading import diff, digest, inspect, stats, verify
+    from ckpttool.api.roots import ls, prune
     from ckpttool.catalog import Catalog, CatalogEntry
     from ckpttool.comparison import DiffReport
     from ckpttool.digests import Digest
@@ -41,13 +29,16 @@ if TYPE_CHECKING:
 
 # Attached when first asked for, so that `import ckpttool` costs next to nothing.
 _HOMES = {
-    "ConvertReport": "api", "CopyReport": "api", "ExtractReport": "api", "consolidate": "api", "convert": "api",
-    "TransferReport": "api", "cp": "api", "ls": "api", "prune": "api",
+    "CopyReport": "api.consolidate", "consolidate": "api.consolidate",
+    "ConvertReport": "api.convert", "convert": "api.convert",
+    "TransferReport": "api.cp", "cp": "api.cp",
+    "ExtractReport": "api.extract", "extract": "api.extract", "extract_to_file": "api.extract",
+    "diff": "api.reading", "digest": "api.reading", "inspect": "api.reading", "stats": "api.reading",
+    "verify": "api.reading",
+    "ls": "api.roots", "prune": "api.roots",
     "Catalog": "catalog", "CatalogEntry": "catalog",
     "CheckpointManager": "manager", "SaveReport": "manager",
     "Decision": "retention",
-    "diff": "api", "digest": "api", "extract": "api", "extract_to_file": "api", "inspect": "api", "stats": "api",
-    "verify": "api",
     "DiffReport": "comparison",
     "Digest": "digests",
     "CkptError": "errors", "ContainerError": "errors", "LayoutError": "errors", "PlanError": "errors",

@@ -20,6 +20,7 @@ from ckpttool.progress import Meter
 from ckpttool.proofs import full_proofs, sample_proofs, source_files
 from ckpttool.proving import failed_proofs
 from ckpttool.sources import Scratch, Sources
+from ckpttool.storage import without_secrets
 from ckpttool.threads import default_jobs, in_threads
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def verify_checkpoint(
         except CkptError as error:
             errors.append(error)
     return VerifyReport(
-        location=checkpoint.location if checkpoint else src[0],
+        location=checkpoint.location if checkpoint else without_secrets(src[0]),
         tag=checkpoint.tag if checkpoint else None,
         deep=deep,
         files=len(checkpoint.files) if checkpoint else 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
     from ckpttool.storage.remote import RemoteStorage
     from ckpttool.tasks import Workers
+
+
+_WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 
 class Destination:
@@ -119,7 +123,6 @@ class Destination:
         self,
         plan: CopyPlan,
         *,
-        replaces: Callable[[str], bool],
         last: Sequence[str],
         jobs: int | None,
         memory: int,
@@ -132,7 +135,6 @@ class Destination:
 
         Args:
             plan: What to write.
-            replaces: Whether a file name in an existing OUT belongs to what is being replaced.
             last: Names of the files that make the rest look whole.
             jobs: Threads.
             memory: Bytes that what is in flight may take, where storages are distant.
@@ -149,12 +151,12 @@ class Destination:
         if self._remote is not None:
             with workers or nullcontext() as there:
                 return self._upload(
-                    self._remote, plan, replaces, last, jobs, memory, meter, check, key, there, resume=bool(resume)
+                    self._remote, plan, last, jobs, memory, meter, check, key, there, resume=bool(resume)
                 )
         staging.check_space(self.out, plan.nbytes_written)
         with (
             workers or nullcontext() as there,
-            staging.staged(self.out, replaces=replaces, last=last, key=key, resume=bool(resume)) as directory,
+            staging.staged(self.out, replaces=_is_weights, last=last, key=key, resume=bool(resume)) as directory,
         ):
             journal = None if resume is None else staging.Journal(directory)
             if there is not None:
@@ -182,13 +184,12 @@ class Destination:
         return plan.nbytes_read
 
     def _upload(
-        self, remote: RemoteStorage, plan: CopyPlan, replaces: Callable[[str], bool], last: Sequence[str],
-        jobs: int | None, memory: int, meter: Meter, check: Callable[[str], None], key: str, workers: Workers | None,
-        *, resume: bool,
+        self, remote: RemoteStorage, plan: CopyPlan, last: Sequence[str], jobs: int | None, memory: int, meter: Meter,
+        check: Callable[[str], None], key: str, workers: Workers | None, *, resume: bool,
     ) -> int:  # fmt: skip
         from ckpttool.uploads import uploaded
 
-        with uploaded(remote, self.out, plan, replaces=replaces, last=last, key=key, resume=resume) as output:
+        with uploaded(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
             if workers is None:
                 overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
             else:
@@ -204,6 +205,10 @@ class Destination:
             remote.delete(paths.values())
             raise
         return overflowed
+
+
+def _is_weights(name: str) -> bool:
+    return _WEIGHT_FILES.fullmatch(name) is not None
 
 
 def _any_distant(plan: CopyPlan) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: parse, call the function of the same name in ``ckpttool.api``, print what it returns."""
+"""The command line: parse, call ``ckpttool``'s function of the same name, print what it returns."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ckpttool.sizes import format_age, format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.api import ConvertReport, CopyReport, TransferReport
+    from ckpttool import ConvertReport, CopyReport, TransferReport
     from ckpttool.catalog import Catalog, CatalogEntry
     from ckpttool.comparison import Difference, DiffReport
     from ckpttool.retention import Decision

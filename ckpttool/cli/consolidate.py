@@ -60,7 +60,7 @@ def consolidate(
     Parameters come from the fp32 masters; OUT gets the names that Hugging Face's libraries look for, and the
     configuration and tokenizer that lie beside the checkpoint. OUT appears whole or not at all.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_copy_report
 
@@ -74,7 +74,7 @@ def consolidate(
         ray=ray,
     )
     with progress_bar("consolidate") as progress:
-        report = api.consolidate(
+        report = ckpttool.consolidate(
             src,
             out,
             to="torch" if to == "torch" else "safetensors",

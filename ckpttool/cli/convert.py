@@ -68,7 +68,7 @@ def convert(
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
     load_universal reads it), or for torch.distributed.checkpoint (dcp). OUT appears whole or not at all.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_convert_report
 
@@ -96,7 +96,7 @@ def convert(
         ray=ray,
     )
     with progress_bar("convert") as progress:
-        report = api.convert(
+        report = ckpttool.convert(
             src,
             out,
             to="zero" if to == "zero" else "universal" if to == "universal" else "dcp",

@@ -35,13 +35,13 @@ def cp(
 
     SRC and DST may lie on different storages. latest is written when all of it is there and was read back.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_transfer_report
 
     given = options.chosen(jobs=jobs, memory=memory, storage_options=storage_options)
     with progress_bar("cp") as progress:
-        report = api.cp(src, dst, tag=tag, prove=prove, resume=resume, progress=progress, **given)
+        report = ckpttool.cp(src, dst, tag=tag, prove=prove, resume=resume, progress=progress, **given)
     if as_json:
         print_json(report)
     else:

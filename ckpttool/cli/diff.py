@@ -39,13 +39,13 @@ def diff(
 
     Weights are the fp32 masters where there are any. Prints what differs and exits with 1, or with 0 if nothing does.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_diff_report
 
     given = options.chosen(storage_options=storage_options, tag_a=tag_a, tag_b=tag_b, rtol=rtol, atol=atol, jobs=jobs)
     with progress_bar("diff") as progress:
-        report = api.diff(a, b, include=include, exclude=exclude, progress=progress, **given)
+        report = ckpttool.diff(a, b, include=include, exclude=exclude, progress=progress, **given)
     if as_json:
         print_json(
             {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}

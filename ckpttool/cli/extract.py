@@ -33,11 +33,11 @@ def extract(
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Write the tensor NAME of SRC to a file; only its bytes are read."""
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_line
     from ckpttool.sizes import format_size
 
-    written = api.extract_to_file(
+    written = ckpttool.extract_to_file(
         src,
         name,
         out,

@@ -34,7 +34,7 @@ def inspect(
     Without a view: format, topology, versions, totals and parameter groups. Several SRC are directories of one
     checkpoint that hold the files of some ranks each.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli import _checkpoint_json, _checkpoint_tables
 
     if view and name:
@@ -44,7 +44,7 @@ def inspect(
     if digest:
         _print_digest(src, tag, as_json, storage_options)
         return
-    checkpoint = api.inspect(src, tag=tag, storage_options=storage_options)
+    checkpoint = ckpttool.inspect(src, tag=tag, storage_options=storage_options)
     if as_json:
         _checkpoint_json.print_checkpoint(checkpoint, name)
     else:
@@ -52,11 +52,11 @@ def inspect(
 
 
 def _print_digest(src: tuple[str, ...], tag: str | None, as_json: bool, storage_options: dict[str, Any] | None) -> None:
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_facts, print_json, progress_bar
 
     with progress_bar("digest") as progress:
-        found = api.digest(src, tag=tag, progress=progress, storage_options=storage_options)
+        found = ckpttool.digest(src, tag=tag, progress=progress, storage_options=storage_options)
     if as_json:
         print_json(found)
     else:

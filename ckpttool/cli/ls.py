@@ -19,11 +19,11 @@ def ls(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None
 
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_catalog
 
-    found = api.ls(root, **options.chosen(storage_options=storage_options))
+    found = ckpttool.ls(root, **options.chosen(storage_options=storage_options))
     if as_json:
         print_json(found)
     else:

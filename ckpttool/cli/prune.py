@@ -36,7 +36,7 @@ def prune(
     What any rule keeps stays. So do the newest whole one, the one that latest names, those that a run of Ray Train
     counts on, what is torn (it may be being saved) and what is no native ZeRO checkpoint.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_decisions
     from ckpttool.retention import parse_best
@@ -48,7 +48,7 @@ def prune(
             parse_best(keep_best)
         except ValueError:
             raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT behind it") from None
-    decisions = api.prune(
+    decisions = ckpttool.prune(
         root, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run,
         **options.chosen(storage_options=storage_options),
     )  # fmt: skip

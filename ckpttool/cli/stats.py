@@ -33,12 +33,12 @@ def stats(
 
     Weights are the fp32 masters where there are any. Every value is read once, in small pieces.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_stats
 
     with progress_bar("stats") as progress:
-        found = api.stats(
+        found = ckpttool.stats(
             src, tag=tag, include=include, exclude=exclude, optimizer=optimizer, progress=progress,
             **options.chosen(storage_options=storage_options, jobs=jobs),
         )  # fmt: skip

@@ -31,12 +31,12 @@ def verify(
 
     Prints one line for each finding and exits with 1 if there is any.
     """
-    from ckpttool import api
+    import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_verify_report
 
     with progress_bar("verify") as progress:
-        report = api.verify(
+        report = ckpttool.verify(
             src, tag=tag, deep=deep, progress=progress, **options.chosen(storage_options=storage_options, jobs=jobs)
         )
     if as_json:

@@ -41,7 +41,7 @@ def source_paths(src: Source) -> list[str]:
 
 
 def open_checkpoint(
-    src: str | Sequence[str],
+    src: Source,
     *,
     tag: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -63,7 +63,7 @@ def open_checkpoint(
     Raises:
         CkptError: There is no sound checkpoint.
     """
-    paths = [src] if isinstance(src, str) else list(src)
+    paths = source_paths(src)
     storage = storage or open_storage(paths[0], options)
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
 from ckpttool.errors import PlanError
-from ckpttool.formats import open_checkpoint, source_paths
+from ckpttool.formats import open_checkpoint
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.planned import PlannedFile
 from ckpttool.sources import Sources
@@ -61,7 +61,7 @@ def load_state_dict(
     Raises:
         CkptError: The checkpoint is not sound, nothing matches, or a parameter cannot be cast.
     """
-    checkpoint = open_checkpoint(source_paths(src), tag=tag, options=storage_options)
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():

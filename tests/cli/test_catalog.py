@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpttool import api
+import ckpttool as api
 from ckpttool.catalog import CatalogEntry
 from ckpttool.errors import PlanError
 from ckpttool.retention import Rules, decide

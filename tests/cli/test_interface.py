@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
-from ckpttool import __version__, api
+import ckpttool as api
 from ckpttool.cli import _output, cli
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process
@@ -117,7 +117,7 @@ def test_globs_that_match_nothing_are_an_error(tmp_path: Path) -> None:
 
 
 def test_version() -> None:
-    assert ckpttool_process("--version").stdout == f"ckpttool, version {__version__}\n"
+    assert ckpttool_process("--version").stdout == f"ckpttool, version {api.__version__}\n"
 
 
 # ------------------------------------------------------------------------------------------------- help

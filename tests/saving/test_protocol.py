@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpttool import api
+import ckpttool
 from ckpttool.candidates import candidates, open_whole
 from ckpttool.errors import CkptError, ContainerError, StorageError
 from ckpttool.manifest import Manifest, read_manifest
@@ -81,12 +81,12 @@ def test_manifest_says_what_was_written(root: str) -> None:
 
 def test_verify_finds_a_save_sound(root: str) -> None:
     put(root, "step1", 1)
-    findings = [f for f in api.verify(root, deep=True).findings if "CRC" not in str(f)]
+    findings = [f for f in ckpttool.verify(root, deep=True).findings if "CRC" not in str(f)]
     # The versions differ from the fixture in one byte, which its archive's own checksums tell.
     plain(root, "fixture", 0)
-    assert api.verify(f"{root}/fixture", deep=True).findings == ()
+    assert ckpttool.verify(f"{root}/fixture", deep=True).findings == ()
     put(root, "step2", 0)
-    assert api.verify(f"{root}/step2", deep=True).findings == ()
+    assert ckpttool.verify(f"{root}/step2", deep=True).findings == ()
     assert len(findings) <= 10
 
 
@@ -454,16 +454,16 @@ def test_ls_prune_and_cp_of_such_a_root(root: str, directory: Path) -> None:
     plain(root, "step4", 4)
     open(f"{root}/step4/{MARK}", "w").close()
     shutil.copytree(f"{root}/step1", f"{root}/.step0.removed")
-    found = {e.name: e for e in api.ls(root).entries}
+    found = {e.name: e for e in ckpttool.ls(root).entries}
     assert {n: e.whole for n, e in found.items() if not n.startswith(".")} == {
         "step1": True, "step2": True, "step3": True, "step4": False,
     }  # fmt: skip
     assert found["step3"].latest
     assert found["step2"].metrics["loss"] == 0.2
     assert "half-written" in str(found["step4"].problem)
-    api.cp(f"{root}/step2", str(directory / "copy"))
+    ckpttool.cp(f"{root}/step2", str(directory / "copy"))
     assert whole(str(directory / "copy")) == {"step2": version(2)}
-    api.prune(root, keep_last=1)
+    ckpttool.prune(root, keep_last=1)
     assert whole(root) == {"step3": version(3)}
     assert os.path.exists(f"{root}/step4")
 

@@ -338,6 +338,15 @@ def test_secrets_are_shown_nowhere(s3: Bucket, run: str, proxy: Proxy, tmp_path:
         assert done.stderr.count("\n") == 1 or done.code == 2, done
 
 
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_a_report_of_faults_shows_no_secrets(json: tuple[str, ...], s3: Bucket) -> None:
+    where = s3.url("none")
+    done = ckpttool_process("verify", where.replace("://", "://AKIASESAMESESAME:sesame%2Fopen@"), *json)
+    assert done.code == 1
+    assert where in done.stdout
+    _assert_no_secret(done.stdout + done.stderr)
+
+
 def test_successful_commands_show_no_secrets_either(s3: Bucket, run: str) -> None:
     done = ckpttool_process("inspect", run, "--json", "--params", env={**os.environ, **SECRETS})
     assert (done.code, done.stderr) == (0, "")

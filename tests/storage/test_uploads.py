@@ -435,7 +435,7 @@ def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypat
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpttool.api._proof", interrupted)
+    monkeypatch.setattr("ckpttool.api.proof.same_weights", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
     _assert_nothing_is_left(s3)

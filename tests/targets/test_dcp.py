@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckpttool.api import inspect
+from ckpttool import inspect
 from ckpttool.digests import digest
 from ckpttool.errors import PlanError
 from ckpttool.execute import run

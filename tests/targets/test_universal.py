@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckpttool.api import convert, inspect
+from ckpttool import convert, inspect
 from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.digests import digest
 from ckpttool.dtypes import itemsize
