@@ -25,7 +25,7 @@ from ckpttool.windows import Windows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.plan import CopyPlan, Proofs, TargetFile
     from ckpttool.progress import Advance
     from ckpttool.staging import Journal
 
@@ -145,13 +145,10 @@ def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advanc
         Finite elements that became infinite in a narrower type.
 
     Raises:
-        LayoutError: A comparison of the plan does not hold; nothing was written.
+        LayoutError: A comparison of the plan does not hold; what was written until then is of no use.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     with Sources(plan.sources) as sources:
-        if plan.proofs is not None:
-            for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
-                raise problem
         budget = Budget(memory)
         tasks = _tasks(plan, sources, output, budget, advance)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=True))) as results:
@@ -190,6 +187,9 @@ class Budget:
 def _tasks(
     plan: CopyPlan, sources: Sources, output: Output, budget: Budget, advance: Advance
 ) -> Iterator[Callable[[], int]]:
+    if plan.proofs is not None:
+        # The first, but not waited for: it is many small requests, whose round trips need not add to the time.
+        yield partial(_prove, plan.proofs, sources)
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
@@ -204,6 +204,12 @@ def _tasks(
                 # not wait for memory that the later ones have.
                 taken = budget.take(windows.cost(end - start))
                 yield partial(_one, windows, target, start, end, partial(budget.give_back, taken), advance)
+
+
+def _prove(proofs: Proofs, sources: Sources) -> int:
+    for problem in failed_proofs(proofs, advance=lambda _: None, sources=sources):
+        raise problem
+    return 0
 
 
 def _one(

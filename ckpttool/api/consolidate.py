@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpttool.api.opening import open_for
 from ckpttool.api.workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import PlanError
@@ -136,10 +137,8 @@ def consolidate(
     if prove and overwrite and destination.distant:
         problem = "what is there could not be put back if the proof failed"
         raise PlanError(out, problem, "choose another OUT, or leave out --overwrite or --prove")
-    destination.check_target(overwrite=overwrite)
     workers = workers_for(ray, destination)
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
-    destination.check_apart(checkpoint)
+    checkpoint = open_for(destination, src, tag=tag, overwrite=overwrite, options=storage_options)
     if weights not in {"masters", "module"}:
         raise PlanError(out, f"cannot be written from {weights}", "choose masters or module")
     if to not in {"safetensors", "torch"} or dtype not in TRAINING_DTYPES:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpttool.api.opening import open_for
 from ckpttool.api.workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.formats import Source, open_checkpoint
@@ -107,7 +108,6 @@ def convert(
     out, room = destination.out, memory_bytes(memory)
     if to not in {"zero", "universal", "dcp"}:
         raise ValueError(f"to is {to!r}, not zero, universal or dcp")
-    destination.check_target(overwrite=None)
     workers = workers_for(ray, destination)
     only_zero: dict[str, object] = {
         "world_size": world_size,
@@ -119,8 +119,7 @@ def convert(
     useless = [k for k, v in only_zero.items() if v is not None and to != "zero"]
     if useless:
         raise ValueError(f"{useless[0]} is for zero, not for {to}")
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
-    destination.check_apart(checkpoint)
+    checkpoint = open_for(destination, src, tag=tag, overwrite=None, options=storage_options)
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     name = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
     if to == "zero":

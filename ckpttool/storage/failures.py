@@ -47,6 +47,9 @@ MISSING = "does not exist"
 """What is wrong with a path at which nothing is."""
 NO_BUCKET = "there is no such bucket"
 _SIGN_IN = "sign in again, or check the environment, the profile and --storage-option"
+_EXPIRED = ("the credentials have expired", _SIGN_IN)
+_STILL_EXPIRED = "refreshed credentials are still expired"
+"""What botocore says in the text of a RuntimeError alone."""
 NO_CREDENTIALS = ("there are no credentials", _SIGN_IN)
 """What is wrong where a store wants some, and what to do."""
 _MEANING = {
@@ -59,9 +62,9 @@ _MEANING = {
     "AllAccessDisabled": ("access denied", "check what these credentials may do"),
     "403": ("access denied", "check what these credentials may do"),
     "401": ("the credentials are not accepted", _SIGN_IN),
-    "ExpiredToken": ("the credentials have expired", _SIGN_IN),
-    "ExpiredTokenException": ("the credentials have expired", _SIGN_IN),
-    "TokenRefreshRequired": ("the credentials have expired", _SIGN_IN),
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
     "InvalidToken": ("the credentials are not accepted", _SIGN_IN),
     "InvalidAccessKeyId": ("the credentials are not accepted", _SIGN_IN),
     "SignatureDoesNotMatch": ("the credentials are not accepted", _SIGN_IN),
@@ -94,14 +97,14 @@ _MEANING_OF_CLASS = {
     "NoCredentialsError": NO_CREDENTIALS,
     "PartialCredentialsError": ("the credentials are incomplete", _SIGN_IN),
     "CredentialRetrievalError": ("the credentials cannot be had", _SIGN_IN),
-    "TokenRetrievalError": ("the credentials have expired", _SIGN_IN),
-    "UnauthorizedSSOTokenError": ("the credentials have expired", _SIGN_IN),
+    "TokenRetrievalError": _EXPIRED,
+    "UnauthorizedSSOTokenError": _EXPIRED,
     "ProfileNotFound": ("the profile is not there", "check AWS_PROFILE and ~/.aws/config"),
     "NoRegionError": ("no region is known", "name it with --storage-option client_kwargs.region_name=..."),
     "InvalidRegionError": ("the region is no valid name", "check the region"),
     "ParamValidationError": ("is no name that the store takes", "check the URL"),
     "DefaultCredentialsError": NO_CREDENTIALS,
-    "RefreshError": ("the credentials have expired", _SIGN_IN),
+    "RefreshError": _EXPIRED,
     "ClientAuthenticationError": ("the credentials are not accepted", _SIGN_IN),
     "TypeError": ("its options do not fit", "check --storage-option"),
     "FileNotFoundError": (MISSING, "check the path"),
@@ -170,6 +173,8 @@ def explain(path: str, error: BaseException) -> StorageError | None:
         if known in _MEANING:
             return StorageError(path, *_MEANING[known])
     chain = _chain(error)
+    if any(_STILL_EXPIRED in str(link) for link in chain):
+        return StorageError(path, *_EXPIRED)
     for link in chain:
         for name in (c.__name__ for c in type(link).__mro__):
             # ConnectionError and TimeoutError before the OSError that they are.

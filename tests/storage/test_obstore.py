@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -103,15 +101,13 @@ def test_who_is_nobody_signs_nothing(s3: Bucket, object_url: str, proxy: Proxy) 
     assert "authorization" not in fast[0].headers
 
 
-def test_credentials_that_expire_are_renewed(
-    object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of a role or of single sign-on: botocore is told until when they hold, and asks anew."""
+def _credentials_that_last(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let credentials come from a program, anew each time, as those of a role or of single sign-on; returns it."""
     asked = tmp_path / "asked"
     program = tmp_path / "program.py"
     program.write_text(f"""
 import datetime, json, pathlib
-until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=2)
+until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds={seconds})
 path = pathlib.Path({str(asked)!r})
 count = len(path.read_text()) if path.exists() else 0
 path.write_text("x" * (count + 1))
@@ -123,11 +119,19 @@ print(json.dumps({{"Version": 1, "AccessKeyId": f"NUMBER{{count}}", "SecretAcces
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    return program
+
+
+def test_credentials_that_expire_are_renewed(
+    object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """botocore is told until when they hold, and asks anew."""
+    _credentials_that_last(4, tmp_path, monkeypatch)
     storage = open_storage(object_url, {})
     with storage.open(object_url) as reader:
         for number in range(2):
             assert reader.read(number * BULK_BYTES, (number + 1) * BULK_BYTES) == EXPECTED
-            time.sleep(2.1)
+            time.sleep(4.1)
     fast, slow = _reads(proxy)
     assert not slow
     used = [r.headers["authorization"].partition("Credential=")[2].partition("/")[0] for r in fast]
@@ -139,26 +143,26 @@ print(json.dumps({{"Version": 1, "AccessKeyId": f"NUMBER{{count}}", "SecretAcces
 def test_credentials_that_cannot_be_renewed_are_one_clear_line(
     worked: bool, object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "program.py"
-    until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=3)
-    answer = {"Version": 1, "AccessKeyId": "SOON", "SecretAccessKey": "sesame", "SessionToken": "open"}
-    program.write_text(f"print({json.dumps({**answer, 'Expiration': until.isoformat()})!r})")
-    config = tmp_path / "config"
-    config.write_text(f"[default]\nregion = us-east-1\ncredential_process = {sys.executable} {program}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    program = _credentials_that_last(4, tmp_path, monkeypatch)
     with open_storage(object_url, {}).open(object_url) as reader:
         if worked:
             assert reader.read(0, BULK_BYTES) == EXPECTED
             assert [len(made) for made in _reads(proxy)] == [1, 0]
-            time.sleep(3.1)
+            time.sleep(4.1)
         program.write_text("raise SystemExit('sesame')")
         retried = RETRIES.count
         with pytest.raises(StorageError, match="the credentials cannot be had") as raised:
             reader.read(BULK_BYTES, 2 * BULK_BYTES)
     assert RETRIES.count == retried
     assert "sesame" not in str(raised.value)
+
+
+def test_credentials_that_are_renewed_too_late_are_one_clear_line(
+    object_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _credentials_that_last(-1, tmp_path, monkeypatch)
+    with pytest.raises(StorageError, match="the credentials have expired; sign in again"):
+        open_storage(object_url, {}).open(object_url)
 
 
 def test_a_store_that_is_refused_to_obstore_is_read_by_s3fs_from_then_on(object_url: str, proxy: Proxy) -> None:

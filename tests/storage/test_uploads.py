@@ -154,10 +154,7 @@ def test_what_fails_always_leaves_nothing(
     operation: str, match: str, fault: str, weights: str, s3: Bucket, proxy: Proxy
 ) -> None:
     rule = proxy.add(ONCE[fault], operation, match, times=None)
-    done = command(
-        "consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB",
-        "--storage-option", "config_kwargs.read_timeout=1",
-    )  # fmt: skip
+    done = command("consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB")
     assert f"s3://{s3.name}/out/" in done.error
     assert f"the store failed {failures.ATTEMPTS} times, at last with " in done.error
     assert rule.fired >= failures.ATTEMPTS
@@ -234,7 +231,7 @@ def _killed(proxy: Proxy, operation: str, nth: int, *arguments: object) -> None:
         finally:
             run.kill()
     assert run.returncode < 0
-    assert rule in proxy.rules
+    assert rule.fired == 1  # and is over: the server may have taken what the command had sent
     proxy.clear()
 
 
