@@ -8,19 +8,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpttool.dtypes import itemsize
-from ckpttool.moving import Mover, OpenFile
+from ckpttool.moving import DIRECT_BYTES, Mover, OpenFile
 from ckpttool.proving import failed_proofs
 from ckpttool.riders import Riders, find_riders
 from ckpttool.sources import Sources, allow_open_files
 from ckpttool.storage import reserve, translate_os_errors, write_at
-from ckpttool.threads import default_jobs, in_threads
+from ckpttool.storage.direct import FILE_SYSTEMS, SHARING, file_system_of, open_direct
+from ckpttool.threads import MAX_JOBS, default_jobs, in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -65,7 +66,7 @@ def run(
                 raise problem
         with _Files(plan, directory, sources, advance, journal) as files:
             # closing(): no thread may be left writing when the files are closed, whatever happens here.
-            threads = in_threads(files.tasks(), jobs or default_jobs(), files.stopped)
+            threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
                 overflowed = sum(results)
         sources.check_unchanged()
@@ -109,9 +110,15 @@ def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str,
 class _Begun(OpenFile):
     """A file of a plan that is being written."""
 
-    file: TargetFile
+    file: TargetFile = field(kw_only=True)
     left: int = 1
     """Tasks that are not done, and one until all are known."""
+
+    def close(self) -> None:
+        """Let it go."""
+        os.close(self.fd)
+        if self.direct >= 0:
+            os.close(self.direct)
 
 
 class _Files:
@@ -127,6 +134,7 @@ class _Files:
     ) -> None:
         self._plan = plan
         self._directory = directory
+        self._file_system = file_system_of(directory)
         self._mover = Mover(plan, sources, advance)
         self._advance = advance
         self._journal = journal
@@ -135,12 +143,16 @@ class _Files:
         """By number, while it is open."""
         self.stopped = threading.Event()
 
+    def default_jobs(self) -> int:
+        """Threads that are used unasked."""
+        return MAX_JOBS if self._file_system in FILE_SYSTEMS else default_jobs()  # they wait for the disk
+
     def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
         for out in self._begun.values():
-            os.close(out.fd)
+            out.close()
 
     def tasks(self) -> Iterator[Callable[[], int]]:
         """What is to be done: each returns how many elements became infinite."""
@@ -151,7 +163,7 @@ class _Files:
             else:
                 copies[n] = _cut(self._plan, file.copies)
         riders = find_riders(self._plan, copies)
-        allow_open_files(len(self._plan.sources) + len(riders.files))
+        allow_open_files(len(self._plan.sources) + 2 * len(riders.files))
         for n in riders.files:
             self._begin(n)  # others write to it from the first task on
         for n in copies:
@@ -186,7 +198,8 @@ class _Files:
             if "/" in file.name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        out = self._begun[n] = _Begun(path, fd, file)
+        direct = open_direct(path) if self._file_system in FILE_SYSTEMS and file.nbytes >= DIRECT_BYTES else -1
+        out = self._begun[n] = _Begun(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
         reserve(fd, file.nbytes, path)
         for offset, data in file.literals:
             write_at(fd, data, offset, path)
@@ -209,7 +222,7 @@ class _Files:
                 if out.left:
                     continue
                 del self._begun[n]
-                os.close(out.fd)
+                out.close()
                 if self._journal is not None:
                     self._journal.add(out.file.name)
 

@@ -5,7 +5,10 @@ Bytes move in the kernel or through a small buffer: memory is a few of these for
 
 from __future__ import annotations
 
+import bisect
+import time
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,8 +16,10 @@ import numpy as np
 from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.gather import Gatherer
+from ckpttool.pace import Pace
 from ckpttool.sources import Scratch
-from ckpttool.storage import LocalReader, copy_range, write_at
+from ckpttool.storage import LocalReader, copy_range, translate_os_errors, write_at
+from ckpttool.storage.direct import ALIGNMENT, write_direct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +41,10 @@ KERNEL_COPY_BYTES = 1 << 26
 """Bytes that the kernel copies between two reports of progress."""
 PAGE_BYTES = 4096
 """The unit in which kernels keep files in memory."""
+DIRECT_BYTES = 1 << 22
+"""Bytes that are written past the page cache at a time, ending at multiples of it in the target."""
+TELLING_BYTES = 1 << 19
+"""Fewer are written through the page cache, and tell nothing about the pace of either way."""
 
 
 @dataclass(slots=True)
@@ -46,6 +55,10 @@ class OpenFile:
     """What errors call it."""
     fd: int
     """Where it is open for writing."""
+    direct: int = -1
+    """Where it is open for writing past the page cache; -1 if it is not."""
+    sharing: bool = False
+    """Whether the kernel may let it share blocks with other files instead of copying them."""
 
 
 class _Rider(NamedTuple):
@@ -76,6 +89,7 @@ class Mover:
         self._casts = plan.casts
         self._sources = sources
         self._advance = advance
+        self._pace = Pace()
 
     def copy(
         self,
@@ -127,7 +141,61 @@ class Mover:
     def _copy_bytes(
         self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
     ) -> None:
-        """Copy bytes as they are.
+        """Copy bytes as they are."""
+        by_kernel = (start - target) % PAGE_BYTES == 0
+        if into.direct >= 0 and isinstance(source, LocalReader) and not (by_kernel and into.sharing):
+            self._copy_either_way(source, start, nbytes, into, target, scratch)
+        else:
+            self._copy_through_cache(source, start, nbytes, into, target, scratch)
+
+    def _copy_either_way(
+        self, source: LocalReader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
+    ) -> None:
+        """Copy bytes past the page cache or through it, whichever is faster."""
+        done = 0
+        while done < nbytes:
+            at = target + done
+            count, past_cache = self._next(into, at, nbytes - done, DIRECT_BYTES)
+            began = time.perf_counter()
+            if past_cache:
+                self._write_past_cache(scratch.read_bytes(source, start + done, count), into, at)
+                self._advance(count)
+            else:
+                self._copy_through_cache(source, start + done, count, into, at, scratch)
+            self._note(past_cache, count, began)
+            done += count
+
+    def _next(self, into: OpenFile, at: int, left: int, through_cache: int) -> tuple[int, bool]:
+        """How many of the bytes that are left to write now, and whether past the page cache.
+
+        Args:
+            into: Where to.
+            at: First byte there.
+            left: How many are left.
+            through_cache: How many are written at a time through the page cache.
+        """
+        if into.direct >= 0:
+            if at % ALIGNMENT:
+                return min(left, -at % ALIGNMENT), False
+            aligned = min(left, DIRECT_BYTES - at % DIRECT_BYTES) // ALIGNMENT * ALIGNMENT
+            if aligned >= TELLING_BYTES and self._pace.past_cache():
+                return aligned, True
+        return min(left, through_cache - at % through_cache), False
+
+    def _note(self, past_cache: bool, nbytes: int, began: float) -> None:
+        if nbytes >= TELLING_BYTES:
+            self._pace.note(past_cache, nbytes, time.perf_counter() - began)
+
+    def _write_past_cache(self, data: memoryview, into: OpenFile, at: int) -> None:
+        with translate_os_errors(into.path):
+            done = write_direct(into.direct, data, at)
+        if done < len(data):  # this disk wants another alignment
+            write_at(into.fd, data[done:], at + done, into.path)
+
+    def _copy_through_cache(
+        self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
+    ) -> None:
+        """Copy bytes through the page cache.
 
         The kernel's own copy moves (or, where the file system can, shares) whole pages if source and target lie at the
         same place in a page. If they do not it splits every page, and one large buffer is cheaper.
@@ -166,24 +234,34 @@ class Mover:
         scratch: Scratch,
     ) -> int:  # fmt: skip
         """Copy bytes as they are, and cast values among them into other files while they are at hand."""
-        overflowed = done = passed = 0
+        overflowed = done = 0
         while done < nbytes:
-            end = done + min(nbytes - done, CARRIED_BYTES - (target + done) % CARRIED_BYTES)
-            data = scratch.read_bytes(source, start + done, end - done)
-            write_at(into.fd, data, target + done, into.path)
-            self._advance(end - done)
-            while passed < len(riders) and riders[passed].end <= done:
-                passed += 1
-            for rider in riders[passed:]:
-                if rider.begin >= end:
-                    break
-                low, high = max(rider.begin, done), min(rider.end, end)
-                if low < high:
-                    values = np.frombuffer(data[low - done : high - done], dtype=numpy_dtype(rider.pair[0]))
-                    elements = (low - rider.begin) // itemsize(rider.pair[0])
-                    at = rider.target + elements * itemsize(rider.pair[1])
-                    overflowed += self._cast(values, rider.pair[1], rider.into, at)[1]
-            done = end
+            count, past_cache = self._next(into, target + done, nbytes - done, CARRIED_BYTES)
+            began = time.perf_counter()
+            data = scratch.read_bytes(source, start + done, count)
+            if past_cache:
+                self._write_past_cache(data, into, target + done)
+            else:
+                write_at(into.fd, data, target + done, into.path)
+            self._note(past_cache, count, began)
+            self._advance(count)
+            for at in range(done, done + count, CARRIED_BYTES):
+                overflowed += self._cast_riders(riders, data[at - done :][:CARRIED_BYTES], at)
+            done += count
+        return overflowed
+
+    def _cast_riders(self, riders: Sequence[_Rider], data: memoryview, start: int) -> int:
+        """Cast what riders say of bytes that begin at a place of the copy."""
+        overflowed = 0
+        end = start + len(data)
+        for rider in riders[bisect.bisect_right(riders, start, key=itemgetter(1)) :]:
+            if rider.begin >= end:
+                break
+            low, high = max(rider.begin, start), min(rider.end, end)
+            values = np.frombuffer(data[low - start : high - start], dtype=numpy_dtype(rider.pair[0]))
+            elements = (low - rider.begin) // itemsize(rider.pair[0])
+            at = rider.target + elements * itemsize(rider.pair[1])
+            overflowed += self._cast(values, rider.pair[1], rider.into, at)[1]
         return overflowed
 
     def _riders_of(self, riders: NDArray[np.void], carrier: int, file: Callable[[int], OpenFile]) -> list[_Rider]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,19 +18,22 @@ from ckpttool import execute, moving
 from ckpttool.casts import CAST_ELEMENTS, cast
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
+from ckpttool.pace import Pace
 from ckpttool.plan import COPY, PROOF, CopyPlan, Proofs, SourceFile, TargetFile
 from ckpttool.progress import Meter
 from ckpttool.proving import failed_proofs
 from ckpttool.staging import JOURNAL, Journal
-from ckpttool.storage import LOCAL
+from ckpttool.storage import LOCAL, direct
 from ckpttool.threads import in_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
 
 SIZE = 3 * moving.BUFFER_BYTES + 12345
+PAGE = 4096
 
 
 @pytest.fixture
@@ -260,6 +264,134 @@ def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path)
         source = _source(path)
         proofs = Proofs((source,), (("F32", "BF16"),), ("w",), rows)
         assert len(list(failed_proofs(proofs, advance=lambda _: None))) == change
+
+
+# ------------------------------------------------------------------------------------------------- past the cache
+
+
+class _Direct:
+    """The module ``os`` as files written past the page cache see it: notes what is written so, and where."""
+
+    def __init__(self, pwrite: Callable[[int, memoryview, int], int]) -> None:
+        self._pwrite = pwrite
+        self.written: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int) -> int:
+        try:
+            return os.open(path, flags)
+        except OSError:  # the file system of the tests need not take it
+            return os.open(path, flags & ~os.O_DIRECT)
+
+    def pwrite(self, fd: int, data: memoryview, at: int) -> int:
+        assert at % PAGE == len(data) % PAGE == np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0
+        self.written.append((at, len(data)))
+        return self._pwrite(fd, data, at)
+
+
+class _Alternating:
+    """Takes both ways in turn."""
+
+    def __init__(self) -> None:
+        self._calls = itertools.count()
+
+    def past_cache(self) -> bool:
+        return next(self._calls) % 2 == 0
+
+    def note(self, past_cache: bool, nbytes: int, seconds: float) -> None:
+        assert nbytes >= moving.TELLING_BYTES
+        assert seconds > 0
+
+
+@pytest.fixture
+def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
+    """Let files of any size be written past the page cache, in small blocks."""
+    disk = _Direct(os.pwrite)
+    monkeypatch.setattr(direct, "os", disk)
+    monkeypatch.setattr(execute, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(execute, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(moving, "DIRECT_BYTES", 4 * PAGE)
+    monkeypatch.setattr(moving, "TELLING_BYTES", PAGE)
+    monkeypatch.setattr(moving, "CARRIED_BYTES", PAGE)
+    return disk
+
+
+@pytest.mark.parametrize("shift", [10, 11, PAGE, PAGE + 10, 3 * PAGE - 1, 64])
+@pytest.mark.parametrize("pace", [Pace, _Alternating])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_bytes_arrive_past_the_cache(
+    source: Path, tmp_path: Path, past_cache: _Direct, shift: int, pace: type, jobs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ckpttool.moving.Pace", pace)
+    assert _run(_plan(source, shift), tmp_path, jobs) == b"x" * shift + source.read_bytes()[10:]
+    assert past_cache.written
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("elements", [execute.TASK_ELEMENTS, 12_345])
+def test_what_is_cast_on_the_way_past_the_cache_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: _Direct, bytes_read: list[int], jobs: int,
+    elements: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(execute, "TASK_ELEMENTS", elements)
+    monkeypatch.setattr(moving, "Pace", _Alternating)
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source", "F16")
+    meter = Meter(plan.nbytes_written, None)
+    assert execute.run(plan, str(tmp_path), jobs=jobs, advance=meter).overflowed == 2
+    _check_masters_and_weights(tmp_path, values, "F16")
+    assert past_cache.written
+    assert sum(bytes_read) == 4 * COUNT
+    assert meter.done == plan.nbytes_written - 66
+
+
+@pytest.mark.parametrize("how", ["another alignment", "short", "none"])
+def test_what_a_disk_does_not_take_goes_through_the_cache(
+    source: Path, tmp_path: Path, past_cache: _Direct, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(fd: int, data: memoryview, at: int) -> int:
+        if how == "another alignment":
+            raise OSError(errno.EINVAL, "no")
+        return os.pwrite(fd, data[:PAGE], at) if how == "short" else 0
+
+    monkeypatch.setattr(past_cache, "_pwrite", pwrite)
+    assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
+    assert past_cache.written
+
+
+def test_a_full_disk_is_an_error_past_the_cache_too(
+    source: Path, tmp_path: Path, past_cache: _Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(past_cache, "_pwrite", full)
+    with pytest.raises(StorageError, match="out: no space left on the device"):
+        _run(_plan(source, 10), tmp_path)
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+@pytest.mark.parametrize(("kind", "shift", "past"), [("ext4", 10, True), ("xfs", 10, False), ("xfs", 11, True)])
+def test_what_files_may_share_is_left_to_the_kernel(
+    source: Path, tmp_path: Path, past_cache: _Direct, kind: str, shift: int, past: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(execute, "file_system_of", lambda _: kind)
+    assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
+    assert bool(past_cache.written) == past
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "tmpfs", "btrfs", ""])
+def test_other_file_systems_are_written_through_the_cache(
+    source: Path, tmp_path: Path, past_cache: _Direct, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "file_system_of", lambda _: kind)
+    assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
+    assert not past_cache.written
 
 
 # ------------------------------------------------------------------------------------------------- read once

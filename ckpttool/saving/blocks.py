@@ -1,36 +1,29 @@
 """One file written from its first byte to its last, past the page cache where a disk of this machine holds it.
 
-A save waits until its bytes are on the disk. Through the page cache each of them is copied to memory that the kernel
-must find first, and that pushes out what others read; past it the disk takes them from here. Measured with checksums,
-that is 0.25 s of a processor for each GB, against 0.5 s where free memory is at hand and 3 s where it is not. What the
-disk takes must be aligned, so files are packed into blocks.
-
-Source: Linux, open(2): O_DIRECT; and Wang et al., "FastPersist: Accelerating Model Checkpointing in Deep Learning"
-(2024), which writes DeepSpeed's checkpoints that way.
+A save waits until its bytes are on the disk. Measured with checksums, a GB takes 0.25 s of a processor past the page
+cache, against 0.5 s through it where free memory is at hand and 3 s where it is not. What the disk takes must be
+aligned, so files are packed into blocks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import functools
 import itertools
 import mmap
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ckpttool.storage.direct import FILE_SYSTEMS, file_system_of, open_direct, write_direct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 BLOCK_BYTES = 1 << 23
 """Bytes of one write."""
-DIRECT = {"ext4", "xfs"}
-"""File systems that are written past the page cache. Those of networks have caches and locks of their own."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -53,9 +46,8 @@ class BlockWriter:
             OSError: Writing failed.
         """
         direct = -1
-        if nbytes >= BLOCK_BYTES and file_system_of(path) in DIRECT:
-            with contextlib.suppress(OSError):  # it takes no such writes
-                direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        if nbytes >= BLOCK_BYTES and file_system_of(path) in FILE_SYSTEMS:
+            direct = open_direct(path)
         try:
             self._write(fd, direct, stream)
         finally:
@@ -73,7 +65,7 @@ class BlockWriter:
             start = 0
             while (block := ahead.result()) is not None:
                 ahead = pool.submit(next, blocks, None)
-                done = _write_direct(direct, block, start) if len(block) == BLOCK_BYTES else 0
+                done = write_direct(direct, block, start) if direct >= 0 and len(block) == BLOCK_BYTES else 0
                 write_all(fd, block[done:], start + done)
                 start += len(block)
 
@@ -97,18 +89,6 @@ def _packed(stream: Iterable[bytes | memoryview], blocks: Sequence[Any]) -> Iter
         yield memoryview(block[:filled])
 
 
-def _write_direct(fd: int, block: memoryview, start: int) -> int:
-    """Write a block past the page cache; how many bytes of it were."""
-    if fd < 0:
-        return 0
-    try:
-        return os.pwrite(fd, block, start)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # this disk wants another alignment
-            raise
-        return 0
-
-
 def write_all(fd: int, data: bytes | memoryview, start: int) -> None:
     """Write through the page cache, and let the disk begin with it, so that it has little left to do when synced.
 
@@ -129,18 +109,3 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return found
-
-
-def file_system_of(path: str) -> str:
-    """What kind of file system holds a path, such as "ext4"; empty where that cannot be said.
-
-    Source: Linux, proc_pid_mountinfo(5).
-    """
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            found = re.match(r"\d+ \d+ (\S+) .* - (\S+) ", line)
-            if found and found[1] == wanted:
-                return found[2]
-    return ""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.saving import blocks, disk
-from ckpttool.storage import local, removal
+from ckpttool.storage import direct, local, removal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -188,8 +188,8 @@ class _Shutil:
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a machine see all that the code under test does to disks, past the page cache too where memory is a disk."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", mmap.PAGESIZE)
-    monkeypatch.setattr(blocks, "DIRECT", {*blocks.DIRECT, "tmpfs"})
-    for module in (blocks, disk, local, removal):
+    monkeypatch.setattr(blocks, "FILE_SYSTEMS", {*direct.FILE_SYSTEMS, "tmpfs"})
+    for module in (blocks, direct, disk, local, removal):
         monkeypatch.setattr(module, "os", _Os(machine))
     monkeypatch.setattr(removal, "shutil", _Shutil(machine))
 

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.saving import blocks
-from ckpttool.saving.blocks import BlockWriter, file_system_of
+from ckpttool.saving.blocks import BlockWriter
+from ckpttool.storage import direct
 from tests.saving.conftest import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
 PAGE = mmap.PAGESIZE
 
@@ -38,6 +39,11 @@ class _Os:
         if flags & os.O_DIRECT:
             self.direct.append(fd)
         return fd
+
+
+def _use(fake: _Os, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (blocks, direct):
+        monkeypatch.setattr(module, "os", fake)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +73,7 @@ def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.Monke
         return os.pwrite(fd, data, start)
 
     fake = _Os(pwrite)
-    monkeypatch.setattr(blocks, "os", fake)
+    _use(fake, monkeypatch)
     data = os.urandom(nbytes)
     assert _write(tmp_path / "f", [data]) == data
     # Only whole blocks, and only where the file system is known for it.
@@ -94,7 +100,7 @@ def test_a_disk_that_takes_less(how: str, tmp_path: Path, monkeypatch: pytest.Mo
         return os.pwrite(fd, data[: 1 + len(data) // 2], start)
 
     fake = _Os(pwrite)
-    monkeypatch.setattr(blocks, "os", fake)
+    _use(fake, monkeypatch)
     data = os.urandom(5 * PAGE + 7)
     assert _write(tmp_path / "f", [data[:9], data[9:]]) == data
 
@@ -104,7 +110,7 @@ def test_a_file_system_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         def open(self, path: str, flags: int) -> int:
             raise OSError(errno.EINVAL, "no")
 
-    monkeypatch.setattr(blocks, "os", NoDirect(os.pwrite))
+    _use(NoDirect(os.pwrite), monkeypatch)
     data = os.urandom(3 * PAGE)
     assert _write(tmp_path / "f", [data]) == data
 
@@ -116,7 +122,7 @@ def test_a_disk_that_fails(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise OSError(errno.ENOSPC, "full")
         return os.pwrite(fd, data, start)
 
-    monkeypatch.setattr(blocks, "os", _Os(pwrite))
+    _use(_Os(pwrite), monkeypatch)
     path = tmp_path / "f"
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="full"), path.open("wb") as file:
@@ -133,12 +139,3 @@ def test_a_stream_that_fails(tmp_path: Path) -> None:
     path = tmp_path / "f"
     with pytest.raises(RuntimeError, match="the device is gone"), path.open("wb") as file:
         BlockWriter().write(file.fileno(), str(path), 2 * PAGE, parts())
-
-
-def test_file_systems_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert file_system_of("/proc") == "proc"
-    assert file_system_of("/sys") in {"sysfs", ""}
-    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    known = {line.split(" - ")[1].split()[0] for line in lines}
-    assert file_system_of(".") in {*known, ""}
