@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpttool.block_writes import BLOCK_BYTES, OpenFile
 from ckpttool.dtypes import itemsize
-from ckpttool.moving import DIRECT_BYTES, Mover, OpenFile
+from ckpttool.moving import Mover
 from ckpttool.proving import failed_proofs
 from ckpttool.riders import Riders, find_riders
 from ckpttool.sources import Sources, allow_open_files
@@ -198,7 +199,7 @@ class _Files:
             if "/" in file.name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        direct = open_direct(path) if self._file_system in FILE_SYSTEMS and file.nbytes >= DIRECT_BYTES else -1
+        direct = open_direct(path) if self._file_system in FILE_SYSTEMS and file.nbytes >= BLOCK_BYTES else -1
         out = self._begun[n] = _Begun(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
         reserve(fd, file.nbytes, path)
         for offset, data in file.literals:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import bisect
 import time
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ckpttool.block_writes import BLOCK_BYTES, BlockWrites, OpenFile, Stream
 from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.gather import Gatherer
-from ckpttool.pace import Pace
 from ckpttool.sources import Scratch
-from ckpttool.storage import LocalReader, copy_range, translate_os_errors, write_at
-from ckpttool.storage.direct import ALIGNMENT, write_direct
+from ckpttool.storage import LocalReader, copy_range, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,24 +39,6 @@ KERNEL_COPY_BYTES = 1 << 26
 """Bytes that the kernel copies between two reports of progress."""
 PAGE_BYTES = 4096
 """The unit in which kernels keep files in memory."""
-DIRECT_BYTES = 1 << 22
-"""Bytes that are written past the page cache at a time, ending at multiples of it in the target."""
-TELLING_BYTES = 1 << 19
-"""Fewer are written through the page cache, and tell nothing about the pace of either way."""
-
-
-@dataclass(slots=True)
-class OpenFile:
-    """A file that is being written."""
-
-    path: str
-    """What errors call it."""
-    fd: int
-    """Where it is open for writing."""
-    direct: int = -1
-    """Where it is open for writing past the page cache; -1 if it is not."""
-    sharing: bool = False
-    """Whether the kernel may let it share blocks with other files instead of copying them."""
 
 
 class _Rider(NamedTuple):
@@ -70,10 +50,8 @@ class _Rider(NamedTuple):
     """Byte after the last."""
     pair: tuple[str, str]
     """From which type to which."""
-    into: OpenFile
+    into: Stream
     """Where to."""
-    target: int
-    """First byte there."""
 
 
 class Mover:
@@ -89,7 +67,7 @@ class Mover:
         self._casts = plan.casts
         self._sources = sources
         self._advance = advance
-        self._pace = Pace()
+        self._writes = BlockWrites()
 
     def copy(
         self,
@@ -131,11 +109,10 @@ class Mover:
     def gather(self, gather: Gather, into: OpenFile) -> int:
         """Put a tensor together in memory, a piece at a time, and write it; as ``copy``."""
         overflowed = 0
-        at = gather.target
+        stream = Stream(self._writes, into, gather.target, gather.numel * itemsize(gather.dtype))
         for _, values in Gatherer(self._sources).chunks(gather.state, gather.first, gather.first + gather.numel):
-            written, lost = self._cast(values, gather.dtype, into, at)
-            at += written
-            overflowed += lost
+            overflowed += self._cast(values, gather.dtype, stream)
+        stream.finish()
         return overflowed
 
     def _copy_bytes(
@@ -155,42 +132,15 @@ class Mover:
         done = 0
         while done < nbytes:
             at = target + done
-            count, past_cache = self._next(into, at, nbytes - done, DIRECT_BYTES)
+            count, past_cache = self._writes.next(into, at, nbytes - done, BLOCK_BYTES)
             began = time.perf_counter()
             if past_cache:
-                self._write_past_cache(scratch.read_bytes(source, start + done, count), into, at)
+                self._writes.write(into, scratch.read_bytes(source, start + done, count), at, past_cache=True)
                 self._advance(count)
             else:
                 self._copy_through_cache(source, start + done, count, into, at, scratch)
-            self._note(past_cache, count, began)
+            self._writes.note(past_cache, count, began)
             done += count
-
-    def _next(self, into: OpenFile, at: int, left: int, through_cache: int) -> tuple[int, bool]:
-        """How many of the bytes that are left to write now, and whether past the page cache.
-
-        Args:
-            into: Where to.
-            at: First byte there.
-            left: How many are left.
-            through_cache: How many are written at a time through the page cache.
-        """
-        if into.direct >= 0:
-            if at % ALIGNMENT:
-                return min(left, -at % ALIGNMENT), False
-            aligned = min(left, DIRECT_BYTES - at % DIRECT_BYTES) // ALIGNMENT * ALIGNMENT
-            if aligned >= TELLING_BYTES and self._pace.past_cache():
-                return aligned, True
-        return min(left, through_cache - at % through_cache), False
-
-    def _note(self, past_cache: bool, nbytes: int, began: float) -> None:
-        if nbytes >= TELLING_BYTES:
-            self._pace.note(past_cache, nbytes, time.perf_counter() - began)
-
-    def _write_past_cache(self, data: memoryview, into: OpenFile, at: int) -> None:
-        with translate_os_errors(into.path):
-            done = write_direct(into.direct, data, at)
-        if done < len(data):  # this disk wants another alignment
-            write_at(into.fd, data[done:], at + done, into.path)
 
     def _copy_through_cache(
         self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
@@ -219,14 +169,14 @@ class Mover:
         scratch: Scratch,
     ) -> int:  # fmt: skip
         overflowed = 0
+        stream = Stream(self._writes, into, target, numel * itemsize(pair[1]))
         while numel:
             count = min(numel, CAST_ELEMENTS)
             values = scratch.read(source, start, count, pair[0])
-            written, lost = self._cast(values, pair[1], into, target)
-            overflowed += lost
+            overflowed += self._cast(values, pair[1], stream)
             start += values.nbytes
-            target += written
             numel -= count
+        stream.finish()
         return overflowed
 
     def _carry(
@@ -236,14 +186,11 @@ class Mover:
         """Copy bytes as they are, and cast values among them into other files while they are at hand."""
         overflowed = done = 0
         while done < nbytes:
-            count, past_cache = self._next(into, target + done, nbytes - done, CARRIED_BYTES)
+            count, past_cache = self._writes.next(into, target + done, nbytes - done, CARRIED_BYTES)
             began = time.perf_counter()
             data = scratch.read_bytes(source, start + done, count)
-            if past_cache:
-                self._write_past_cache(data, into, target + done)
-            else:
-                write_at(into.fd, data, target + done, into.path)
-            self._note(past_cache, count, began)
+            self._writes.write(into, data, target + done, past_cache=past_cache)
+            self._writes.note(past_cache, count, began)
             self._advance(count)
             for at in range(done, done + count, CARRIED_BYTES):
                 overflowed += self._cast_riders(riders, data[at - done :][:CARRIED_BYTES], at)
@@ -259,9 +206,9 @@ class Mover:
                 break
             low, high = max(rider.begin, start), min(rider.end, end)
             values = np.frombuffer(data[low - start : high - start], dtype=numpy_dtype(rider.pair[0]))
-            elements = (low - rider.begin) // itemsize(rider.pair[0])
-            at = rider.target + elements * itemsize(rider.pair[1])
-            overflowed += self._cast(values, rider.pair[1], rider.into, at)[1]
+            overflowed += self._cast(values, rider.pair[1], rider.into)
+            if high == rider.end:
+                rider.into.finish()
         return overflowed
 
     def _riders_of(self, riders: NDArray[np.void], carrier: int, file: Callable[[int], OpenFile]) -> list[_Rider]:
@@ -270,12 +217,14 @@ class Mover:
         for row in riders[first:last]:
             pair, begin = self._casts[int(row["cast"])], int(row["skip"])
             end = begin + int(row["numel"]) * itemsize(pair[0])
-            result.append(_Rider(begin, end, pair, file(int(row["file"])), int(row["target"])))
+            nbytes = int(row["numel"]) * itemsize(pair[1])
+            stream = Stream(self._writes, file(int(row["file"])), int(row["target"]), nbytes)
+            result.append(_Rider(begin, end, pair, stream))
         return result
 
-    def _cast(self, values: NDArray[np.generic], dtype: str, into: OpenFile, at: int) -> tuple[int, int]:
-        """Write values as another type; returns bytes written and finite elements that became infinite."""
+    def _cast(self, values: NDArray[np.generic], dtype: str, into: Stream) -> int:
+        """Write values as another type; returns how many finite elements became infinite."""
         result = cast(values, dtype)
-        write_at(into.fd, result.view(np.uint8).data, at, into.path)
+        into.put(result.view(np.uint8))
         self._advance(result.nbytes)
-        return result.nbytes, count_overflowed(values, result)
+        return count_overflowed(values, result)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from ckpttool import execute, moving
+from ckpttool import block_writes, execute, moving
 from ckpttool.casts import CAST_ELEMENTS, cast
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
@@ -241,7 +241,11 @@ def test_a_meter_adds_up_across_threads() -> None:
 
 
 @pytest.mark.parametrize("pair", [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")])
-def test_casts_longer_than_a_buffer_are_continued(tmp_path: Path, pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("past", [False, True])
+def test_casts_longer_than_a_buffer_are_continued(
+    tmp_path: Path, pair: tuple[str, str], past: bool, request: pytest.FixtureRequest
+) -> None:
+    disk = request.getfixturevalue("past_cache") if past else None
     count = 2 * CAST_ELEMENTS + 77
     values = cast(np.random.default_rng(2).standard_normal(count, dtype=np.float32), pair[0])
     path = tmp_path / "source"
@@ -250,6 +254,7 @@ def test_casts_longer_than_a_buffer_are_continued(tmp_path: Path, pair: tuple[st
     file = TargetFile("out", count * itemsize(pair[1]), (), copies)
     plan = CopyPlan((_source(path),), (pair,), (file,))
     assert _run(plan, tmp_path) == cast(values, pair[1]).tobytes()
+    assert disk is None or disk.written
 
 
 def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path) -> None:
@@ -301,7 +306,7 @@ class _Alternating:
         return next(self._calls) % 2 == 0
 
     def note(self, past_cache: bool, nbytes: int, seconds: float) -> None:
-        assert nbytes >= moving.TELLING_BYTES
+        assert nbytes >= block_writes.TELLING_BYTES
         assert seconds > 0
 
 
@@ -311,9 +316,10 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
     disk = _Direct(os.pwrite)
     monkeypatch.setattr(direct, "os", disk)
     monkeypatch.setattr(execute, "file_system_of", lambda _: "ext4")
-    monkeypatch.setattr(execute, "DIRECT_BYTES", 1)
-    monkeypatch.setattr(moving, "DIRECT_BYTES", 4 * PAGE)
-    monkeypatch.setattr(moving, "TELLING_BYTES", PAGE)
+    monkeypatch.setattr(execute, "BLOCK_BYTES", 1)
+    for module in (moving, block_writes):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4 * PAGE)
+    monkeypatch.setattr(block_writes, "TELLING_BYTES", PAGE)
     monkeypatch.setattr(moving, "CARRIED_BYTES", PAGE)
     return disk
 
@@ -325,7 +331,7 @@ def test_bytes_arrive_past_the_cache(
     source: Path, tmp_path: Path, past_cache: _Direct, shift: int, pace: type, jobs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ckpttool.moving.Pace", pace)
+    monkeypatch.setattr("ckpttool.block_writes.Pace", pace)
     assert _run(_plan(source, shift), tmp_path, jobs) == b"x" * shift + source.read_bytes()[10:]
     assert past_cache.written
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
@@ -338,7 +344,7 @@ def test_what_is_cast_on_the_way_past_the_cache_is_read_once(
     elements: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(execute, "TASK_ELEMENTS", elements)
-    monkeypatch.setattr(moving, "Pace", _Alternating)
+    monkeypatch.setattr(block_writes, "Pace", _Alternating)
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
     meter = Meter(plan.nbytes_written, None)
