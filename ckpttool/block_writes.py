@@ -41,6 +41,19 @@ class BlockWrites:
 
     def __init__(self) -> None:
         self._pace = Pace()
+        self._blocks: list[NDArray[Any]] = []
+        """Memory that nobody uses. It is kept: the kernel takes longer to find some than to fill it."""
+
+    def take_block(self) -> NDArray[Any]:
+        """Memory of BLOCK_BYTES (uint8) that begins with a page."""
+        try:
+            return self._blocks.pop()
+        except IndexError:
+            return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+
+    def give_back(self, block: NDArray[Any]) -> None:
+        """Let others have it."""
+        self._blocks.append(block)
 
     def next(self, into: OpenFile, at: int, left: int, through_cache: int) -> tuple[int, bool]:
         """How many of the bytes that are left to write now, and whether past the page cache.
@@ -106,7 +119,7 @@ class Stream:
             self._end += len(data)
             return
         if self._block is None:
-            self._block = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+            self._block = self._writes.take_block()
         done = 0
         while done < len(data):
             place = self._end % BLOCK_BYTES  # as it lies in the file's pages
@@ -125,6 +138,7 @@ class Stream:
         """
         if self._block is not None:
             self._flush(self._block)
+            self._writes.give_back(self._block)
             self._block = None
 
     def _flush(self, block: NDArray[Any]) -> None:

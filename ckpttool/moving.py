@@ -6,6 +6,7 @@ Bytes move in the kernel or through a small buffer: memory is a few of these for
 from __future__ import annotations
 
 import bisect
+import threading
 import time
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -68,6 +69,7 @@ class Mover:
         self._sources = sources
         self._advance = advance
         self._writes = BlockWrites()
+        self._of_thread = threading.local()
 
     def copy(
         self,
@@ -91,7 +93,7 @@ class Mover:
             StorageError: Reading or writing failed, or a source changed meanwhile.
         """
         overflowed = 0
-        scratch = Scratch()
+        scratch = self._scratch()
         for row in rows:
             source, start, target = self._sources[int(row["source"])], int(row["start"]), int(row["target"])
             pair, numel = self._casts[int(row["cast"])], int(row["numel"])
@@ -114,6 +116,13 @@ class Mover:
             overflowed += self._cast(values, gather.dtype, stream)
         stream.finish()
         return overflowed
+
+    def _scratch(self) -> Scratch:
+        """This thread's memory to read into."""
+        found: Scratch | None = getattr(self._of_thread, "scratch", None)
+        if found is None:
+            found = self._of_thread.scratch = Scratch()
+        return found
 
     def _copy_bytes(
         self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch

@@ -30,7 +30,7 @@ class Pace:
         with self._lock:
             if len(self._costs) < 2:
                 return True not in self._costs
-            return self._costs[True] <= _PREFERENCE * self._costs[False]
+            return self._costs[True] <= self._costs[False]
 
     def note(self, past_cache: bool, nbytes: int, seconds: float) -> None:
         """Take in how long a thread took to write something."""
