@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
-_PREFERENCE = float(os.environ.get("BIAS", "1.5"))
-"""How much slower the way past the cache may be: it takes less of processors, and leaves memory to others."""
 _WEIGHT = 0.2
 """Of the newest measurement."""
 _FORGOTTEN = 0.997
