@@ -53,7 +53,7 @@ def run(
     Args:
         plan: What to write.
         directory: An existing directory, which nobody reads yet.
-        jobs: Threads; None for as many as there are cores, up to MAX_JOBS.
+        jobs: Threads; None for as many as there are cores, up to MAX_JOBS, which are used where they wait for the disk.
         advance: Told of bytes written.
         journal: Knows the files that are there already, and is told of those that are complete.
 
