@@ -64,9 +64,9 @@ class BlockWrites:
             left: How many are left.
             through_cache: How many are written at a time through the page cache.
         """
-        if into.direct >= 0:
+        if into.direct >= 0 and left >= TELLING_BYTES:
             if at % ALIGNMENT:
-                return min(left, -at % ALIGNMENT), False
+                return -at % ALIGNMENT, False
             aligned = min(left, BLOCK_BYTES - at % BLOCK_BYTES) // ALIGNMENT * ALIGNMENT
             if aligned >= TELLING_BYTES and self._pace.past_cache():
                 return aligned, True
