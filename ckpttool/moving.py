@@ -5,10 +5,9 @@ Bytes move in the kernel or through a small buffer: memory is a few of these for
 
 from __future__ import annotations
 
-import bisect
 import threading
 import time
-from operator import itemgetter
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -194,6 +193,7 @@ class Mover:
     ) -> int:  # fmt: skip
         """Copy bytes as they are, and cast values among them into other files while they are at hand."""
         overflowed = done = 0
+        waiting = deque(riders)
         while done < nbytes:
             count, past_cache = self._writes.next(into, target + done, nbytes - done, CARRIED_BYTES)
             began = time.perf_counter()
@@ -202,18 +202,25 @@ class Mover:
             self._writes.note(past_cache, count, began)
             self._advance(count)
             for at in range(done, done + count, CARRIED_BYTES):
-                overflowed += self._cast_riders(riders, data[at - done :][:CARRIED_BYTES], at)
+                overflowed += self._cast_riders(waiting, data[at - done :][:CARRIED_BYTES], at)
             done += count
         return overflowed
 
-    def _cast_riders(self, riders: Sequence[_Rider], data: memoryview, start: int) -> int:
-        """Cast what riders say of bytes that begin at a place of the copy."""
+    def _cast_riders(self, riders: deque[_Rider], data: memoryview, start: int) -> int:
+        """Cast what riders say of bytes that begin at a place of the copy; those that are done are dropped.
+
+        They come in the order of their beginnings, but one may end before another that began earlier.
+        """
         overflowed = 0
         end = start + len(data)
-        for rider in riders[bisect.bisect_right(riders, start, key=itemgetter(1)) :]:
+        while riders and riders[0].end <= start:
+            riders.popleft()
+        for rider in riders:
             if rider.begin >= end:
                 break
             low, high = max(rider.begin, start), min(rider.end, end)
+            if low >= high:
+                continue
             values = np.frombuffer(data[low - start : high - start], dtype=numpy_dtype(rider.pair[0]))
             overflowed += self._cast(values, rider.pair[1], rider.into)
             if high == rider.end:

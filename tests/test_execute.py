@@ -355,6 +355,27 @@ def test_what_is_cast_on_the_way_past_the_cache_is_read_once(
     assert meter.done == plan.nbytes_written - 66
 
 
+@pytest.mark.parametrize("past", [False, True])
+def test_what_is_cast_twice_on_the_way_arrives_twice(
+    tmp_path: Path, past: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ends in the order in which they begin."""
+    if past:
+        request.getfixturevalue("past_cache")
+    monkeypatch.setattr(moving, "CARRIED_BYTES", PAGE)
+    values = _masters(tmp_path / "source")
+    casts = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"))
+    spans = [("all", 0, COUNT, 1), ("first", 1, 3000, 2), ("middle", 2000, HALF, 1), ("late", 40_000, 41_000, 2)]
+    files = [TargetFile("masters", 4 * COUNT, (), np.array([(0, 0, COUNT, 0, 0)], dtype=COPY))]
+    for name, a, b, number in spans:
+        files.append(TargetFile(name, 2 * (b - a), (), np.array([(0, 4 * a, b - a, 0, number)], dtype=COPY)))
+    plan = CopyPlan((_source(tmp_path / "source"),), casts, tuple(files))
+    execute.run(plan, str(tmp_path), jobs=2, advance=lambda _: None)
+    assert (tmp_path / "masters").read_bytes() == values.tobytes()
+    for name, a, b, number in spans:
+        assert (tmp_path / name).read_bytes() == cast(values[a:b], casts[number][1]).tobytes(), name
+
+
 @pytest.mark.parametrize("how", ["another alignment", "short", "none"])
 def test_what_a_disk_does_not_take_goes_through_the_cache(
     source: Path, tmp_path: Path, past_cache: _Direct, how: str, monkeypatch: pytest.MonkeyPatch
