@@ -203,7 +203,7 @@ def test_single_files_and_shards_are_read(place: Place, tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_a_mixture_of_two_saves_is_refused_before_anything_is_written(place: Place, tmp_path: Path) -> None:
+def test_a_mixture_of_two_saves_is_refused_and_leaves_nothing(place: Place, tmp_path: Path) -> None:
     import shutil
 
     import torch
