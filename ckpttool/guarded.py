@@ -44,6 +44,7 @@ class GuardedStorage:
         self.checksums = checksums
         """By path: what is checked."""
         self.distant = storage.distant
+        self.reads_versions = storage.reads_versions
         self._sound: dict[str, bytearray] = {}
         """By path: a 1 for each chunk that was found so."""
 

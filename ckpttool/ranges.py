@@ -45,6 +45,13 @@ def coalesced(ranges: Sequence[ByteRange], *, gap: int, limit: int = 1 << 62) ->
     return result
 
 
+def ends(nbytes: int, each: int) -> list[ByteRange]:
+    """So many bytes at either end of a file; all of it, if they meet."""
+    if nbytes <= 2 * each:
+        return [ByteRange(0, nbytes)]
+    return [ByteRange(0, each), ByteRange(nbytes - each, nbytes)]
+
+
 @dataclass(frozen=True, slots=True)
 class CoverProblem:
     """Where a set of spans fails to fill [0, total) exactly once."""

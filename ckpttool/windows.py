@@ -57,14 +57,31 @@ class Windows:
         fetched = max((itemsize(a) / itemsize(b) for a, b in self._pairs), default=1.0)
         return int(2 * nbytes * (1 + max(1.0, fetched)))
 
-    def assemble(self, start: int, end: int) -> tuple[bytearray, int]:
+    def assemble(self, start: int, end: int) -> tuple[memoryview, int]:
         """The bytes [start, end) of the file, and how many finite values became infinite in a narrower type.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
         """
-        window = bytearray(end - start)
-        return window, self.fill(start, memoryview(window))
+        if (fetched := self._fetched_whole(start, end)) is not None:
+            return fetched, 0
+        window = np.empty(end - start, dtype=np.uint8).data  # not zeros: threads would wait while they are written
+        return window, self.fill(start, window)
+
+    def _fetched_whole(self, start: int, end: int) -> memoryview | None:
+        """The bytes [start, end) as they come from a source, if they lie there as they are wanted; None if not."""
+        if not self._sources.distant:
+            return None
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        if first == len(self._rows) or int(self._ends[first]) < end:
+            return None
+        row = self._rows[first]
+        source, target = self._casts[int(row["cast"])]
+        at = int(row["target"])
+        if source != target or at > start:
+            return None
+        begin = int(row["start"]) - at
+        return self._sources.fetch([(int(row["source"]), begin + start, begin + end)])[0]
 
     def fill(self, start: int, window: memoryview) -> int:
         """Fill ``window`` with the bytes of the file from ``start`` on, wherever it lies in memory.
@@ -174,4 +191,5 @@ def _put(window: memoryview, start: int, at: int, data: bytes | memoryview) -> N
     skip = max(0, start - at)
     room = start + len(window) - at
     if skip < min(len(data), room):
-        window[at + skip - start : at + min(len(data), room) - start] = memoryview(data)[skip:room]
+        into = np.frombuffer(window[at + skip - start : at + min(len(data), room) - start], dtype=np.uint8)
+        into[:] = np.frombuffer(memoryview(data)[skip:room], dtype=np.uint8)  # other threads run meanwhile

@@ -69,7 +69,8 @@ def open_checkpoint(
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     checkpoint = _open([without_secrets(local_path(p)) for p in paths], storage, tag, report, unfinished)
-    if storage.distant:  # one listing tells whether it changed meanwhile; local files are looked at when they are read
+    # One listing tells whether it changed meanwhile; local files are looked at when they are read.
+    if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
         storage.refresh(files)
         for path, file in zip(files, checkpoint.files, strict=True):

@@ -82,7 +82,7 @@ class Bucket:
 
         def send(start: int, data: bytearray) -> None:
             try:
-                upload.write(start, data)
+                upload.write(start, memoryview(data))
             except BaseException as error:
                 failed.set()
                 upload.give_up(error)

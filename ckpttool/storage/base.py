@@ -103,6 +103,8 @@ class Storage(Protocol):
 
     distant: bool
     """Whether each call costs a round trip, and many at once cost no more."""
+    reads_versions: bool
+    """Whether what is read of a file is of the version that was listed, or an error."""
 
     def listing(self, path: str) -> list[Entry]:
         """The names in a directory, sorted.

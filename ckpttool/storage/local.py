@@ -123,6 +123,7 @@ class LocalStorage:
     """Files on local disk."""
 
     distant = False
+    reads_versions = False
 
     def listing(self, path: str) -> list[Entry]:
         """The names in a directory, sorted.

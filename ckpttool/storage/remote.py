@@ -97,6 +97,7 @@ class RemoteStorage:
     """
 
     distant = True
+    reads_versions = False
     parts_from_anywhere = False
     """Whether several processes can write parts of one file, in any order."""
 
@@ -121,14 +122,20 @@ class RemoteStorage:
         """
         key = self.key(path)
         found = self._listed.get(key)
-        if found is None:
-            infos = call(path, partial(self.fs.ls, key, detail=True))
-            infos = [info for info in infos if not _is_marker(info)]
-            if len(infos) == 1 and _name(infos[0]) == key.rstrip("/") and infos[0]["type"] != "directory":
-                self._single[key] = _entry(infos[0])
-                raise StorageError(path, "is not a directory", "pass a checkpoint's directory")
-            entries = [_entry(info) for info in infos if _name(info) != key.rstrip("/")]
-            found = self._listed[key] = sorted(entries, key=lambda e: e.name)
+        return self._remember(path, key, call(path, partial(self.look, key))) if found is None else found
+
+    def look(self, key: str) -> list[dict[str, Any]]:
+        """What fsspec tells of all that lies in a directory, or of the file that lies there instead."""
+        infos: list[dict[str, Any]] = self.fs.ls(key, detail=True)
+        return infos
+
+    def _remember(self, path: str, key: str, infos: Iterable[Mapping[str, Any]]) -> list[Entry]:
+        infos = [info for info in infos if not _is_marker(info)]
+        if len(infos) == 1 and _name(infos[0]) == key.rstrip("/") and infos[0]["type"] != "directory":
+            self._single[key] = entry_of(infos[0])
+            raise StorageError(path, "is not a directory", "pass a checkpoint's directory")
+        entries = [entry_of(info) for info in infos if _name(info) != key.rstrip("/")]
+        found = self._listed[key] = sorted(entries, key=lambda e: e.name)
         return found
 
     def list_tree(self, path: str) -> None:
@@ -141,7 +148,7 @@ class RemoteStorage:
             directory = posixpath.dirname(name)
             if name == root or _is_marker(info):
                 continue
-            listed.setdefault(directory, {})[posixpath.basename(name)] = _entry(info)
+            listed.setdefault(directory, {})[posixpath.basename(name)] = entry_of(info)
             while directory != root and len(directory) > len(root):
                 above, base = posixpath.split(directory)
                 listed.setdefault(above, {}).setdefault(base, Entry(base, is_dir=True, nbytes=0))
@@ -166,7 +173,11 @@ class RemoteStorage:
     def exists(self, path: str) -> bool:
         """Whether there is anything at the path."""
         known, entry = self._lookup(path)
-        return entry is not None if known else self.is_dir(path) or self.key(path) in self._single
+        return entry is not None if known else self.is_dir(path) or self.is_file(path)
+
+    def is_file(self, path: str) -> bool:
+        """Whether a file is at a path that was found to be no directory."""
+        return self.key(path) in self._single
 
     def refresh(self, paths: Sequence[str]) -> None:
         """Forget what was listed where these files lie, and list it anew with few requests; without any, forget all."""
@@ -195,7 +206,7 @@ class RemoteStorage:
         known, found = self._lookup(path)
         if not known:
             key = self.key(path)
-            found = self._single[key] = _entry(call(path, partial(self.fs.info, key)))
+            found = self._single[key] = entry_of(call(path, partial(self.fs.info, key)))
         if found is None:
             raise StorageError(path, MISSING, "check the path")
         if found.is_dir:
@@ -205,10 +216,12 @@ class RemoteStorage:
     def _lookup(self, path: str) -> tuple[bool, Entry | None]:
         """Whether listings tell what is at a path, and what they tell."""
         key = self.key(path).rstrip("/")
-        if key in self._listed:
-            return True, Entry(posixpath.basename(key), is_dir=True, nbytes=0) if self._listed[key] else None
-        if key in self._single:
-            return True, self._single[key]
+        listed = self._listed.get(key)
+        if listed is not None:
+            return True, Entry(posixpath.basename(key), is_dir=True, nbytes=0) if listed else None
+        single = self._single.get(key)
+        if single is not None:
+            return True, single
         beside = self._listed.get(posixpath.dirname(key))
         if beside is None:
             return False, None
@@ -449,7 +462,7 @@ class Upload(Protocol):
     def has(self, start: int, nbytes: int) -> bool:
         """Whether the part that begins at a byte is there already."""
 
-    def write(self, start: int, data: bytes | bytearray) -> None:
+    def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at a byte.
 
         Raises:
@@ -500,7 +513,7 @@ class StreamUpload:
         """No: such an upload cannot be gone on with."""
         return False
 
-    def write(self, start: int, data: bytes | bytearray) -> None:
+    def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at a byte, when all before it are written.
 
         Raises:
@@ -582,7 +595,8 @@ def _is_marker(info: Mapping[str, Any]) -> bool:
     return str(info["name"]).endswith("/") and info["type"] != "directory"
 
 
-def _entry(info: Mapping[str, Any]) -> Entry:
+def entry_of(info: Mapping[str, Any]) -> Entry:
+    """What fsspec tells of a file or directory."""
     is_dir = info["type"] == "directory"
     keys = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "mtime", "modified", "created")
     version = next((str(info[k]) for k in keys if info.get(k)), "")

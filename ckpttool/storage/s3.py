@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
 from ckpttool.storage.failures import NO_BUCKET, ShortReadError, call, explain
-from ckpttool.storage.remote import CONNECTIONS, RemoteStorage
+from ckpttool.storage.remote import CONNECTIONS, RemoteStorage, entry_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -52,6 +52,7 @@ class S3Storage(RemoteStorage):
         fs: s3fs's file system.
     """
 
+    reads_versions = True
     parts_from_anywhere = True
 
     def __init__(self, fs: Any) -> None:
@@ -60,6 +61,52 @@ class S3Storage(RemoteStorage):
         self._ranges: dict[str, ObstoreRanges | None] = {}
         self._sender: SignedParts | None = None
         self._has_sender = False
+
+    def look(self, key: str) -> list[dict[str, Any]]:
+        """What s3fs tells of all that lies in a directory, or of the object that lies there instead.
+
+        Where there is nothing s3fs lists all that lies beside it, which may be very much.
+        """
+        if "/" not in key:
+            return super().look(key)
+        found = self._below(key) or self._itself(key)
+        if not found:
+            raise FileNotFoundError(key)
+        return found
+
+    def is_dir(self, path: str) -> bool:
+        """Whether anything lies below the path; one request."""
+        key = self.key(path).rstrip("/")
+        if self._lookup(path)[0] or "/" not in key:
+            return super().is_dir(path)
+        found = call(path, partial(self._below, key))
+        return bool(found and self._remember(path, key, found))
+
+    def is_file(self, path: str) -> bool:
+        """Whether an object is at a path that was found to be no directory; one request."""
+        key = self.key(path).rstrip("/")
+        if "/" not in key:
+            return False
+        found = call(path, partial(self._itself, key))
+        if found:
+            self._single[key] = entry_of(found[0])
+        else:
+            self._listed[key] = []  # nothing is there: not to be asked again
+        return bool(found)
+
+    def _below(self, key: str) -> list[dict[str, Any]]:
+        from fsspec.asyn import sync
+
+        found: list[dict[str, Any]] = sync(self.fs.loop, self.fs._lsdir, key)
+        return found
+
+    def _itself(self, key: str) -> list[dict[str, Any]]:
+        """The object of this very name; of all that begin so it is the first in a listing, for which rights suffice."""
+        from fsspec.asyn import sync
+
+        above, _, name = key.rpartition("/")
+        found = sync(self.fs.loop, self.fs._lsdir, above, prefix=name, delimiter="", max_items=1)
+        return [info for info in found if info["name"] == key]
 
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """The bytes [start, end) of one version of an object; one request.
@@ -110,7 +157,7 @@ class S3Storage(RemoteStorage):
                     self._sender = SignedParts(self.fs, 2 * CONNECTIONS)
             return self._sender
 
-    def checksum_of(self, data: bytes | bytearray) -> dict[str, str]:
+    def checksum_of(self, data: bytes | memoryview) -> dict[str, str]:
         """What a store is to compare a part with, if it is to.
 
         It is what botocore would compute itself, a few times slower. Not with every store: some know no checksums.
@@ -211,7 +258,7 @@ class S3Parts:
     part_bytes: int
     """Size of every part but the last."""
 
-    def write(self, start: int, data: bytes | bytearray) -> str:
+    def write(self, start: int, data: bytes | memoryview) -> str:
         """Write the part that begins at a byte, in place of what was written of it before; returns its ETag.
 
         Raises:
@@ -219,7 +266,7 @@ class S3Parts:
         """
         return call(self.path, partial(self._send, start // self.part_bytes + 1, data))
 
-    def _send(self, number: int, data: bytes | bytearray) -> str:
+    def _send(self, number: int, data: bytes | memoryview) -> str:
         sums = self.storage.checksum_of(data)
         if (sender := self.storage.sender_of_parts()) is not None:
             tag = sender.send(data, number, self.where, sums.get("ChecksumCRC32", ""))
@@ -276,7 +323,7 @@ class S3Upload:
         """Whether the part that begins at a byte is there already."""
         return self._parts.get(start // self._part_bytes + 1, ("", -1))[1] == nbytes
 
-    def write(self, start: int, data: bytes | bytearray) -> None:
+    def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at a byte.
 
         Raises:

@@ -49,7 +49,7 @@ def _signer() -> Any:
     return Signer
 
 
-def _pieces(data: bytes | bytearray) -> Iterator[memoryview]:
+def _pieces(data: bytes | memoryview) -> Iterator[memoryview]:
     """A part as it is sent: what a socket is given at once has to be gone within its timeout, however slow the link."""
     view = memoryview(data)
     for start in range(0, len(view), _PIECE_BYTES):
@@ -94,7 +94,7 @@ class SignedParts:
             ca_certs=certificates() or get_cert_path(True),
         )
 
-    def send(self, data: bytes | bytearray, number: int, where: Mapping[str, str], checksum: str) -> str | None:
+    def send(self, data: bytes | memoryview, number: int, where: Mapping[str, str], checksum: str) -> str | None:
         """Send a part; its ETag, or None if s3fs is to be asked.
 
         Args:
@@ -132,7 +132,7 @@ class SignedParts:
         return None
 
     def _signed(
-        self, data: bytes | bytearray, number: int, where: Mapping[str, str], checksum: str
+        self, data: bytes | memoryview, number: int, where: Mapping[str, str], checksum: str
     ) -> tuple[str, dict[str, str]]:
         from botocore.awsrequest import AWSRequest
 

@@ -22,7 +22,7 @@ from tests.storage.proxy import Before, Cut, Hang, Latency, Shorter, Unranged
 from tests.truth import source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from tests.storage.proxy import Action, Proxy
     from tests.storage.server import Bucket
@@ -88,6 +88,23 @@ def test_of_large_files_only_the_ends_are_read(s3: Bucket, proxy: Proxy, tmp_pat
     proxy.clear()
     ckpttool.inspect(s3.url("torch"))
     assert sum(proxy.bytes_by_key().values()) < 500_000
+
+
+def test_thousands_of_parameters_take_no_more_requests(
+    checkpoint_copy: Callable[[str], Path], s3: Bucket, proxy: Proxy
+) -> None:
+    import torch
+
+    run = checkpoint_copy("zero2-dp2-bf16")
+    path = next(run.glob("*/mp_rank_00_model_states.pt"))
+    states = torch.load(path, weights_only=False)
+    states["beside the model"] = {f"a.record.with.a.long.name.{i}": torch.zeros(6000) for i in range(3000)}
+    torch.save(states, path)
+    s3.upload(run, "run")
+    proxy.clear()
+    ckpttool.inspect(s3.url("run"))
+    asked = collections.Counter(r.key for r in proxy.requests("get_object"))
+    assert max(asked.values()) <= 3, asked
 
 
 def _torch_file(directory: Path) -> str:

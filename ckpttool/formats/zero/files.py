@@ -21,6 +21,7 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import Fields, describe, enum_value
 from ckpttool.formats.zero.names import ZeroName, parse_name
 from ckpttool.model import CheckpointFile, ScalarState
+from ckpttool.ranges import ByteRange, ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.locate import Location
-    from ckpttool.ranges import ByteRange
     from ckpttool.storage import RangeReader, Storage
 
 Report = Callable[[CkptError], None]
@@ -38,6 +38,10 @@ MAX_RANKS = 1 << 20
 """No run has more."""
 READ_AHEAD = 32
 """Files whose structure is read at once, where reading is distant."""
+END_BYTES = 1 << 16
+"""Bytes at either end of a file that are read at once, where reading is distant."""
+LARGE_MODEL_BYTES, MODEL_END_BYTES = 1 << 26, 1 << 19
+"""Files of a model's states from this size on have a record for each of some thousands of parameters."""
 MAX_NAMED = 20
 """Missing files that are named one by one."""
 RESTORE = "restore it from a copy, or choose another tag"
@@ -456,6 +460,8 @@ class Opener:
 
     def _load(self, path: str, numbers: bool) -> _Loaded:
         with self.storage.open(path, ahead=True) as reader:
+            # One holds the pickle, the other says where all lies: both are needed.
+            reader.read_ahead(ends(reader.nbytes, _end_bytes(path, reader.nbytes)))
             torch = read_torch_file(reader, self._pickles)
             return torch, reader.version, _read_numbers(reader, torch) if numbers else {}
 
@@ -503,6 +509,13 @@ class Opener:
                 self._register(relative, reader.nbytes, "swapped", rank, reader.version, 0)
                 found[name] = SwappedFile(len(self.files) - 1, path, reader.nbytes)
         return found
+
+
+def _end_bytes(path: str, nbytes: int) -> int:
+    """What is read at either end of a file to know its structure: nearly always enough."""
+    name = parse_name(posixpath.basename(path))
+    many = name is not None and name.kind == "model" and nbytes > LARGE_MODEL_BYTES
+    return MODEL_END_BYTES if many else END_BYTES
 
 
 def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int], ScalarState]:

@@ -1,0 +1,79 @@
+"""What is at a path of a bucket, and what it takes to know that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpttool.errors import StorageError
+from ckpttool.storage import open_storage
+from ckpttool.storage.remote import RemoteStorage
+
+if TYPE_CHECKING:
+    from tests.storage.proxy import Proxy
+    from tests.storage.server import Bucket
+
+BESIDE = ["out-1/latest", "out-2/latest", "out.json", "outer", "other", "run/latest"]
+"""Names that begin as the one that is looked for, before and behind where it would be."""
+
+
+def _storage(s3: Bucket) -> RemoteStorage:
+    storage = open_storage(s3.url("out"))
+    assert isinstance(storage, RemoteStorage)
+    return storage
+
+
+@pytest.mark.parametrize("above", ["", "runs/"])
+def test_a_free_name_is_known_without_looking_at_what_lies_beside_it(above: str, s3: Bucket, proxy: Proxy) -> None:
+    for name in BESIDE:
+        s3.put(above + name, b"x")
+    proxy.clear()
+    storage, out = _storage(s3), s3.url(f"{above}out")
+    assert not storage.is_dir(out)
+    assert len(proxy.requests()) == 1
+    assert not storage.exists(out)
+    assert not storage.exists(out)
+    assert not storage.is_dir(out)
+    asked = proxy.requests("list_objects_v2")
+    assert len(asked) == len(proxy.requests()) <= 3
+    for request in asked:
+        assert request.query["prefix"] == f"{above}out/" or int(request.query["max-keys"]) <= 2
+
+
+def test_an_object_is_found_by_its_name_alone(s3: Bucket, proxy: Proxy) -> None:
+    for name in [*BESIDE, "out"]:
+        s3.put(name, b"data of " + name.encode())
+    proxy.clear()
+    storage, out = _storage(s3), s3.url("out")
+    assert storage.exists(out)
+    assert not storage.is_dir(out)
+    with pytest.raises(StorageError, match="is not a directory"):
+        storage.listing(out)
+    with storage.open(out) as reader:
+        assert reader.read(0, reader.nbytes) == b"data of out"
+    # To list is all that one may be allowed.
+    assert {r.operation for r in proxy.requests()} == {"list_objects_v2", "get_object"}
+
+
+def test_what_lies_below_a_name_counts_more_than_an_object_of_that_name(s3: Bucket) -> None:
+    for name in ["out", "out/latest", *BESIDE]:
+        s3.put(name, b"x")
+    storage, out = _storage(s3), s3.url("out")
+    assert storage.exists(out)
+    assert storage.is_dir(out)
+    assert [e.name for e in storage.listing(out)] == ["latest"]
+
+
+def test_a_marker_as_consoles_leave_it_is_an_empty_directory(s3: Bucket) -> None:
+    s3.put("out/", b"")
+    storage = _storage(s3)
+    assert not storage.exists(s3.url("out"))
+    assert storage.listing(s3.url("out")) == []
+
+
+def test_a_bucket_that_is_not_there_is_said_to_be_missing(s3: Bucket) -> None:
+    storage = _storage(s3)
+    for ask in (storage.is_dir, storage.exists, storage.listing):
+        with pytest.raises(StorageError, match="bucket"):
+            ask(f"s3://{s3.name}-not/out")
