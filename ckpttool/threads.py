@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
+import threading
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Generator, Iterator
 
 T = TypeVar("T")
@@ -20,6 +20,38 @@ DISTANT_JOBS = 16
 def default_jobs(*, distant: bool = False) -> int:
     """Threads that are used unasked."""
     return DISTANT_JOBS if distant else min(MAX_JOBS, os.cpu_count() or 1)
+
+
+class Once(Generic[T]):
+    """What is made when it is first asked for: who asks meanwhile waits for it, and if that fails all are told.
+
+    Args:
+        make: Makes it; called once at most.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: list[T] = []
+        self._failed: BaseException | None = None
+
+    def __call__(self) -> T:
+        """What it is."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            if not self._made:
+                try:
+                    self._made.append(self._make())
+                except BaseException as error:
+                    self._failed = error
+                    raise
+            return self._made[0]
+
+    @property
+    def made(self) -> T | None:
+        """What it is, if it was made; nobody waits."""
+        return self._made[0] if self._made else None
 
 
 def in_threads(

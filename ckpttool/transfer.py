@@ -47,7 +47,7 @@ def memory_bytes(memory: int | str | None) -> int:
 class Sender(Protocol):
     """Writes windows of a file from another process, perhaps on another node; it can be pickled."""
 
-    def write(self, start: int, data: bytearray) -> Any:
+    def write(self, start: int, data: memoryview) -> Any:
         """Write the window that begins at a byte; to do so twice does no harm.
 
         Returns:
@@ -64,10 +64,17 @@ class Target(Protocol):
     window_bytes: int
     """Size of every window but the last; a multiple of 64, so that no element is cut."""
 
+    def open(self) -> None:
+        """Make all ready that the first window needs: not to be waited for before it is read.
+
+        Raises:
+            StorageError: The file cannot be created.
+        """
+
     def has(self, start: int, nbytes: int) -> bool:
         """Whether the window that begins at a byte is there already."""
 
-    def write(self, start: int, data: bytearray) -> None:
+    def write(self, start: int, data: memoryview) -> None:
         """Write a window.
 
         Raises:
@@ -195,6 +202,7 @@ def _tasks(
             advance(file.nbytes)
             continue
         target, windows = output.begin(file), Windows(plan, file, sources)
+        yield partial(_open, target)
         for start in range(0, max(file.nbytes, 1), target.window_bytes):
             end = min(start + target.window_bytes, file.nbytes)
             if target.has(start, end - start):
@@ -209,6 +217,11 @@ def _tasks(
 def _prove(proofs: Proofs, sources: Sources) -> int:
     for problem in failed_proofs(proofs, advance=lambda _: None, sources=sources):
         raise problem
+    return 0
+
+
+def _open(target: Target) -> int:
+    target.open()
     return 0
 
 
@@ -301,7 +314,7 @@ class LocalSender:
         with translate_os_errors(self.path):
             os.close(fd)  # only now do file systems of networks send what was written
 
-    def write(self, start: int, data: bytearray) -> None:
+    def write(self, start: int, data: memoryview) -> None:
         """Write the window that begins at a byte.
 
         Raises:
@@ -328,10 +341,13 @@ class _LocalTarget:
             self.close()
             raise
 
+    def open(self) -> None:
+        pass
+
     def has(self, start: int, nbytes: int) -> bool:
         return False
 
-    def write(self, start: int, data: bytearray) -> None:
+    def write(self, start: int, data: memoryview) -> None:
         write_at(self._fd, memoryview(data), start, self._path)
         self.accept(start, len(data), None)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.staging import NOT_EMPTY
 from ckpttool.storage import MARK
+from ckpttool.threads import Once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,10 @@ class RemoteOutput:
         self._out = out.rstrip("/")
         self._replaces = replaces
         self._last = tuple(last)
+        self._key = key
+        self._resume = resume
         self._lock = threading.Lock()
+        self._marked = False
         self._begun = False
         self._uploads: list[Upload] = []
         self._written: list[str] = []
@@ -122,26 +126,27 @@ class RemoteOutput:
         self._pending: dict[str, str] = {}
         self._done: dict[str, int] = {}
         self._names = [f.name for f in plan.files]
-        self._before = self._claim(key, resume=resume)
-        try:
-            storage.put(self.path(MARK), json.dumps({"key": key, "files": self._names}).encode())
-        except BaseException:
-            if not resume:
-                self.discard()  # the store may have done it, and only its answer been lost
-            raise
+        self.claimed = Once(self._claim)
+        """Names in OUT that are somebody else's. Asked for before anything is written, not before all is read."""
 
     def path(self, name: str) -> str:
         """The URL of a file of OUT."""
         return f"{self._out}/{name}"
 
-    def _claim(self, key: str, *, resume: bool) -> set[str]:
-        """See to what a killed run has left; the names in OUT that are somebody else's."""
+    def _claim(self) -> set[str]:
+        """See to what a killed run has left, and leave the mark."""
+        before = self._take_over()
+        self._marked = True  # if this fails, the store may have done it, and only its answer been lost
+        self._storage.put(self.path(MARK), json.dumps({"key": self._key, "files": self._names}).encode())
+        return before
+
+    def _take_over(self) -> set[str]:
         self._storage.forget()
         names = {e.name for e in self._storage.listing(self._out)} if self._storage.is_dir(self._out) else set()
         if MARK not in names:
             return names
         left_key, left = _read_mark(self._storage, self._out)
-        if resume and left_key == key:
+        if self._resume and left_key == self._key:
             self._pending = self._storage.uploads(self._out)
             self._storage.list_tree(self._out)
             self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._is_there(name)}
@@ -155,6 +160,9 @@ class RemoteOutput:
 
     def has(self, file: TargetFile) -> bool:
         """Whether a run before this one has completed the file."""
+        if not self._resume:
+            return False
+        self.claimed()
         return file.name not in self._last and self._done.get(file.name) == file.nbytes
 
     def begin(self, file: TargetFile) -> Target:
@@ -163,18 +171,27 @@ class RemoteOutput:
         Raises:
             StorageError: It cannot be created.
         """
-        path, part = self.path(file.name), self._storage.part_bytes(file.nbytes)
+        part = self._storage.part_bytes(file.nbytes)
         if file.nbytes <= part:
             return _Small(self, file.name, part)
-        self._begun = True
+        target = _Large(partial(self._create, file), part)
+        if self._resume:
+            target.open()  # which parts are there already is asked before they are read
+        return target
+
+    def _create(self, file: TargetFile) -> Upload:
+        self.claimed()
+        path = self.path(file.name)
         number = self._pending.get(self._storage.object_name(path), "")
+        self._begun = True
         upload = self._storage.create(path, file.nbytes, number)
-        self._uploads.append(upload)
-        return _Large(upload, part)
+        with self._lock:
+            self._uploads.append(upload)
+        return upload
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file; those that replace another or make the rest look whole are kept until the end."""
-        if name in self._last or name in self._before:
+        if self._comes_last(name):
             self._held_back[name] = data
             return
         with self._lock:
@@ -183,22 +200,26 @@ class RemoteOutput:
 
     def sender(self, name: str) -> Sender:
         """What writes a small file in another process; what is kept until the end comes back to this one."""
-        if name in self._last or name in self._before:
+        if self._comes_last(name):
             return _Returned()
         with self._lock:
             self._written.append(name)
         return _Put(self._storage, self.path(name))
+
+    def _comes_last(self, name: str) -> bool:
+        return name in self.claimed() or name in self._last
 
     def place(self) -> None:
         """None: a bucket is the same everywhere."""
 
     def commit(self) -> None:
         """Let everything be seen, what makes it look whole last."""
-        self._storage.delete([self.path(name) for name in self._last if name in self._before])
+        before = self.claimed()
+        self._storage.delete([self.path(name) for name in self._last if name in before])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
         new = {*self._written, *self._held_back, *self._last, *self._done}
         written = {upload.path for upload in self._uploads}
-        old = (n for n in self._before if self._replaces(n) and n not in new and self.path(n) not in written)
+        old = (n for n in before if self._replaces(n) and n not in new and self.path(n) not in written)
         self._storage.delete([self.path(name) for name in old])
         for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
             self._written.append(name)
@@ -207,6 +228,8 @@ class RemoteOutput:
 
     def discard(self) -> None:
         """Remove what was written, as far as the store lets us; where it does not, the mark stays for a later run."""
+        if not self._marked:
+            return
         with contextlib.suppress(CkptError):
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
             self._storage.delete([self.path(name) for name in self._written])
@@ -224,10 +247,13 @@ class _Small:
         self._output = output
         self._name = name
 
+    def open(self) -> None:
+        self._output.claimed()
+
     def has(self, start: int, nbytes: int) -> bool:
         return False
 
-    def write(self, start: int, data: bytearray) -> None:
+    def write(self, start: int, data: memoryview) -> None:
         self._output.put(self._name, bytes(data))
 
     def give_up(self, error: BaseException) -> None:
@@ -248,7 +274,7 @@ class _Put:
     storage: RemoteStorage
     path: str
 
-    def write(self, start: int, data: bytearray) -> None:
+    def write(self, start: int, data: memoryview) -> None:
         self.storage.put(self.path, bytes(data))
 
 
@@ -256,29 +282,41 @@ class _Put:
 class _Returned:
     """Writes nothing: the process that commits will."""
 
-    def write(self, start: int, data: bytearray) -> bytes:
+    def write(self, start: int, data: memoryview) -> bytes:
         return bytes(data)
 
 
 class _Large:
-    """A file that is uploaded in parts."""
+    """A file that is uploaded in parts; the upload is begun by who needs it first."""
 
-    def __init__(self, upload: Upload, window_bytes: int) -> None:
+    def __init__(self, create: Callable[[], Upload], window_bytes: int) -> None:
         self.window_bytes = window_bytes
-        self._upload = upload
+        self._begun = Once(create)
+        self._failed: BaseException | None = None
+
+    def open(self) -> None:
+        self._upload()
 
     def has(self, start: int, nbytes: int) -> bool:
-        return self._upload.has(start, nbytes)
+        return self._begun.made is not None and self._begun.made.has(start, nbytes)
 
-    def write(self, start: int, data: bytearray) -> None:
-        self._upload.write(start, data)
+    def write(self, start: int, data: memoryview) -> None:
+        self._upload().write(start, data)
 
     def give_up(self, error: BaseException) -> None:
-        self._upload.give_up(error)
+        self._failed = error
+        if self._begun.made is not None:
+            self._begun.made.give_up(error)
 
     def sender(self) -> Sender:
-        sender: Sender = self._upload.sender()
+        sender: Sender = self._upload().sender()
         return sender
 
     def accept(self, start: int, nbytes: int, receipt: Any) -> None:
-        self._upload.accept(start, nbytes, receipt)
+        self._upload().accept(start, nbytes, receipt)
+
+    def _upload(self) -> Upload:
+        upload = self._begun()
+        if self._failed is not None:  # perhaps before there was an upload to tell
+            upload.give_up(self._failed)
+        return upload

@@ -11,14 +11,18 @@ import sys
 import threading
 import time
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, failures, open_storage, remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
+from ckpttool.uploads import uploaded
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.storage import proxy as faults
@@ -29,8 +33,8 @@ from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
+    from ckpttool.transfer import Target
     from tests.storage.proxy import Action, Proxy, Request
     from tests.storage.server import Bucket
 
@@ -101,6 +105,57 @@ def test_parts_are_sent_at_once(weights: str, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(faults.Latency(0.2), "upload_part", times=None)
     ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
     assert proxy.most_in_flight("upload_part") >= 4
+
+
+def test_out_is_made_ready_beside_the_first_reads(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
+    s3.upload(Path(weights), "run")
+    proxy.clear()
+    (mark, create) = (
+        proxy.add(faults.Latency(0.5), operation, match=match)
+        for operation, match in [("put_object", MARK), ("create_multipart_upload", "out/")]
+    )
+    ckpttool.consolidate(s3.url("run"), s3.url("out"), **SHARDS)  # type: ignore[arg-type]
+    assert (mark.fired, create.fired) == (1, 1)
+    assert Remote(s3).files(s3.url("out")) == expected
+    changes = [r for r in proxy.log if r.method != "GET"]
+    first = changes[0]
+    assert first.ended is not None
+    assert (first.operation, first.key) == ("put_object", f"out/{MARK}")
+    assert all(r.started >= first.ended for r in changes[1:])
+    payloads = [r for r in proxy.requests("get_object") if r.range is not None and r.range[0] > 1 << 16]
+    assert min(r.started for r in payloads) < first.ended
+
+
+def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> None:
+    storage = open_storage("memory://out")
+    assert isinstance(storage, remote.RemoteStorage)
+    nbytes = 2 * storage.part_bytes(1)
+    plan = CopyPlan((), (), (TargetFile("a", nbytes, ((0, bytes(nbytes)),), np.zeros(0, COPY)),))
+    gone = OSError("the first window could not be read")
+    seen: list[BaseException] = []
+
+    def write_the_second(target: Target) -> None:
+        try:
+            target.write(nbytes // 2, memoryview(bytes(nbytes // 2)))
+        except BaseException as error:
+            seen.append(error)
+
+    def write() -> None:
+        with uploaded(storage, "memory://out", plan, replaces=lambda _: False) as output:
+            target = output.begin(plan.files[0])
+            target.give_up(gone)
+            second = threading.Thread(target=write_the_second, args=(target,), daemon=True)
+            second.start()
+            second.join(60)
+            assert not second.is_alive()
+            raise gone
+
+    with pytest.raises(OSError, match="the first window"):
+        write()
+    assert seen == [gone]
+    assert not storage.exists("memory://out")
 
 
 # ------------------------------------------------------------------------------------------------- faults
