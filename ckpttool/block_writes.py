@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ckpttool.storage import translate_os_errors, write_at
 from ckpttool.storage.direct import ALIGNMENT, write_direct
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 BLOCK_BYTES = 1 << 22
@@ -34,10 +37,12 @@ class OpenFile:
     """Where it is open for writing past the page cache; -1 if it is not."""
     sharing: bool = False
     """Whether the kernel may let it share blocks with other files instead of copying them."""
+    by_one: bool = False
+    """Whether one thread alone writes it."""
 
 
 class BlockWrites:
-    """Writes past the page cache where that is faster. Threads may share it."""
+    """Writes past the page cache where that is better. Threads may share it."""
 
     def __init__(self) -> None:
         self._pace = Pace()
@@ -55,8 +60,9 @@ class BlockWrites:
         """Let others have it."""
         self._blocks.append(block)
 
-    def next(self, into: OpenFile, at: int, left: int, through_cache: int) -> tuple[int, bool]:
-        """How many of the bytes that are left to write now, and whether past the page cache.
+    @contextlib.contextmanager
+    def turn(self, into: OpenFile, at: int, left: int, through_cache: int) -> Iterator[tuple[int, bool]]:
+        """Say how many of the bytes that are left to write now, and whether past the page cache; do it meanwhile.
 
         Args:
             into: Where to.
@@ -64,21 +70,25 @@ class BlockWrites:
             left: How many are left.
             through_cache: How many are written at a time through the page cache.
         """
-        if into.direct >= 0 and left >= TELLING_BYTES:
-            if at % ALIGNMENT:
-                return -at % ALIGNMENT, False
-            aligned = min(left, BLOCK_BYTES - at % BLOCK_BYTES) // ALIGNMENT * ALIGNMENT
-            if aligned >= TELLING_BYTES and self._pace.past_cache():
-                return aligned, True
-        return min(left, through_cache - at % through_cache), False
-
-    def note(self, past_cache: bool, nbytes: int, began: float) -> None:
-        """Take in that bytes were written since a moment (``time.perf_counter``)."""
-        if nbytes >= TELLING_BYTES:
-            self._pace.note(past_cache, nbytes, time.perf_counter() - began)
+        nbytes = min(left, through_cache - at % through_cache)
+        aligned = min(left, BLOCK_BYTES - at % BLOCK_BYTES) // ALIGNMENT * ALIGNMENT
+        if into.direct < 0 or aligned < TELLING_BYTES:
+            yield nbytes, False
+            return
+        if at % ALIGNMENT:
+            yield -at % ALIGNMENT, False
+            return
+        past_cache = self._pace.begin(into.fd, aligned, by_one=into.by_one)
+        nbytes = aligned if past_cache else nbytes
+        began = time.perf_counter()
+        try:
+            yield nbytes, past_cache
+        finally:
+            told = nbytes if nbytes >= TELLING_BYTES else 0
+            self._pace.end(into.fd, past_cache, told, time.perf_counter() - began)
 
     def write(self, into: OpenFile, data: memoryview, at: int, *, past_cache: bool) -> None:
-        """Write what ``next`` said, the way that it said; past the page cache memory must begin with a page.
+        """Write in a turn, the way that it said; past the page cache memory must begin with a page.
 
         Raises:
             StorageError: Writing failed.
@@ -144,8 +154,7 @@ class Stream:
     def _flush(self, block: NDArray[Any]) -> None:
         while self._begin < self._end:
             place = self._begin % BLOCK_BYTES
-            count, past_cache = self._writes.next(self._into, self._begin, self._end - self._begin, BLOCK_BYTES)
-            began = time.perf_counter()
-            self._writes.write(self._into, block[place : place + count].data, self._begin, past_cache=past_cache)
-            self._writes.note(past_cache, count, began)
+            left = self._end - self._begin
+            with self._writes.turn(self._into, self._begin, left, BLOCK_BYTES) as (count, past_cache):
+                self._writes.write(self._into, block[place : place + count].data, self._begin, past_cache=past_cache)
             self._begin += count

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ckpttool.progress import Advance
     from ckpttool.staging import Journal
 
+DISK_JOBS = 6
+"""Threads that are used unasked where some wait for the disk while others copy to memory."""
 TASK_ELEMENTS = 1 << 24
 """Elements that a thread takes on at a time: 64 MB of fp32."""
 
@@ -53,7 +55,8 @@ def run(
     Args:
         plan: What to write.
         directory: An existing directory, which nobody reads yet.
-        jobs: Threads; None for as many as there are cores, up to MAX_JOBS, which are used where they wait for the disk.
+        jobs: Threads; None for as many as there are cores, up to MAX_JOBS; where they wait for the disk, MAX_JOBS, or
+            DISK_JOBS if several files are only copied.
         advance: Told of bytes written.
         journal: Knows the files that are there already, and is told of those that are complete.
 
@@ -146,7 +149,10 @@ class _Files:
 
     def default_jobs(self) -> int:
         """Threads that are used unasked."""
-        return MAX_JOBS if self._file_system in FILE_SYSTEMS else default_jobs()  # they wait for the disk
+        if self._file_system not in FILE_SYSTEMS:
+            return default_jobs()
+        busy = any(file.gathers or _casts(self._plan, file.copies) for file in self._plan.files)
+        return MAX_JOBS if busy or len(self._plan.files) == 1 else DISK_JOBS
 
     def __enter__(self) -> _Files:
         return self
@@ -190,6 +196,7 @@ class _Files:
         if carried is not None or out.file.gathers or _casts(self._plan, rows):
             yield from (([part], onto) for part in parts)
         else:
+            out.by_one = n not in riders.files
             yield parts, onto
 
     def _begin(self, n: int) -> _Begun:

@@ -6,7 +6,6 @@ Bytes move in the kernel or through a small buffer: memory is a few of these for
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -140,14 +139,12 @@ class Mover:
         done = 0
         while done < nbytes:
             at = target + done
-            count, past_cache = self._writes.next(into, at, nbytes - done, BLOCK_BYTES)
-            began = time.perf_counter()
-            if past_cache:
-                self._writes.write(into, scratch.read_bytes(source, start + done, count), at, past_cache=True)
-                self._advance(count)
-            else:
-                self._copy_through_cache(source, start + done, count, into, at, scratch)
-            self._writes.note(past_cache, count, began)
+            with self._writes.turn(into, at, nbytes - done, BLOCK_BYTES) as (count, past_cache):
+                if past_cache:
+                    self._writes.write(into, scratch.read_bytes(source, start + done, count), at, past_cache=True)
+                    self._advance(count)
+                else:
+                    self._copy_through_cache(source, start + done, count, into, at, scratch)
             done += count
 
     def _copy_through_cache(
@@ -195,11 +192,9 @@ class Mover:
         overflowed = done = 0
         waiting = deque(riders)
         while done < nbytes:
-            count, past_cache = self._writes.next(into, target + done, nbytes - done, CARRIED_BYTES)
-            began = time.perf_counter()
-            data = scratch.read_bytes(source, start + done, count)
-            self._writes.write(into, data, target + done, past_cache=past_cache)
-            self._writes.note(past_cache, count, began)
+            with self._writes.turn(into, target + done, nbytes - done, CARRIED_BYTES) as (count, past_cache):
+                data = scratch.read_bytes(source, start + done, count)
+                self._writes.write(into, data, target + done, past_cache=past_cache)
             self._advance(count)
             for at in range(done, done + count, CARRIED_BYTES):
                 overflowed += self._cast_riders(waiting, data[at - done :][:CARRIED_BYTES], at)

@@ -302,11 +302,12 @@ class _Alternating:
     def __init__(self) -> None:
         self._calls = itertools.count()
 
-    def past_cache(self) -> bool:
+    def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
+        assert nbytes >= block_writes.TELLING_BYTES
         return next(self._calls) % 2 == 0
 
-    def note(self, past_cache: bool, nbytes: int, seconds: float) -> None:
-        assert nbytes >= block_writes.TELLING_BYTES
+    def end(self, file: object, past_cache: bool, nbytes: int, seconds: float) -> None:
+        assert nbytes == 0 or nbytes >= block_writes.TELLING_BYTES
         assert seconds > 0
 
 

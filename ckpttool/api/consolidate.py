@@ -117,8 +117,8 @@ def consolidate(
         prove: Digest what was read and what was written, and commit only if they are the same.
         dry_run: Plan, but write nothing.
         overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
-        jobs: Threads. Default: one for each core, up to four, and four if ``out`` lies on ext4 or xfs; a file whose
-            bytes are only copied is written by one of them. Where a storage is distant: 16.
+        jobs: Threads. Default: one for each core, up to four; on ext4 and xfs four, and six for several files
+            that are only copied, each by one of them. Where a storage is distant: 16.
         memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
             MB. Between local files a few MB are used.
         ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
