@@ -338,6 +338,50 @@ def test_bytes_arrive_past_the_cache(
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
 
+class _Telling(Pace):
+    """Notes which files it is told that one thread alone writes."""
+
+    told: set[bool]
+
+    def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
+        self.told.add(by_one)
+        return super().begin(file, nbytes, by_one=by_one)
+
+
+@pytest.mark.parametrize("files", ["only copied", "cast on the way"])
+def test_files_of_one_thread_each_are_told_from_those_of_many(
+    source: Path, tmp_path: Path, past_cache: _Direct, files: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Telling, "told", set(), raising=False)
+    monkeypatch.setattr(block_writes, "Pace", _Telling)
+    if files == "only copied":
+        plan = _two_files(source)
+    else:
+        _masters(tmp_path / "source")
+        plan = _masters_and_weights(tmp_path / "source")
+    execute.run(plan, str(tmp_path), jobs=3, advance=lambda _: None)
+    assert _Telling.told == {files == "only copied"}
+    assert past_cache.written
+
+
+def test_how_many_threads_are_used_unasked(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def noted(tasks: Any, jobs: int, *more: Any) -> Any:
+        used.append(jobs)
+        return in_threads(tasks, jobs, *more)
+
+    monkeypatch.setattr(execute, "in_threads", noted)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    _masters(tmp_path / "source")
+    plans = [_plan(source, 10), _two_files(source), _masters_and_weights(tmp_path / "source")]
+    for number, (kind, plan) in enumerate(itertools.product(["ext4", "nfs"], plans)):
+        monkeypatch.setattr(execute, "file_system_of", lambda _, kind=kind: kind)
+        (tmp_path / str(number)).mkdir()
+        execute.run(plan, str(tmp_path / str(number)), jobs=None, advance=lambda _: None)
+    assert used == [4, 6, 4, 2, 2, 2]
+
+
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize("elements", [execute.TASK_ELEMENTS, 12_345])
 def test_what_is_cast_on_the_way_past_the_cache_is_read_once(

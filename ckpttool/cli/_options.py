@@ -45,7 +45,7 @@ memory_option = click.option(
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
-    help="Threads.  [default: one a core (at most 4), 16 where a storage is distant]",
+    help="Threads.  [default: one a core (at most 4), 4 or 6 onto ext4 and xfs, 16 where a storage is distant]",
 )
 
 
