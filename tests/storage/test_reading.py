@@ -174,7 +174,7 @@ def test_an_object_that_changes_behind_the_reads_is_noticed(run: str, s3: Bucket
     right = _LocalTarget.write
     rewritten: list[bool] = []
 
-    def write(self: Any, start: int, data: bytearray) -> None:
+    def write(self: Any, start: int, data: memoryview) -> None:
         if not rewritten:
             rewritten.append(True)
             _rewrite(s3, "rank_2_mp_rank_00_optim")

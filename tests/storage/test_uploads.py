@@ -469,9 +469,8 @@ def test_what_was_written_wrongly_is_removed(
 
     right = S3Upload.write
 
-    def wrong(self: S3Upload, start: int, data: bytearray) -> None:
-        data[-1] ^= 1
-        right(self, start, data)
+    def wrong(self: S3Upload, start: int, data: bytes | memoryview) -> None:
+        right(self, start, bytes(data[:-1]) + bytes([data[-1] ^ 1]))
 
     monkeypatch.setattr(S3Upload, "write", wrong)
     go: Callable[[], object] = {
@@ -502,7 +501,7 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
     right = Windows.assemble
 
-    def assemble(self: Windows, start: int, end: int) -> tuple[bytearray, int]:
+    def assemble(self: Windows, start: int, end: int) -> tuple[memoryview, int]:
         if start == at:
             raise StorageError("window", "failed on purpose", "")
         return right(self, start, end)
