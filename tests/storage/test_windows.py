@@ -134,6 +134,18 @@ def test_what_overflows_is_counted_once_where_no_element_is_cut(
     assert total == _overflowed(sources, aligned)
 
 
+def test_what_lies_in_a_source_as_it_is_wanted_is_not_copied() -> None:
+    source = _in_memory(bytes(range(64)))
+    copies = np.array([(0, 0, 32, 0, 0), (0, 40, 16, 32, 0)], dtype=COPY)
+    plan = CopyPlan((source,), (("U8", "U8"),), (TargetFile("out", 48, (), copies),))
+    with Sources(plan.sources) as opened:
+        windows = Windows(plan, plan.files[0], opened)
+        found = [windows.assemble(start, end)[0] for start, end in [(4, 32), (32, 48), (16, 48)]]
+    # What a storage gives can only be read, memory of our own be written.
+    assert [data.readonly for data in found] == [True, True, False]
+    assert found == [bytes(range(4, 32)), bytes(range(40, 56)), bytes([*range(16, 32), *range(40, 56)])]
+
+
 def test_what_is_empty_hides_nothing() -> None:
     """A plan may hold empty pieces anywhere, even in the middle of others."""
     source = _in_memory(bytes(range(64)))
