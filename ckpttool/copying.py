@@ -56,12 +56,13 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     Raises:
         LayoutError: Two of the directories hold different files of one name.
     """
+    records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
     directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
     found: dict[str, SourceFile] = {}
     for directory in directories:
         for name, entry in walk(checkpoint.storage, directory):
             path = posixpath.join(directory, name)
-            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage)
+            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, records.get(path, ()))
             if found.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
                 raise LayoutError(path, problem, "two saves are mixed: pass directories of one")

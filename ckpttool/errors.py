@@ -3,6 +3,7 @@
 * CkptError
     * StorageError    a file or directory cannot be listed, read or written
     * ContainerError  a file is not what its name says, is damaged, or is hostile
+        * ChecksumError   bytes of a file do not match the checksum that was recorded when it was saved
     * LayoutError     the files are sound but do not add up to a checkpoint, or disagree with each other
     * PlanError       what is asked for cannot be produced from this checkpoint
 
@@ -36,6 +37,10 @@ class StorageError(CkptError):
 
 class ContainerError(CkptError):
     """A file is not what its name says, is damaged, or is hostile."""
+
+
+class ChecksumError(ContainerError):
+    """Bytes of a file do not match the checksum that was recorded when it was saved."""
 
 
 class LayoutError(CkptError):

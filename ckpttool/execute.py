@@ -17,6 +17,7 @@ import numpy as np
 from ckpttool.block_writes import BLOCK_BYTES, OpenFile
 from ckpttool.dtypes import itemsize
 from ckpttool.moving import Mover
+from ckpttool.plan import ranges_read
 from ckpttool.proving import failed_proofs
 from ckpttool.riders import Riders, find_riders
 from ckpttool.sources import Sources, allow_open_files
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.progress import Advance
+    from ckpttool.read_checks import ReadChecks
     from ckpttool.staging import Journal
 
 DISK_JOBS = 6
@@ -48,7 +50,13 @@ class Result:
 
 
 def run(
-    plan: CopyPlan, directory: str, *, jobs: int | None, advance: Advance, journal: Journal | None = None
+    plan: CopyPlan,
+    directory: str,
+    *,
+    jobs: int | None,
+    advance: Advance,
+    journal: Journal | None = None,
+    checks: ReadChecks | None = None,
 ) -> Result:
     """Write every file of a plan into a directory.
 
@@ -59,21 +67,24 @@ def run(
             DISK_JOBS if several files are only copied.
         advance: Told of bytes written.
         journal: Knows the files that are there already, and is told of those that are complete.
+        checks: Compares what is read with recorded checksums; None to copy without.
 
     Raises:
+        ChecksumError: What was read is not what was saved; what was written is of no use.
         LayoutError: A comparison of the plan does not hold; nothing was written.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
-    with Sources(plan.sources) as sources:
+    with Sources(plan.sources, checks) as sources:
         if plan.proofs is not None:
             for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
                 raise problem
-        with _Files(plan, directory, sources, advance, journal) as files:
+        with _Files(plan, directory, sources, advance, journal, checks) as files:
             # closing(): no thread may be left writing when the files are closed, whatever happens here.
             threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
                 overflowed = sum(results)
         sources.check_unchanged()
+        sources.finish_checks(jobs=jobs)
     return Result(overflowed)
 
 
@@ -134,7 +145,13 @@ class _Files:
     """
 
     def __init__(
-        self, plan: CopyPlan, directory: str, sources: Sources, advance: Advance, journal: Journal | None
+        self,
+        plan: CopyPlan,
+        directory: str,
+        sources: Sources,
+        advance: Advance,
+        journal: Journal | None,
+        checks: ReadChecks | None,
     ) -> None:
         self._plan = plan
         self._directory = directory
@@ -142,6 +159,7 @@ class _Files:
         self._mover = Mover(plan, sources, advance)
         self._advance = advance
         self._journal = journal
+        self._checks = checks
         self._lock = threading.Lock()
         self._begun: dict[int, _Begun] = {}
         """By number, while it is open."""
@@ -167,6 +185,8 @@ class _Files:
         for n, file in enumerate(self._plan.files):
             if self._journal is not None and self._journal.has(file.name, file.nbytes):
                 self._advance(file.nbytes)
+                if self._checks is not None:
+                    self._checks.require_all(ranges_read(self._plan, file))
             else:
                 copies[n] = _cut(self._plan, file.copies)
         riders = find_riders(self._plan, copies)

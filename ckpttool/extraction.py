@@ -23,17 +23,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.model import Checkpoint, State
+    from ckpttool.read_checks import ReadChecks
 
 
-def read_part(checkpoint: Checkpoint, state: State, part: Any) -> NDArray[Any]:
+def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
     """Read a tensor or a part of it; bytes of other parts stay where they are.
 
     Args:
         checkpoint: Where it lies.
         state: The tensor.
         part: Integers and slices of step 1, one for each dimension from the first on; None for all.
+        checks: Compares what is read with recorded checksums; None to read without.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         StorageError: Reading failed.
         ValueError: ``part`` does not fit the shape.
     """
@@ -44,7 +47,7 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any) -> NDArray[Any]:
     last = max((d for d, (r, n) in enumerate(zip(ranges, state.shape, strict=True)) if r != (0, n)), default=0)
     strides = [math.prod(state.shape[d + 1 :]) for d in range(len(shape))]
     run = shape[last] * strides[last] if shape else 1
-    with Sources(source_files(checkpoint)) as sources:
+    with Sources(source_files(checkpoint), checks) as sources:
         gatherer = Gatherer(sources)
         at = 0
         for index in itertools.product(*(range(*r) for r in ranges[:last])) if out.size else ():
@@ -54,6 +57,7 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any) -> NDArray[Any]:
                 gatherer.fill(state, first + begin, out[at + begin : at + begin + count])
             at += run
         sources.check_unchanged()
+        sources.finish_checks()
     return out.reshape([n for d, n in enumerate(shape) if d not in dropped])
 
 

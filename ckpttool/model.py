@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.containers.torch_zip import Record
     from ckpttool.storage import Storage
 
 EXTENT = np.dtype(
@@ -213,6 +214,8 @@ class CheckpointFile:
     """Tensor- and pipeline-parallel rank that wrote it; None where there is but one, or one file serves all."""
     directory: str | None = None
     """The directory it lies in, if that is not the checkpoint's location: another node's."""
+    records: tuple[Record, ...] = field(default=(), repr=False)
+    """Ranges of its bytes with the CRC-32 that was recorded when they were saved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

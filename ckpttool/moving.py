@@ -15,7 +15,7 @@ from ckpttool.block_writes import BLOCK_BYTES, BlockWrites, OpenFile, Stream
 from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.gather import Gatherer
-from ckpttool.sources import Scratch
+from ckpttool.sources import CheckedReader, Scratch
 from ckpttool.storage import LocalReader, copy_range, write_at
 
 if TYPE_CHECKING:
@@ -127,13 +127,13 @@ class Mover:
     ) -> None:
         """Copy bytes as they are."""
         by_kernel = (start - target) % PAGE_BYTES == 0
-        if into.direct >= 0 and isinstance(source, LocalReader) and not (by_kernel and into.sharing):
+        if into.direct >= 0 and not source.distant and not (by_kernel and into.sharing):
             self._copy_either_way(source, start, nbytes, into, target, scratch)
         else:
             self._copy_through_cache(source, start, nbytes, into, target, scratch)
 
     def _copy_either_way(
-        self, source: LocalReader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
+        self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, scratch: Scratch
     ) -> None:
         """Copy bytes past the page cache or through it, whichever is faster."""
         done = 0
@@ -153,16 +153,21 @@ class Mover:
         """Copy bytes through the page cache.
 
         The kernel's own copy moves (or, where the file system can, shares) whole pages if source and target lie at the
-        same place in a page. If they do not it splits every page, and one large buffer is cheaper.
+        same place in a page. If they do not it splits every page, and one large buffer is cheaper. So it is for bytes
+        that are hashed, unless the file system shares them: then they are read, but not written.
         """
-        by_kernel = (start - target) % PAGE_BYTES == 0
+        file = source.reader if isinstance(source, CheckedReader) else source
+        by_kernel = (start - target) % PAGE_BYTES == 0 and (file is source or into.sharing)
         done = 0
         while done < nbytes:
-            if by_kernel and isinstance(source, LocalReader):
+            if by_kernel and isinstance(file, LocalReader):
                 count = min(KERNEL_COPY_BYTES, nbytes - done)
-                by_kernel = copy_range(source, start + done, into.fd, target + done, count, into.path)
+                by_kernel = copy_range(file, start + done, into.fd, target + done, count, into.path)
                 if not by_kernel:
                     continue
+                if file is not source:
+                    for at in range(done, done + count, BUFFER_BYTES):
+                        scratch.read_bytes(source, start + at, min(BUFFER_BYTES, done + count - at))
             else:
                 count = min(nbytes - done, BUFFER_BYTES - (target + done) % BUFFER_BYTES)
                 write_at(into.fd, scratch.read_bytes(source, start + done, count), target + done, into.path)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
+from ckpttool.model import stored_blocks
 from ckpttool.ranges import exact_cover_problem
 from ckpttool.storage import LOCAL
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.containers.torch_zip import Record
     from ckpttool.model import State
     from ckpttool.storage import Storage
 
@@ -57,6 +59,8 @@ class SourceFile:
     """Differs when the file was written anew; see ``storage.Entry``."""
     storage: Storage = field(default=LOCAL, repr=False, compare=False)
     """Where it lies."""
+    records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
+    """Ranges of its bytes with the CRC-32 that was recorded when they were saved."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +190,18 @@ class CopyPlan:
         for gather in (g for f in self.files for g in f.gathers):
             copied += gather.numel * itemsize(gather.state.dtype) * (1 + len(gather.state.mean_with))
         return copied + (self.proofs.nbytes if self.proofs else 0)
+
+
+def ranges_read(plan: CopyPlan, file: TargetFile) -> Iterator[tuple[int, int, int]]:
+    """(source, first byte, byte after the last) of all that a file is made of; ranges may overlap."""
+    widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
+    ends = file.copies["start"] + file.copies["numel"] * widths[file.copies["cast"]]
+    yield from zip(file.copies["source"].tolist(), file.copies["start"].tolist(), ends.tolist(), strict=True)
+    for gather in file.gathers:
+        for state in (gather.state, *gather.state.mean_with):
+            for row in stored_blocks(state.extents, itemsize(state.dtype)):
+                start = int(row["offset"])
+                yield int(row["file"]), start, start + int(row["numel"]) * itemsize(state.dtype)
 
 
 def _nbytes(rows: NDArray[np.void], widths: Sequence[int]) -> int:

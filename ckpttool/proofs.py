@@ -59,7 +59,9 @@ def _proofs(checkpoint: Checkpoint, window: int | None) -> Proofs:
 def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     """The files of a checkpoint as sources of a plan, by the same index."""
     storage = checkpoint.storage
-    return tuple(SourceFile(checkpoint.path(i), f.nbytes, f.version, storage) for i, f in enumerate(checkpoint.files))
+    return tuple(
+        SourceFile(checkpoint.path(i), f.nbytes, f.version, storage, f.records) for i, f in enumerate(checkpoint.files)
+    )
 
 
 def _rows(master: State, copy: State, window: int | None, cast: int, name: int) -> NDArray[np.void]:

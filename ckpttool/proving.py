@@ -70,7 +70,7 @@ def _compare(proofs: Proofs, sources: Sources, failed: set[int], advance: Advanc
     sides = Scratch(), Scratch()
     for row, *spans in _pieces(proofs, failed):
         ours, theirs = (
-            scratch.read_bytes(sources[file], start, end - start)
+            scratch.read_bytes(sources.raw(file), start, end - start)
             for scratch, (file, start, end) in zip(sides, spans, strict=True)
         )
         yield row, _same(proofs, row, ours, theirs)
@@ -88,7 +88,7 @@ def _compare_distant(
             batch.append(piece)
             nbytes += sum(end - start for _, start, end in piece[1:])
         if batch and (piece is None or nbytes >= DISTANT_BYTES):
-            data = sources.fetch([span for _, *spans in batch for span in spans])
+            data = sources.fetch([span for _, *spans in batch for span in spans], hashed=False)
             for number, (row, *_) in enumerate(batch):
                 yield row, _same(proofs, row, data[2 * number], data[2 * number + 1])
             advance(nbytes)

@@ -6,6 +6,7 @@ import bisect
 import mmap
 import resource
 import threading
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,16 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import StorageError
 from ckpttool.ranges import ByteRange, coalesced
 from ckpttool.storage import WAIT
+from ckpttool.threads import default_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
 
     from ckpttool.plan import SourceFile
+    from ckpttool.read_checks import ReadChecks
     from ckpttool.storage import Reader, Storage
 
 
@@ -32,12 +35,93 @@ BLOCK_BYTES = 1 << 24
 """No request is made longer than this to save another."""
 
 
-class Sources:
-    """The files to read, opened when first asked for. Threads may share them."""
+HASH_BYTES = 1 << 20
+"""Bytes that are read at a time where they are hashed: they are still in the core's cache then."""
 
-    def __init__(self, files: Sequence[SourceFile]) -> None:
+
+class CheckedReader:
+    """An open file whose bytes are hashed as they are read.
+
+    Args:
+        reader: The file.
+        note: Takes the bytes that were read, with the place of the first.
+    """
+
+    def __init__(self, reader: Reader, note: Callable[[int, memoryview], None]) -> None:
+        self.reader = reader
+        self._note = note
+        self.path = reader.path
+        self.nbytes = reader.nbytes
+        self.version = reader.version
+        self.distant = reader.distant
+
+    def __enter__(self) -> CheckedReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end).
+
+        Raises:
+            StorageError: The range cannot be read whole.
+        """
+        data = self.reader.read(start, end)
+        self._note(start, memoryview(data))
+        return data
+
+    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of each range, in order."""
+        found = self.reader.read_many(ranges)
+        for where, data in zip(ranges, found, strict=True):
+            self._note(where.start, memoryview(data))
+        return found
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on.
+
+        Raises:
+            StorageError: The range cannot be read whole.
+        """
+        step = len(buffer) if self.distant else HASH_BYTES
+        for at in range(0, len(buffer), step or 1):
+            part = buffer[at : at + step]
+            self.reader.read_into(start + at, part)
+            self._note(start + at, part)
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Be ready to read these ranges."""
+        self.reader.read_ahead(ranges)
+
+    def check_unchanged(self) -> None:
+        """Make sure that the file is still the one that was opened.
+
+        Raises:
+            StorageError: It was written anew since.
+        """
+        self.reader.check_unchanged()
+
+    def close(self) -> None:
+        """Release the file."""
+        self.reader.close()
+
+
+class Sources:
+    """The files to read, opened when first asked for. Threads may share them.
+
+    Args:
+        files: The files.
+        checks: Collects checksums of all that is read; None to read without.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], checks: ReadChecks | None = None) -> None:
         self._files = files
+        self._checks = checks
         self._open: dict[int, Reader] = {}
+        self._checked: dict[int, CheckedReader] = {}
         self._lock = threading.Lock()
         self.distant = any(file.storage.distant for file in files)
         """Whether reads cost round trips."""
@@ -45,6 +129,16 @@ class Sources:
             allow_open_files(len(files))
 
     def __getitem__(self, index: int) -> Reader:
+        if self._checks is None:
+            return self.raw(index)
+        checked = self._checked.get(index)
+        if checked is None:
+            # Two threads may make one each: both note the same.
+            checked = self._checked[index] = CheckedReader(self.raw(index), partial(self._checks.note, index))
+        return checked
+
+    def raw(self, index: int) -> Reader:
+        """A file whose bytes are not hashed: for what goes into no output, and where the kernel copies."""
         reader = self._open.get(index)
         if reader is None:
             with self._lock:
@@ -73,8 +167,12 @@ class Sources:
             raise StorageError(file.path, "changed since its layout was read", WAIT)
         return reader
 
-    def fetch(self, spans: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+    def fetch(self, spans: Sequence[tuple[int, int, int]], *, hashed: bool = True) -> list[memoryview]:
         """The bytes of many spans (file, start, end) of distant files, in order; as few requests as pay, all at once.
+
+        Args:
+            spans: What to read.
+            hashed: Whether the checksums of all that is read are collected, the bytes between the spans included.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
@@ -90,8 +188,10 @@ class Sources:
         data: dict[int, list[tuple[int, memoryview]]] = {}
         for numbers in by_storage.values():
             storage = self._files[blocks[numbers[0]][0]].storage
-            wanted = [(self[f], where.start, where.end) for f, where in (blocks[n] for n in numbers)]
+            wanted = [(self.raw(f), where.start, where.end) for f, where in (blocks[n] for n in numbers)]
             for n, got in zip(numbers, storage.read_all(wanted), strict=True):
+                if hashed and self._checks is not None:
+                    self._checks.note(blocks[n][0], blocks[n][1].start, got)
                 data.setdefault(blocks[n][0], []).append((blocks[n][1].start, memoryview(got)))
         result = []
         for file, start, end in spans:
@@ -99,6 +199,18 @@ class Sources:
             at, view = held[bisect.bisect_right(held, start, key=itemgetter(0)) - 1] if start < end else held[0]
             result.append(view[start - at : end - at])
         return result
+
+    def finish_checks(self, *, jobs: int | None = None) -> None:
+        """Compare what was read with the recorded checksums, once all reading has ended.
+
+        Raises:
+            ChecksumError: Bytes are not what was saved.
+        """
+        if self._checks is not None:
+            self._checks.finish(
+                lambda file, start, buffer: self.raw(file).read_into(start, buffer),
+                jobs=jobs or default_jobs(distant=self.distant),
+            )
 
     def check_unchanged(self) -> None:
         """Make sure that no file was rewritten while it was read."""
@@ -135,6 +247,7 @@ class Sources:
         for reader in self._open.values():
             reader.close()
         self._open.clear()
+        self._checked.clear()
 
 
 def allow_open_files(count: int) -> None:

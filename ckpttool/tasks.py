@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool import execute
 from ckpttool.errors import StorageError
 from ckpttool.pieces import Cutter
-from ckpttool.plan import CopyPlan
+from ckpttool.plan import CopyPlan, ranges_read
 from ckpttool.proving import failed_proofs
+from ckpttool.read_checks import ReadChecks
 from ckpttool.sources import Sources
 from ckpttool.storage import write_at
 from ckpttool.threads import default_jobs, in_threads
@@ -26,6 +27,9 @@ from ckpttool.windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from ckpttool.plan import SourceFile, TargetFile
     from ckpttool.progress import Advance
@@ -59,6 +63,8 @@ class Work:
     """Threads of each task; None for what suits."""
     memory: int
     """Bytes that what is in flight may take in each task, where storages are distant."""
+    checked: bool = False
+    """Whether tasks return the checksums of what they read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +106,8 @@ class Done:
     """Finite elements that became infinite in a narrower type."""
     opened: frozenset[int]
     """The sources that were read, by their numbers."""
+    fragments: NDArray[np.void] | None = None
+    """Rows of FRAGMENT: checksums of what was read; None if they were not asked for."""
 
 
 class Workers(Protocol):
@@ -117,7 +125,7 @@ class Workers(Protocol):
 
 def run(
     plan: CopyPlan, output: Output, workers: Workers, *, jobs: int | None, memory: int, advance: Advance,
-    task_bytes: int | None = None,
+    task_bytes: int | None = None, checks: ReadChecks | None = None,
 ) -> int:  # fmt: skip
     """Write every file of a plan; its comparisons are made here, before the first task.
 
@@ -129,6 +137,7 @@ def run(
         memory: Bytes that windows in flight may take together in each task; one is always allowed.
         advance: Told of bytes written.
         task_bytes: What a task writes at least; None for TASK_BYTES.
+        checks: Compares what is read with recorded checksums; None to copy without.
 
     Returns:
         Finite elements that became infinite in a narrower type.
@@ -145,14 +154,14 @@ def run(
         relative = any(not (f.storage.distant or os.path.isabs(f.path)) for f in plan.sources)
         work = Work(
             plan.sources, plan.casts, place, copies=place is not None and not sources.distant,
-            directory=os.getcwd() if relative else None, jobs=jobs, memory=memory,
+            directory=os.getcwd() if relative else None, jobs=jobs, memory=memory, checked=checks is not None,
         )  # fmt: skip
     begun: dict[int, list[Target]] = {}
     given: dict[int, Task] = {}
     overflowed, opened = 0, set[int]()
 
     def tasks() -> Iterator[Task]:
-        for number, found in enumerate(_cut(plan, output, work, task_bytes or TASK_BYTES, advance)):
+        for number, found in enumerate(_cut(plan, output, work, task_bytes or TASK_BYTES, advance, checks)):
             begun[number] = [target for target, _ in found]
             given[number] = Task(number, tuple(piece for _, piece in found))
             yield given[number]
@@ -161,13 +170,16 @@ def run(
         for done in results:
             overflowed += done.overflowed
             opened |= done.opened
+            if checks is not None and done.fragments is not None:
+                checks.add(done.fragments)
             pieces = given.pop(done.number).pieces
             for target, piece, receipts in zip(begun.pop(done.number), pieces, done.receipts, strict=True):
                 for (start, end), receipt in zip(piece.windows, receipts, strict=True):
                     target.accept(start, end - start, receipt)
                     advance(end - start)
-    with Sources(plan.sources) as sources:
+    with Sources(plan.sources, checks) as sources:
         sources.check_as_planned(sorted(opened))
+        sources.finish_checks()
     return overflowed
 
 
@@ -175,12 +187,12 @@ def run(
 
 
 def _cut(
-    plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance
+    plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[list[tuple[Target, Piece]]]:
     """What each task is to write; files are begun when the first task that writes them is asked for."""
     found: list[tuple[Target, Piece]] = []
     held = 0
-    for target, piece in _pieces(plan, output, work, task_bytes, advance):
+    for target, piece in _pieces(plan, output, work, task_bytes, advance, checks):
         found.append((target, piece))
         held += sum(end - start for start, end in piece.windows)
         if held >= task_bytes or len(found) == MAX_PIECES:
@@ -191,12 +203,15 @@ def _cut(
 
 
 def _pieces(
-    plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance
+    plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[tuple[Target, Piece]]:
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
+            if checks is not None:
+                checks.require_all(ranges_read(plan, file))
             continue
+        skipped = False
         target, cutter = output.begin(file), Cutter(plan.casts, file)
         sender, size = target.sender(), target.window_bytes
         step = task_bytes if work.copies else -(-task_bytes // size) * size
@@ -210,10 +225,13 @@ def _pieces(
                 high = min(low + size, end)
                 if target.has(low, high - low):
                     advance(high - low)
+                    skipped = True
                 else:
                     windows.append((low, high))
             if windows:
                 yield target, Piece(sender, cutter.touching(windows[0][0], windows[-1][1]), tuple(windows))
+        if skipped and checks is not None:
+            checks.require_all(ranges_read(plan, file))
 
 
 # ------------------------------------------------------------------------------------------------------- doing
@@ -234,14 +252,16 @@ def do(work: Work, task: Task, *, node: str = "") -> Done:
     if work.place is not None:
         _check_place(work.place, node)
     plan = CopyPlan(work.sources, work.casts, ())
-    with _at(work.directory, node), _SourcesOf(work.sources, node) as sources:
+    checks = ReadChecks(work.sources) if work.checked else None
+    with _at(work.directory, node), _SourcesOf(work.sources, node, checks) as sources:
         receipts: tuple[tuple[Any, ...], ...]
         if work.copies:
             overflowed = sum(_copy(plan, piece, sources, work.jobs or 1) for piece in task.pieces)
             receipts = tuple((None,) * len(piece.windows) for piece in task.pieces)
         else:
             overflowed, receipts = _assemble(plan, task, sources, work)
-        return Done(task.number, receipts, overflowed, frozenset(sources.opened))
+        fragments = None if checks is None else checks.fragments()
+        return Done(task.number, receipts, overflowed, frozenset(sources.opened), fragments)
 
 
 def _check_place(place: Place, node: str) -> None:
@@ -277,8 +297,8 @@ def _at(directory: str | None, node: str) -> Iterator[None]:
 class _SourcesOf(Sources):
     """Sources that are read on another node than the one that has made the plan."""
 
-    def __init__(self, files: tuple[SourceFile, ...], node: str) -> None:
-        super().__init__(files)
+    def __init__(self, files: tuple[SourceFile, ...], node: str, checks: ReadChecks | None) -> None:
+        super().__init__(files, checks)
         self._node = node
 
     def open_as_planned(self, file: SourceFile) -> Reader:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpttool.plan import ranges_read
 from ckpttool.proving import failed_proofs
 from ckpttool.sizes import parse_size
 from ckpttool.sources import Sources
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from ckpttool.plan import CopyPlan, Proofs, TargetFile
     from ckpttool.progress import Advance
+    from ckpttool.read_checks import ReadChecks
     from ckpttool.staging import Journal
 
 MEMORY = 256 << 20
@@ -138,7 +140,15 @@ class Place:
             return False
 
 
-def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advance: Advance) -> int:
+def run(
+    plan: CopyPlan,
+    output: Output,
+    *,
+    jobs: int | None,
+    memory: int,
+    advance: Advance,
+    checks: ReadChecks | None = None,
+) -> int:
     """Write every file of a plan.
 
     Args:
@@ -147,20 +157,23 @@ def run(plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advanc
         jobs: Threads; None for DISTANT_JOBS.
         memory: Bytes that windows in flight may take together; one is always allowed.
         advance: Told of bytes written.
+        checks: Compares what is read with recorded checksums; None to copy without.
 
     Returns:
         Finite elements that became infinite in a narrower type.
 
     Raises:
+        ChecksumError: What was read is not what was saved; what was written is of no use.
         LayoutError: A comparison of the plan does not hold; what was written until then is of no use.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
-    with Sources(plan.sources) as sources:
+    with Sources(plan.sources, checks) as sources:
         budget = Budget(memory)
-        tasks = _tasks(plan, sources, output, budget, advance)
+        tasks = _tasks(plan, sources, output, budget, advance, checks)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=True))) as results:
             overflowed = sum(results)
         sources.check_unchanged()
+        sources.finish_checks(jobs=jobs)
     return overflowed
 
 
@@ -192,7 +205,7 @@ class Budget:
 
 
 def _tasks(
-    plan: CopyPlan, sources: Sources, output: Output, budget: Budget, advance: Advance
+    plan: CopyPlan, sources: Sources, output: Output, budget: Budget, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[Callable[[], int]]:
     if plan.proofs is not None:
         # The first, but not waited for: it is many small requests, whose round trips need not add to the time.
@@ -200,18 +213,24 @@ def _tasks(
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
+            if checks is not None:
+                checks.require_all(ranges_read(plan, file))
             continue
         target, windows = output.begin(file), Windows(plan, file, sources)
         yield partial(_open, target)
+        skipped = False
         for start in range(0, max(file.nbytes, 1), target.window_bytes):
             end = min(start + target.window_bytes, file.nbytes)
             if target.has(start, end - start):
                 advance(end - start)
+                skipped = True
             else:
                 # Taken here, in order: a target that is written in order waits for its earlier windows, and they must
                 # not wait for memory that the later ones have.
                 taken = budget.take(windows.cost(end - start))
                 yield partial(_one, windows, target, start, end, partial(budget.give_back, taken), advance)
+        if skipped and checks is not None:
+            checks.require_all(ranges_read(plan, file))
 
 
 def _prove(proofs: Proofs, sources: Sources) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, StorageError
+from ckpttool.errors import ChecksumError, CkptError, StorageError
 from ckpttool.staging import NOT_EMPTY
 from ckpttool.storage import MARK
 from ckpttool.threads import Once
@@ -98,8 +98,8 @@ def uploaded(
     try:
         yield output
         output.commit()
-    except BaseException:
-        if not resume:
+    except BaseException as error:
+        if not resume or isinstance(error, ChecksumError):  # what was written wrongly must not be gone on with
             output.discard()
         raise
 

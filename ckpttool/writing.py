@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ckpttool import execute, staging, transfer
-from ckpttool.errors import LayoutError, StorageError
+from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.progress import Meter
 from ckpttool.storage import LOCAL, is_url, local_path, without_secrets, write_new
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.progress import Progress
+    from ckpttool.read_checks import ReadChecks
     from ckpttool.storage import Storage
     from ckpttool.storage.remote import RemoteStorage
     from ckpttool.tasks import Workers
@@ -130,6 +131,7 @@ class Destination:
         check: Callable[[str], None],
         resume: bool | None,
         workers: AbstractContextManager[Workers] | None = None,
+        checks: ReadChecks | None = None,
     ) -> int:
         """Run a plan and commit what it wrote.
 
@@ -142,6 +144,7 @@ class Destination:
             check: Called with the directory that was written; what it raises means that this was in vain.
             resume: Whether to go on from what a run before this one has left; None for what is not worth it.
             workers: Other processes that do the work; None to do it here.
+            checks: Compares what is read with recorded checksums; None to copy without.
 
         Returns:
             Finite elements that became infinite in a narrower type.
@@ -151,7 +154,7 @@ class Destination:
         if self._remote is not None:
             with workers or nullcontext() as there:
                 return self._upload(
-                    self._remote, plan, last, jobs, memory, meter, check, key, there, resume=bool(resume)
+                    self._remote, plan, last, jobs, memory, meter, check, key, there, checks, resume=bool(resume)
                 )
         staging.check_space(self.out, plan.nbytes_written)
         with (
@@ -159,23 +162,29 @@ class Destination:
             staging.staged(self.out, replaces=_is_weights, last=last, key=key, resume=bool(resume)) as directory,
         ):
             journal = None if resume is None else staging.Journal(directory)
-            if there is not None:
-                from ckpttool import tasks
-
-                with transfer.DirectoryOutput(directory, journal) as output:
-                    overflowed = tasks.run(plan, output, there, jobs=jobs, memory=memory, advance=meter)
-            elif _any_distant(plan):
-                with transfer.DirectoryOutput(directory, journal) as output:
-                    overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
-            else:
-                overflowed = execute.run(plan, directory, jobs=jobs, advance=meter, journal=journal).overflowed
             try:
+                overflowed = self._run(plan, directory, journal, there, checks, jobs, memory, meter)
                 check(directory)
-            except LayoutError:
+            except (LayoutError, ChecksumError):
                 if journal is not None:
                     journal.forget()  # what was written wrongly must not be gone on with
                 raise
             return overflowed
+
+    @staticmethod
+    def _run(
+        plan: CopyPlan, directory: str, journal: staging.Journal | None, workers: Workers | None,
+        checks: ReadChecks | None, jobs: int | None, memory: int, meter: Meter,
+    ) -> int:  # fmt: skip
+        """Write into a local directory; returns finite elements that became infinite in a narrower type."""
+        if workers is None and not _any_distant(plan):
+            return execute.run(plan, directory, jobs=jobs, advance=meter, journal=journal, checks=checks).overflowed
+        with transfer.DirectoryOutput(directory, journal) as output:
+            if workers is None:
+                return transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
+            from ckpttool import tasks
+
+            return tasks.run(plan, output, workers, jobs=jobs, memory=memory, advance=meter, checks=checks)
 
     def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
         """Bytes of the sources that ``write`` reads."""
@@ -185,17 +194,17 @@ class Destination:
 
     def _upload(
         self, remote: RemoteStorage, plan: CopyPlan, last: Sequence[str], jobs: int | None, memory: int, meter: Meter,
-        check: Callable[[str], None], key: str, workers: Workers | None, *, resume: bool,
+        check: Callable[[str], None], key: str, workers: Workers | None, checks: ReadChecks | None, *, resume: bool,
     ) -> int:  # fmt: skip
         from ckpttool.uploads import uploaded
 
         with uploaded(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
             if workers is None:
-                overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter)
+                overflowed = transfer.run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
             else:
                 from ckpttool import tasks
 
-                overflowed = tasks.run(plan, output, workers, jobs=jobs, memory=memory, advance=meter)
+                overflowed = tasks.run(plan, output, workers, jobs=jobs, memory=memory, advance=meter, checks=checks)
         try:
             check(self.out)
         except BaseException:

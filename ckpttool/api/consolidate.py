@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpttool.api.checks import Check, checks_for
 from ckpttool.api.opening import open_for
 from ckpttool.api.workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, Proofs
     from ckpttool.progress import Progress
+    from ckpttool.read_checks import ReadReport
     from ckpttool.targets.weights import WeightSelection
 
 
@@ -71,6 +73,8 @@ class CopyReport:
     """What was noticed about the checkpoint."""
     digest: str | None = None
     """Digest of the weights, if it was asked for: the same of what was read and of what was written."""
+    checks: ReadReport | None = None
+    """What was compared with recorded checksums; None if nothing was read, or to no check."""
 
 
 def consolidate(
@@ -87,6 +91,7 @@ def consolidate(
     exclude_frozen: bool = False,
     adapter_only: bool = False,
     prove: bool = False,
+    check: Check = "read",
     dry_run: bool = False,
     overwrite: bool = False,
     jobs: int | None = None,
@@ -115,6 +120,8 @@ def consolidate(
         adapter_only: Write the PEFT adapter that was trained, as PEFT does: ``adapter_model.safetensors`` and the
             ``adapter_config.json`` that lies beside the checkpoint.
         prove: Digest what was read and what was written, and commit only if they are the same.
+        check: Which recorded CRC-32 to compare with what is read, in the same pass: "read" for the records that are
+            needed whole, "full" for those that are needed in part as well, whose rest is read for that; "off" for none.
         dry_run: Plan, but write nothing.
         overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
         jobs: Threads. Default: one for each core, up to four; on ext4 and xfs four, and six for several files
@@ -128,8 +135,9 @@ def consolidate(
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         CkptError: The checkpoint is not sound, ``out`` cannot be written, or nothing matches.
-        ValueError: ``max_shard_size`` is no size.
+        ValueError: ``max_shard_size`` is no size, or ``check`` unknown.
     """
     began = time.perf_counter()
     destination = Destination(os.fspath(out), storage_options)
@@ -167,9 +175,10 @@ def consolidate(
         plan, index = _plan_weights(to, checkpoint, selection, limit, proofs)
         companions = find_companions(checkpoint.storage, checkpoint.root)
     plan = with_companions(plan, companions, target)
+    checks = checks_for(plan.sources, checkpoint, check)
     digested: str | None = None
 
-    def check(directory: str) -> None:
+    def check_written(directory: str) -> None:
         nonlocal digested
         if prove:
             from ckpttool.api.proof import same_weights
@@ -180,8 +189,8 @@ def consolidate(
     overflowed = 0
     if not dry_run:
         overflowed = destination.write(
-            plan, last=(index,), jobs=jobs, memory=room, progress=progress, check=check,
-            resume=None, workers=workers,
+            plan, last=(index,), jobs=jobs, memory=room, progress=progress, check=check_written,
+            resume=None, workers=workers, checks=checks,
         )  # fmt: skip
     return CopyReport(
         out=out,
@@ -198,6 +207,7 @@ def consolidate(
         overflowed=overflowed,
         notes=tuple(notes),
         digest=digested,
+        checks=None if dry_run or checks is None else checks.report,
     )
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpttool.api.checks import Check, checks_for
 from ckpttool.api.opening import open_for
 from ckpttool.api.workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.progress import Progress
+    from ckpttool.read_checks import ReadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class ConvertReport:
     """Wall time."""
     notes: tuple[str, ...]
     """What was noticed about the checkpoint, and what will not be as it was."""
+    checks: ReadReport | None = None
+    """What was compared with recorded checksums; None if nothing was read, or to no check."""
 
 
 def convert(
@@ -59,6 +63,7 @@ def convert(
     expert_parallel: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     prove: bool = False,
+    check: Check = "read",
     dry_run: bool = False,
     resume: bool = False,
     jobs: int | None = None,
@@ -87,6 +92,8 @@ def convert(
         dtype: What that run computes in, where the source does not say: needed for DCP with an optimizer; for weights
             alone the default is what they are in.
         prove: Digest what was read and what was written, and commit only if they are the same.
+        check: Which recorded CRC-32 to compare with what is read, in the same pass: "read" for the records that are
+            needed whole, "full" for those that are needed in part as well, whose rest is read for that; "off" for none.
         dry_run: Plan, but write nothing.
         resume: Go on from the files that a killed or failed run of the same conversion has completed, and leave what is
             complete if this one fails. Not after a power cut: nothing is synced to disk.
@@ -100,6 +107,7 @@ def convert(
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         CkptError: The checkpoint is not sound, or cannot be written so; or ``out`` cannot be written.
         ValueError: An argument is missing or out of range.
     """
@@ -150,7 +158,9 @@ def convert(
         plan = with_companions(plan, companions, None)
         notes += left_behind
 
-    def check(directory: str) -> None:
+    checks = checks_for(plan.sources, checkpoint, check)
+
+    def check_written(directory: str) -> None:
         if prove:
             from ckpttool.api.proof import same_digest
 
@@ -160,7 +170,7 @@ def convert(
     if not dry_run:
         destination.write(
             plan, last=(last,), jobs=jobs, memory=room,
-            progress=progress, check=check, resume=resume, workers=workers,
+            progress=progress, check=check_written, resume=resume, workers=workers, checks=checks,
         )  # fmt: skip
     return ConvertReport(
         out=out,
@@ -172,4 +182,5 @@ def convert(
         nbytes_written=plan.nbytes_written,
         seconds=time.perf_counter() - began,
         notes=tuple(notes),
+        checks=None if dry_run or checks is None else checks.report,
     )

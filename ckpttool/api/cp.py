@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.api.checks import Check, checks_for
 from ckpttool.errors import LayoutError
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.transfer import memory_bytes
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.progress import Progress
+    from ckpttool.read_checks import ReadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class TransferReport:
     """Digest of the weights, if it was asked for: the same of the checkpoint and of the copy."""
     notes: tuple[str, ...]
     """What was noticed about the checkpoint, and what was left out."""
+    checks: ReadReport | None = None
+    """What was compared with recorded checksums; None if nothing was copied, or to no check."""
 
 
 def cp(
@@ -48,6 +52,7 @@ def cp(
     *,
     tag: str | None = None,
     prove: bool = False,
+    check: Check = "read",
     resume: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
@@ -62,6 +67,7 @@ def cp(
             the directory itself.
         tag: As for ``inspect``.
         prove: Digest the checkpoint and the copy, and commit only if they are the same.
+        check: As for ``consolidate``.
         resume: As for ``convert``.
         jobs: As for ``consolidate``.
         memory: As for ``convert``.
@@ -89,7 +95,9 @@ def cp(
     around = copying.beside(checkpoint, root.storage, root.out)
     digested: str | None = None
 
-    def check(directory: str) -> None:
+    checks = checks_for(plan.sources, checkpoint, check)
+
+    def check_copy(directory: str) -> None:
         nonlocal digested
         copy = open_checkpoint(directory, options=storage_options, unfinished=True)
         if sorted((f.name, f.nbytes) for f in copy.files) != sorted((f.name, f.nbytes) for f in checkpoint.files):
@@ -98,11 +106,11 @@ def cp(
             digested = same_digest(checkpoint, copy, directory, jobs)
 
     if there:
-        check(target.out)
+        check_copy(target.out)
     else:
         target.write(
             plan, last=copying.INDICES, jobs=jobs, memory=memory_bytes(memory), progress=progress,
-            check=check, resume=resume,
+            check=check_copy, resume=resume, checks=checks,
         )  # fmt: skip
     for name, data in around.carried.items():
         root.put(name, data)
@@ -126,4 +134,5 @@ def cp(
         latest=newest,
         digest=digested,
         notes=tuple(notes),
+        checks=None if there or checks is None else checks.report,
     )

@@ -6,13 +6,16 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpttool.api.checks import Check, checks_for
 from ckpttool.errors import PlanError
 from ckpttool.formats import Source, open_checkpoint
+from ckpttool.proofs import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.model import Checkpoint
+    from ckpttool.read_checks import ReadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class ExtractReport:
     """Of what was written."""
     nbytes: int
     """Bytes of its values."""
+    checks: ReadReport | None = None
+    """What was compared with recorded checksums; None if there was to be no check."""
 
 
 def extract(
@@ -41,6 +46,7 @@ def extract(
     state: str = "weights",
     part: Any = None,
     framework: Literal["numpy", "torch"] = "numpy",
+    check: Check = "read",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Read one tensor, or a slice of it; only its bytes are read.
@@ -53,6 +59,7 @@ def extract(
             a state: "fp32", "module", "exp_avg", ...
         part: What to take of it, as in ``tensor[part]``: integers and slices of step 1, one for each dimension from the
             first on; default: all.
+        check: As for ``consolidate``.
         framework: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
@@ -60,6 +67,7 @@ def extract(
         The tensor in its own type and shape, in memory of its own.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         CkptError: The checkpoint is not sound, or holds no such tensor.
         ValueError: ``part`` does not fit the shape.
     """
@@ -68,7 +76,8 @@ def extract(
     from ckpttool.model import Checkpoint
 
     checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, tag=tag, options=storage_options)
-    values = read_part(checkpoint, find(checkpoint, name, state), part)
+    checks = checks_for(source_files(checkpoint), checkpoint, check)
+    values = read_part(checkpoint, find(checkpoint, name, state), part, checks)
     if framework == "torch":
         from ckpttool.integrations.torch import as_torch
 
@@ -84,6 +93,7 @@ def extract_to_file(
     tag: str | None = None,
     state: str = "weights",
     part: Any = None,
+    check: Check = "read",
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExtractReport:
@@ -96,10 +106,12 @@ def extract_to_file(
         tag: As for ``inspect``.
         state: As for ``extract``.
         part: As for ``extract``.
+        check: As for ``consolidate``.
         overwrite: Replace the file if it is there.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         CkptError: The checkpoint is not sound, holds no such tensor, or the file cannot be written.
     """
     from ckpttool.contents import find
@@ -108,12 +120,14 @@ def extract_to_file(
 
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
     found = find(checkpoint, name, state)
+    checks = checks_for(source_files(checkpoint), checkpoint, check)
     try:
-        values = read_part(checkpoint, found, part)
+        values = read_part(checkpoint, found, part, checks)
     except ValueError as error:
         raise PlanError(
             checkpoint.location, f"{name}: {error}", "see ckpttool inspect --params for the shape"
         ) from error
     parts = encode(values, name, os.fspath(out))
     written = write_file(os.fspath(out), parts, overwrite=overwrite, options=storage_options)
-    return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes)
+    report = None if checks is None else checks.report
+    return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes, report)

@@ -96,6 +96,27 @@ storage_option = click.option(
 )
 
 
+def check_options(function: F) -> F:
+    """Add ``--check`` and ``--no-check``; see ``checked``."""
+    function = click.option("--no-check", is_flag=True, help="Compare no checksums.")(function)
+    return click.option(
+        "--check",
+        type=click.Choice(["read", "full", "off"]),
+        help="Compare the CRC-32 of what is read (read), also of records needed in part (full).  [default: read]",
+    )(function)
+
+
+def checked(check: str | None, no_check: bool) -> str | None:
+    """What ``--check`` and ``--no-check`` say together.
+
+    Raises:
+        click.UsageError: They contradict each other.
+    """
+    if no_check and check not in {None, "off"}:
+        raise click.UsageError(f"--check {check} and --no-check contradict each other")
+    return "off" if no_check else check
+
+
 def debug_option(function: F) -> F:
     """Add ``--debug``, which ``_errors`` looks for."""
     help_text = "Show the traceback of an error."

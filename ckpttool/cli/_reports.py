@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpttool import ConvertReport, CopyReport, TransferReport
     from ckpttool.catalog import Catalog, CatalogEntry
     from ckpttool.comparison import Difference, DiffReport
+    from ckpttool.read_checks import ReadReport
     from ckpttool.retention import Decision
     from ckpttool.statistics import TensorStats
     from ckpttool.verification import VerifyReport
@@ -46,6 +47,26 @@ def print_copy_report(report: CopyReport) -> None:
             "use bf16 or fp32",
             color="yellow",
         )
+    print_checks(report.checks)
+
+
+def print_checks(checks: ReadReport | None) -> None:
+    """What could not be compared with a checksum."""
+    if checks is None:
+        return
+    if checks.unchecked:
+        first = checks.unchecked[0]
+        print_line(
+            f"note: {len(checks.unchecked):,} records were needed in part and are unchecked ({first.file}: "
+            f"{first.record}{', ...' if len(checks.unchecked) > 1 else ''}); --check full reads the rest of them",
+            color="yellow",
+        )
+    if checks.without:
+        print_line(
+            f"note: {len(checks.without):,} files carry no checksum for all of their bytes "
+            f"({checks.without[0]}{', ...' if len(checks.without) > 1 else ''})",
+            color="yellow",
+        )
 
 
 def print_convert_report(report: ConvertReport) -> None:
@@ -58,6 +79,7 @@ def print_convert_report(report: ConvertReport) -> None:
     )
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
+    print_checks(report.checks)
 
 
 def print_transfer_report(report: TransferReport) -> None:
@@ -70,6 +92,7 @@ def print_transfer_report(report: TransferReport) -> None:
         print_line(f"{report.digest}: the same in the checkpoint and in the copy", color="green")
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
+    print_checks(report.checks)
 
 
 def print_catalog(found: Catalog) -> None:

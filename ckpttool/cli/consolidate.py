@@ -26,6 +26,7 @@ from ckpttool.cli import _options as options
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
 @click.option("--adapter-only", is_flag=True, help="Write the PEFT adapter that was trained, as PEFT does.")
 @click.option("--prove", is_flag=True, help="Digest what was read and what was written; commit only if they agree.")
+@options.check_options
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.jobs_option
@@ -47,6 +48,8 @@ def consolidate(
     exclude_frozen: bool,
     adapter_only: bool,
     prove: bool,
+    check: str | None,
+    no_check: bool,
     dry_run: bool,
     overwrite: bool,
     jobs: int | None,
@@ -65,6 +68,7 @@ def consolidate(
     from ckpttool.cli._reports import print_copy_report
 
     given = options.chosen(
+        check=options.checked(check, no_check),
         storage_options=storage_options,
         dtype=dtype,
         weights=weights,

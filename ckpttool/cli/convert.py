@@ -35,6 +35,7 @@ from ckpttool.cli import _options as options
     help="What that run computes in, for weights alone and for DCP.  [default: what weights alone are in]",
 )
 @click.option("--prove", is_flag=True, help="Digest what was read and what was written; commit only if they agree.")
+@options.check_options
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--resume", is_flag=True, help="Go on from what a killed run of the same conversion has completed.")
 @options.jobs_option
@@ -55,6 +56,8 @@ def convert(
     expert_parallel: int | None,
     dtype: str | None,
     prove: bool,
+    check: str | None,
+    no_check: bool,
     dry_run: bool,
     resume: bool,
     jobs: int | None,
@@ -84,6 +87,7 @@ def convert(
     if prove and dry_run:
         raise click.UsageError("--prove needs what --dry-run does not write")
     given = options.chosen(
+        check=options.checked(check, no_check),
         storage_options=storage_options,
         world_size=world_size,
         stage=stage,

@@ -14,6 +14,7 @@ from ckpttool.cli import _options as options
 @click.argument("dst", type=click.Path())
 @options.tag_option
 @click.option("--prove", is_flag=True, help="Digest the checkpoint and the copy; commit only if they agree.")
+@options.check_options
 @click.option("--resume", is_flag=True, help="Go on from what a killed or failed run of the same copy has left.")
 @options.jobs_option
 @options.memory_option
@@ -25,6 +26,8 @@ def cp(
     dst: str,
     tag: str | None,
     prove: bool,
+    check: str | None,
+    no_check: bool,
     resume: bool,
     jobs: int | None,
     memory: int | None,
@@ -39,7 +42,9 @@ def cp(
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_transfer_report
 
-    given = options.chosen(jobs=jobs, memory=memory, storage_options=storage_options)
+    given = options.chosen(
+        check=options.checked(check, no_check), jobs=jobs, memory=memory, storage_options=storage_options
+    )
     with progress_bar("cp") as progress:
         report = ckpttool.cp(src, dst, tag=tag, prove=prove, resume=resume, progress=progress, **given)
     if as_json:

@@ -19,6 +19,7 @@ from ckpttool.cli import _options as options
 )
 @click.option("--part", metavar="INDEX", help="Only a part of it, as in Python: '0:10, 3'.")
 @options.tag_option
+@options.check_options
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @options.storage_option
 @options.debug_option
@@ -29,6 +30,8 @@ def extract(
     state: str | None,
     part: str | None,
     tag: str | None,
+    check: str | None,
+    no_check: bool,
     overwrite: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
@@ -44,9 +47,12 @@ def extract(
         tag=tag,
         part=_index(part),
         overwrite=overwrite,
-        **options.chosen(storage_options=storage_options, state=state),
+        **options.chosen(storage_options=storage_options, state=state, check=options.checked(check, no_check)),
     )
+    from ckpttool.cli._reports import print_checks
+
     print_line(f"{out}: {written.state} of {name}, {written.dtype}, {written.shape}, {format_size(written.nbytes)}")
+    print_checks(written.checks)
 
 
 def _index(text: str | None) -> tuple[int | slice, ...] | None:

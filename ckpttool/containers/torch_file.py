@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.checksums import crc32
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.dtypes import itemsize
@@ -105,7 +105,7 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
     if where.nbytes > MAX_PICKLE_BYTES:
         raise ContainerError(reader.path, f"its pickle is larger than {MAX_PICKLE_BYTES:,} bytes", _HINT)
     data = reader.read(where.start, where.end)
-    if pickles[0].crc_recorded and zlib.crc32(data) != pickles[0].crc32:
+    if pickles[0].crc_recorded and crc32(data) != pickles[0].crc32:
         raise ContainerError(reader.path, "its pickle does not match its checksum", _HINT)
     saved = known.get(data)
     if saved is None:
@@ -128,7 +128,7 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
 def _check_byte_order(reader: RangeReader, record: torch_zip.Record | None) -> None:
     if record is None:
         return  # torch before 2.1, which was little-endian only
-    if (record.crc32, record.where.nbytes) == (zlib.crc32(b"little"), len(b"little")):
+    if (record.crc32, record.where.nbytes) == (crc32(b"little"), len(b"little")):
         return  # no need to read it
     order = reader.read(record.where.start, min(record.where.end, record.where.start + 16))
     if order == b"big":

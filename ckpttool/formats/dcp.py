@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import posixpath
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from ckpttool.ranges import ByteRange
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckpttool.containers.torch_zip import Record
     from ckpttool.formats.locate import Location
     from ckpttool.storage import Reader, Storage
 
@@ -120,6 +121,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
     objects: dict[str, Any] = {}
     listed: dict[str, dict[str, Any]] = {}
     numbers: dict[str, dict[str, ScalarState]] = {}
+    records: dict[int, list[Record]] = {}
     try:
         for fqn, entry in entries.items():
             if not isinstance(fqn, str):
@@ -135,7 +137,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
                 else:
                     objects[fqn] = value
                 continue
-            state = _tensor(storage, location, fqn, described, pieces, opened, files)
+            state = _tensor(storage, location, fqn, described, pieces, opened, files, records)
             if len(where) >= 3 and where[-3] == "state":
                 states.setdefault(where[-2], {})[where[-1]] = state
                 if not state.shape and (number := _number(state, opened)) is not None:
@@ -178,7 +180,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
         groups=tuple(groups),
         unsliceable=tuple(odd),
         client_state=objects,
-        files=tuple(files),
+        files=tuple(replace(file, records=tuple(records.get(n, ()))) for n, file in enumerate(files)),
     )
 
 
@@ -301,6 +303,7 @@ def _tensor(
     pieces: Mapping[tuple[str, tuple[int, ...] | None], _Piece],
     opened: dict[str, tuple[int, Reader]],
     files: list[CheckpointFile],
+    records: dict[int, list[Record]],
 ) -> State:
     """A tensor from its chunks: boxes of it, each a ``torch.save`` file within a file."""
     shape = shape_of(entry.get("size", object))
@@ -324,7 +327,8 @@ def _tensor(
             raise entry.error(fqn, f"has two chunks at {offsets}")
         seen.add(offsets)
         index, window = _open(storage, location, piece, opened, files)
-        parts.append((_chunk(index, window, piece, fqn, sizes), list(_boxes(offsets, sizes, shape))))
+        held = records.setdefault(index, [])
+        parts.append((_chunk(index, window, piece, fqn, sizes, held), list(_boxes(offsets, sizes, shape))))
     if not parts:
         properties = entry.values.get("properties")
         known = getattr(properties, "state", None)
@@ -335,7 +339,9 @@ def _tensor(
     return put_together(parts, shape)
 
 
-def _chunk(index: int, window: _Window, piece: _Piece, fqn: str, sizes: tuple[int, ...]) -> State:
+def _chunk(
+    index: int, window: _Window, piece: _Piece, fqn: str, sizes: tuple[int, ...], records: list[Record]
+) -> State:
     try:
         torch = read_torch_file(window)
     except CkptError as error:
@@ -345,6 +351,10 @@ def _chunk(index: int, window: _Window, piece: _Piece, fqn: str, sizes: tuple[in
     state = whole_tensor(torch, index, torch.root)
     rows = state.extents.copy()
     rows["offset"] += piece.start
+    records += [
+        replace(r, name=f"{fqn}: {r.name}", where=ByteRange(piece.start + r.where.start, piece.start + r.where.end))
+        for r in torch.records
+    ]
     return State(state.shape, state.dtype, rows)
 
 

@@ -32,6 +32,7 @@ from ckpttool.model import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpttool.containers.torch_zip import Record
     from ckpttool.formats.locate import Location
     from ckpttool.storage import Storage
 
@@ -127,7 +128,7 @@ def read_weights(storage: Storage, location: Location, kind: Kind, names: list[s
         with storage.open(path, ahead=True) as reader:
             index = len(files)
             kind_of_file = "weights" if kind.format == "safetensors" else "model"
-            files.append(CheckpointFile(name, reader.nbytes, kind_of_file, None, reader.version))
+            records: tuple[Record, ...] = ()
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
                 found = {
@@ -136,7 +137,10 @@ def read_weights(storage: Storage, location: Location, kind: Kind, names: list[s
                 }
                 aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}
             else:
-                found = _state_dict(index, read_torch_file(reader), aliases)
+                torch = read_torch_file(reader)
+                found, records = _state_dict(index, torch, aliases), torch.records
+            file = CheckpointFile(name, reader.nbytes, kind_of_file, None, reader.version, records=records)
+            files.append(file)
         for tensor, state in found.items():
             if tensor in states:
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpttool.checksums import crc32
 from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.torch_zip import bytes_with_crc
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import numpy_dtype
-from ckpttool.errors import CkptError, LayoutError
+from ckpttool.errors import ChecksumError, CkptError, LayoutError
 from ckpttool.formats.fields import Fields, describe, enum_value
 from ckpttool.formats.zero.names import ZeroName, parse_name
 from ckpttool.model import CheckpointFile, ScalarState
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from concurrent.futures import Future, ThreadPoolExecutor
 
+    from ckpttool.containers.torch_zip import Record
     from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.locate import Location
     from ckpttool.storage import RangeReader, Storage
@@ -454,7 +456,7 @@ class Opener:
         except CkptError as error:
             self.report(error)
             return None
-        self._register(name, torch.nbytes, kind, rank, version, model_rank)
+        self._register(name, torch.nbytes, kind, rank, version, model_rank, torch.records)
         fields = Fields(path, "", torch.root if isinstance(torch.root, dict) else {})
         return RankFile(len(self.files) - 1, torch, fields, values)
 
@@ -466,11 +468,12 @@ class Opener:
             return torch, reader.version, _read_numbers(reader, torch) if numbers else {}
 
     def _register(
-        self, name: str, nbytes: int, kind: str, rank: int | None, version: str, model_rank: int | None
-    ) -> None:
+        self, name: str, nbytes: int, kind: str, rank: int | None, version: str, model_rank: int | None,
+        records: tuple[Record, ...] = (),
+    ) -> None:  # fmt: skip
         directory = self._directory.get(name, self.location.directory)
         elsewhere = None if directory == self.location.directory else directory
-        self.files.append(CheckpointFile(name, nbytes, kind, rank, version, model_rank, elsewhere))
+        self.files.append(CheckpointFile(name, nbytes, kind, rank, version, model_rank, elsewhere, records))
 
     def _folders_of_ranks(self, directory: str) -> dict[int, str]:
         """The folder of each rank, by the number in its name."""
@@ -519,14 +522,18 @@ def _end_bytes(path: str, nbytes: int) -> int:
 
 
 def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int], ScalarState]:
-    """The values of all 0-dim tensors of a file: a few bytes each, read in one go."""
+    """The values of all 0-dim tensors of a file: a few bytes each, read in one go and compared with their CRC-32."""
     scalars = [v for v in walk(torch.root) if isinstance(v, TensorRef) and v.shape == ()]
     values: dict[ByteRange, bytes] = {}
+    recorded = {r.where: r for r in torch.records if r.crc_recorded}
     if reader.distant:  # A checksum of four bytes tells what they are.
-        known = (r for r in torch.records if r.where.nbytes == 4 and r.crc32)
-        values = {r.where: bytes_with_crc(r.crc32) for r in known}
+        values = {where: bytes_with_crc(r.crc32) for where, r in recorded.items() if where.nbytes == 4}
     wanted = [where for s in scalars if (where := torch.locate(s)) not in values]
     values |= dict(zip(wanted, reader.read_many(wanted), strict=True))
+    for where in wanted:
+        if where in recorded and crc32(values[where]) != recorded[where].crc32:
+            problem = f"record {recorded[where].name} does not match its checksum"
+            raise ChecksumError(reader.path, problem, RESTORE)
     return {
         (s.storage.key, s.offset): ScalarState(
             np.frombuffer(values[torch.locate(s)], numpy_dtype(s.dtype))[0].item(), s.dtype
