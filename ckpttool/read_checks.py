@@ -13,12 +13,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from ckpttool.checksums import combine, crc32
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import ChecksumError
+from ckpttool.model import stored_blocks
 from ckpttool.threads import in_threads
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.containers.torch_zip import Record
+    from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
 
 FRAGMENT = np.dtype([("file", "<u8"), ("start", "<u8"), ("end", "<u8"), ("crc", "<u8")])
@@ -67,6 +70,9 @@ class ReadReport:
     """Files that hold bytes without a recorded checksum."""
 
 
+Check = Literal["read", "full", "off"]
+"""Compare the records that are read whole, or nearly; those that are read in part as well; or none."""
+
 Owners = Callable[[str, int, int], Sequence[str]]
 """Names the parameters in the bytes [start, end) of a file, by its path."""
 
@@ -95,6 +101,8 @@ class ReadChecks:
         self._of_thread = threading.local()
         self._others: list[NDArray[np.void]] = []
         self._required: dict[int, list[tuple[int, int]]] = {}
+        self._checked: set[tuple[int, int]] = set()
+        """(file, number of the record) of all that was compared."""
         self.report = ReadReport()
         """What the last ``finish`` compared."""
 
@@ -112,11 +120,12 @@ class ReadChecks:
         for file, start, end in ranges:
             self._required.setdefault(file, []).append((start, end))
 
-    def fragments(self) -> NDArray[np.void]:
-        """What was noted so far, as rows of FRAGMENT; no other thread may be reading."""
+    def take_fragments(self) -> NDArray[np.void]:
+        """What was noted since the last call, as rows of FRAGMENT; no other thread may be reading."""
         with self._lock:
-            rows = [np.frombuffer(pieces.rows(), dtype=FRAGMENT) for pieces in self._threads]
-        return np.concatenate([*rows, *self._others, np.zeros(0, dtype=FRAGMENT)])
+            rows = [np.frombuffer(pieces.take(), dtype=FRAGMENT) for pieces in self._threads]
+            others, self._others = self._others, []
+        return np.concatenate([*rows, *others, np.zeros(0, dtype=FRAGMENT)])
 
     def add(self, fragments: NDArray[np.void]) -> None:
         """Take over what another process has noted, of files with the same numbers."""
@@ -124,7 +133,9 @@ class ReadChecks:
             self._others.append(fragments)
 
     def finish(self, read_into: Callable[[int, int, memoryview], None], *, jobs: int = 1) -> ReadReport:
-        """Compare every record that was read, once all reading has ended.
+        """Compare every record that was read; no other thread may be reading.
+
+        It may be called again after more was read: a record of which too much is missing is looked at anew then.
 
         Args:
             read_into: Reads bytes of a file by its index, from a byte on, to complete records.
@@ -134,20 +145,20 @@ class ReadChecks:
             ChecksumError: Bytes are not what was saved; names the file, the record and the parameters.
             StorageError: The rest of a record cannot be read.
         """
-        rows = np.unique(self.fragments())  # sorted by file, start, end, CRC-32
+        rows = np.unique(self.take_fragments())  # sorted by file, start, end, CRC-32
         self._compare_repeated(rows)
-        open_records: list[_OpenRecord] = []
-        records = nbytes = 0
+        in_pieces: list[_OpenRecord] = []
         for file in sorted({*np.unique(rows["file"]).tolist(), *self._required}):
-            known = self._recorded_of(file)
-            whole, partial_ = self._split(file, known, rows[rows["file"] == file])
-            records += len(whole)
-            nbytes += sum(known.ends[n] - known.starts[n] for n in whole)
-            open_records += partial_
-        checked, unchecked = self._complete(open_records, read_into, jobs)
+            whole, others = self._split(file, self._recorded_of(file), rows[rows["file"] == file])
+            self._checked |= {(file, n) for n in whole}
+            in_pieces += others
+        unchecked = self._complete(in_pieces, read_into, jobs)
+        for record in unchecked:
+            kept = [(record.file, *piece) for piece in record.joined()]
+            self._others.append(np.array(kept, dtype=FRAGMENT))
         self.report = ReadReport(
-            records + len(checked),
-            nbytes + sum(r.end - r.start for r in checked),
+            len(self._checked),
+            sum(self._recorded[f].ends[n] - self._recorded[f].starts[n] for f, n in self._checked),
             tuple(UncheckedRecord(self._files[r.file].path, r.name, r.end - r.start) for r in unchecked),
             self._without(),
         )
@@ -183,6 +194,7 @@ class ReadChecks:
         required = {n for start, end in self._required.get(file, ()) for n in known.within(start, end)}
         whole_numbers = set(number[whole].tolist())
         in_pieces = {*number[~whole].tolist(), *(required - whole_numbers)}
+        in_pieces -= {n for f, n in self._checked if f == file} if self._checked else set()
         by_number: dict[int, list[tuple[int, int, int]]] = {n: [] for n in in_pieces}
         own = np.isin(number, np.array(sorted(in_pieces), dtype=number.dtype))
         for n, (_, start, end, crc) in zip(number[own].tolist(), rows[own].tolist(), strict=True):
@@ -195,8 +207,8 @@ class ReadChecks:
 
     def _complete(
         self, records: Sequence[_OpenRecord], read_into: Callable[[int, int, memoryview], None], jobs: int
-    ) -> tuple[list[_OpenRecord], list[_OpenRecord]]:
-        """Read what is missing of records, and compare them: those that were compared, and those that were not."""
+    ) -> list[_OpenRecord]:
+        """Read what is missing of records, and compare them; returns those of which too much is missing."""
         checked: list[_OpenRecord] = []
         unchecked: list[_OpenRecord] = []
         missing: list[tuple[_OpenRecord, int, int]] = []
@@ -217,7 +229,8 @@ class ReadChecks:
             crc = record.crc32()
             if crc != known.crcs[record.number]:
                 self._refuse(record.file, known, record.number, crc)
-        return checked, unchecked
+            self._checked.add((record.file, record.number))
+        return unchecked
 
     def _refuse(self, file: int, known: _Recorded, number: int, crc: int | None) -> None:
         path, start, end = self._files[file].path, known.starts[number], known.ends[number]
@@ -230,6 +243,36 @@ class ReadChecks:
             " when it was saved"
         )
         raise ChecksumError(path, problem, RESTORE)
+
+
+def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Check) -> ReadChecks | None:
+    """The checks of one command; None for "off".
+
+    Args:
+        sources: The files that it reads.
+        checkpoint: What errors take the names of parameters from.
+        check: Which checks.
+
+    Raises:
+        ValueError: ``check`` is none of the three.
+    """
+    if check not in {"read", "full", "off"}:
+        raise ValueError(f"check is {check!r}, not read, full or off")
+    if check == "off":
+        return None
+    return ReadChecks(sources, full=check == "full", owners=partial(_owners, checkpoint))
+
+
+def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str]:
+    """The parameters and buffers in a range of a checkpoint's file."""
+    index = next((n for n in range(len(checkpoint.files)) if checkpoint.path(n) == path), None)
+    names: dict[str, None] = {}
+    for name, _, state in checkpoint.states() if index is not None else ():
+        width = itemsize(state.dtype)
+        rows = stored_blocks(state.extents[state.extents["file"] == index], width)
+        if any(int(r["offset"]) < end and int(r["offset"]) + int(r["numel"]) * width > start for r in rows):
+            names[name] = None
+    return list(names)
 
 
 class _Recorded:
@@ -279,11 +322,12 @@ class _Pieces:
             at += count
             run[1] = at
 
-    def rows(self) -> bytes:
-        """Rows of FRAGMENT."""
-        rows = array("Q", self._done)
+    def take(self) -> bytes:
+        """Rows of FRAGMENT, which are forgotten here."""
+        rows, self._done = self._done, array("Q")
         for file, (start, end, crc, _) in self._open.items():
             rows.extend((file, start, end, crc))
+        self._open.clear()
         return rows.tobytes()
 
     def _close(self, file: int, run: list[int] | None) -> None:
@@ -320,6 +364,17 @@ class _OpenRecord:
                 bisect.insort(reached, end)
         if reached[-1] < self.end:
             result.append((reached[-1], self.end))
+        return result
+
+    def joined(self) -> list[tuple[int, int, int]]:
+        """The pieces, those that follow one another as one."""
+        result: list[tuple[int, int, int]] = []
+        for start, end, crc in sorted(self.pieces):
+            if result and result[-1][1] == start:
+                first, _, before = result[-1]
+                result[-1] = first, end, combine(before, crc, end - start)
+            else:
+                result.append((start, end, crc))
         return result
 
     def crc32(self) -> int | None:

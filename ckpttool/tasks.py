@@ -260,7 +260,7 @@ def do(work: Work, task: Task, *, node: str = "") -> Done:
             receipts = tuple((None,) * len(piece.windows) for piece in task.pieces)
         else:
             overflowed, receipts = _assemble(plan, task, sources, work)
-        fragments = None if checks is None else checks.fragments()
+        fragments = None if checks is None else checks.take_fragments()
         return Done(task.number, receipts, overflowed, frozenset(sources.opened), fragments)
 
 

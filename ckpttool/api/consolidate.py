@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api.checks import Check, checks_for
 from ckpttool.api.opening import open_for
 from ckpttool.api.workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -15,6 +14,7 @@ from ckpttool.errors import PlanError
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.formats.companions import find_companions
 from ckpttool.proofs import sample_proofs
+from ckpttool.read_checks import checks_for
 from ckpttool.sizes import parse_size
 from ckpttool.targets.companions import with_companions
 from ckpttool.targets.weights import select_weights
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, Proofs
     from ckpttool.progress import Progress
-    from ckpttool.read_checks import ReadReport
+    from ckpttool.read_checks import Check, ReadReport
     from ckpttool.targets.weights import WeightSelection
 
 

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api.checks import Check, checks_for
 from ckpttool.api.opening import open_for
 from ckpttool.api.workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.proofs import sample_proofs
+from ckpttool.read_checks import checks_for
 from ckpttool.targets.companions import companions_for, with_companions
 from ckpttool.transfer import memory_bytes
 from ckpttool.writing import Destination
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.progress import Progress
-    from ckpttool.read_checks import ReadReport
+    from ckpttool.read_checks import Check, ReadReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.api.checks import Check, checks_for
 from ckpttool.errors import LayoutError
 from ckpttool.formats import Source, open_checkpoint
+from ckpttool.read_checks import checks_for
 from ckpttool.transfer import memory_bytes
 from ckpttool.writing import Destination
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.progress import Progress
-    from ckpttool.read_checks import ReadReport
+    from ckpttool.read_checks import Check, ReadReport
 
 
 @dataclass(frozen=True, slots=True)

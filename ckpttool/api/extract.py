@@ -6,16 +6,16 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api.checks import Check, checks_for
 from ckpttool.errors import PlanError
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.proofs import source_files
+from ckpttool.read_checks import checks_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.model import Checkpoint
-    from ckpttool.read_checks import ReadReport
+    from ckpttool.read_checks import Check, ReadReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ from ckpttool.errors import PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.planned import PlannedFile
+from ckpttool.read_checks import checks_for
 from ckpttool.sources import Sources
 from ckpttool.targets.copies import CopyBuilder, Piece
 from ckpttool.targets.weights import select_weights
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
+    from ckpttool.read_checks import Check, ReadReport
     from ckpttool.targets.weights import Weight
 
 
@@ -44,6 +47,7 @@ def load_state_dict(
     device: str | torch.device | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    check: Check = "read",
     storage_options: Mapping[str, Any] | None = None,
 ) -> LazyStateDict:
     """The weights and buffers of any checkpoint, ZeRO of any stage and number of ranks included; none is read yet.
@@ -56,6 +60,7 @@ def load_state_dict(
         device: Where the tensors go; default: host memory.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
+        check: As for ``consolidate``. A record that several tensors share is compared when the last of them is read.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -66,7 +71,7 @@ def load_state_dict(
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():
         raise PlanError(checkpoint.location, f"cannot be read in {name}", "choose fp32, bf16 or fp16")
-    return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude)
+    return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude, check=check)
 
 
 class LazyStateDict(Mapping[str, "torch.Tensor"]):
@@ -78,6 +83,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         device: Where the tensors go; None for host memory.
         include: Globs on full names; empty means all.
         exclude: Globs on full names.
+        check: Which recorded CRC-32 to compare with what is read.
 
     Raises:
         PlanError: Nothing matches, or a parameter cannot be cast.
@@ -91,6 +97,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         device: str | torch.device | None,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        check: Check = "read",
     ) -> None:
         chosen = select_weights(
             checkpoint, source="masters", dtype=dtype, include=include, exclude=exclude, exclude_frozen=False
@@ -102,7 +109,9 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         self._checkpoint = checkpoint
         self._device = device
         self._builder = CopyBuilder(checkpoint)
-        self._sources = Sources(self._builder.sources)
+        self._checks = checks_for(self._builder.sources, checkpoint, check)
+        self._sources = Sources(self._builder.sources, self._checks)
+        self._reading = threading.Lock()
         weakref.finalize(self, self._sources.close)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -127,6 +136,10 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         """The shape of every tensor; nothing is read."""
         return {name: weight.state.shape for name, weight in self._weights.items()}
 
+    def checks(self) -> ReadReport | None:
+        """What was compared with recorded checksums so far; None if there is to be no check."""
+        return None if self._checks is None else self._checks.report
+
     def load_into(self, module: torch.nn.Module, *, strict: bool = True) -> Incompatible:
         """Copy into a module, one tensor after another; nothing is touched before all names and shapes were compared.
 
@@ -135,6 +148,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
             strict: Whether both must hold the same names.
 
         Raises:
+            ChecksumError: What was read is not what was saved; the module holds some of it.
             PlanError: A shape differs; with ``strict`` a name is missing; a parameter is partitioned or has no memory.
             StorageError: Reading failed.
         """
@@ -178,7 +192,8 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         file = TargetFile("tensor", weight.nbytes, (), copies, gathers)
         plan = CopyPlan(self._builder.sources, self._builder.casts, (file,))
         if weight.nbytes:
-            with PlannedFile(plan, file, self._sources, memory=MEMORY) as planned:
+            with self._reading, PlannedFile(plan, file, self._sources, memory=MEMORY) as planned:
                 planned.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
+                self._sources.finish_checks()
         self._sources.check_unchanged()
         return tensor if self._device is None else tensor.to(self._device)
