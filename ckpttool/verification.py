@@ -84,6 +84,7 @@ def verify_checkpoint(
     jobs: int | None,
     progress: Progress | None,
     options: Mapping[str, Any] | None = None,
+    trust_names: bool = False,
 ) -> VerifyReport:
     """Check that every rank's file is there, whole and in agreement with the others.
 
@@ -95,11 +96,12 @@ def verify_checkpoint(
         jobs: Threads; None for one for each core, up to MAX_JOBS.
         progress: Told how far it is.
         options: As for ``open_checkpoint``.
+        trust_names: As for ``open_checkpoint``.
     """
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     try:
-        checkpoint = open_checkpoint(src, tag=tag, options=options, report=errors.append)
+        checkpoint = open_checkpoint(src, tag=tag, options=options, report=errors.append, trust_names=trust_names)
     except CkptError as error:
         if error not in errors:
             errors.append(error)

@@ -98,6 +98,7 @@ def consolidate(
     memory: int | str | None = None,
     ray: bool | str | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
     """Merge the shards of a checkpoint into whole weights that load anywhere.
@@ -132,6 +133,7 @@ def consolidate(
             where there is none, it starts one on this machine. Local paths must be the same files on all of its nodes.
             ``jobs`` and ``memory`` count for each of its tasks, and ``jobs`` is one by default between local files.
         progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -146,7 +148,9 @@ def consolidate(
         problem = "what is there could not be put back if the proof failed"
         raise PlanError(out, problem, "choose another OUT, or leave out --overwrite or --prove")
     workers = workers_for(ray, destination)
-    checkpoint = open_for(destination, src, tag=tag, overwrite=overwrite, options=storage_options)
+    checkpoint = open_for(
+        destination, src, tag=tag, overwrite=overwrite, options=storage_options, trust_names=trust_names
+    )
     if weights not in {"masters", "module"}:
         raise PlanError(out, f"cannot be written from {weights}", "choose masters or module")
     if to not in {"safetensors", "torch"} or dtype not in TRAINING_DTYPES:

@@ -70,6 +70,7 @@ def convert(
     memory: int | str | None = None,
     ray: bool | str | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Write a checkpoint anew for another number of ranks, another ZeRO stage, or another loader.
@@ -104,6 +105,7 @@ def convert(
             where there is none, it starts one on this machine. Local paths must be the same files on all of its nodes.
             ``jobs`` and ``memory`` count for each of its tasks, and ``jobs`` is one by default between local files.
         progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -127,7 +129,7 @@ def convert(
     useless = [k for k, v in only_zero.items() if v is not None and to != "zero"]
     if useless:
         raise ValueError(f"{useless[0]} is for zero, not for {to}")
-    checkpoint = open_for(destination, src, tag=tag, overwrite=None, options=storage_options)
+    checkpoint = open_for(destination, src, tag=tag, overwrite=None, options=storage_options, trust_names=trust_names)
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     name = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
     if to == "zero":

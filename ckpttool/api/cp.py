@@ -57,6 +57,7 @@ def cp(
     jobs: int | None = None,
     memory: int | str | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TransferReport:
     """Copy a whole checkpoint from one storage to another; ``latest`` is written when all of it is there.
@@ -72,6 +73,7 @@ def cp(
         jobs: As for ``consolidate``.
         memory: As for ``convert``.
         progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -81,14 +83,14 @@ def cp(
     from ckpttool.api.proof import are_same, same_digest
 
     began = time.perf_counter()
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     root = Destination(os.fspath(dst), storage_options)
     target = root.within(checkpoint.tag) if copying.is_tagged(checkpoint) else root
     target.check_apart(checkpoint)
     plan = copying.plan_copy(checkpoint)
     # A run that was killed after all of it was committed has left but latest to be written.
     there = copying.is_there(target.storage, target.out, plan) and are_same(
-        checkpoint, open_checkpoint(target.out, options=storage_options), jobs
+        checkpoint, open_checkpoint(target.out, options=storage_options, trust_names=trust_names), jobs
     )
     if not there:
         target.check_target(overwrite=None)
@@ -99,7 +101,7 @@ def cp(
 
     def check_copy(directory: str) -> None:
         nonlocal digested
-        copy = open_checkpoint(directory, options=storage_options, unfinished=True)
+        copy = open_checkpoint(directory, options=storage_options, unfinished=True, trust_names=trust_names)
         if sorted((f.name, f.nbytes) for f in copy.files) != sorted((f.name, f.nbytes) for f in checkpoint.files):
             raise LayoutError(directory, f"does not hold the files of {checkpoint.location}", "try again")
         if prove:

@@ -47,6 +47,7 @@ def extract(
     part: Any = None,
     framework: Literal["numpy", "torch"] = "numpy",
     check: Check = "read",
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Read one tensor, or a slice of it; only its bytes are read.
@@ -61,6 +62,7 @@ def extract(
             first on; default: all.
         check: As for ``consolidate``.
         framework: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
+        trust_names: As for ``inspect``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Returns:
@@ -75,7 +77,11 @@ def extract(
     from ckpttool.extraction import read_part
     from ckpttool.model import Checkpoint
 
-    checkpoint = src if isinstance(src, Checkpoint) else open_checkpoint(src, tag=tag, options=storage_options)
+    checkpoint = (
+        src
+        if isinstance(src, Checkpoint)
+        else open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+    )
     checks = checks_for(source_files(checkpoint), checkpoint, check)
     values = read_part(checkpoint, find(checkpoint, name, state), part, checks)
     if framework == "torch":
@@ -95,6 +101,7 @@ def extract_to_file(
     part: Any = None,
     check: Check = "read",
     overwrite: bool = False,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExtractReport:
     """Write one tensor, or a slice of it, to a file; only its bytes are read, and it is held in memory once.
@@ -108,6 +115,7 @@ def extract_to_file(
         part: As for ``extract``.
         check: As for ``consolidate``.
         overwrite: Replace the file if it is there.
+        trust_names: As for ``inspect``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -118,7 +126,7 @@ def extract_to_file(
     from ckpttool.extraction import encode, read_part
     from ckpttool.writing import write_file
 
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     found = find(checkpoint, name, state)
     checks = checks_for(source_files(checkpoint), checkpoint, check)
     try:

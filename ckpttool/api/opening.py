@@ -22,6 +22,7 @@ def open_for(
     tag: str | None,
     overwrite: bool | None,
     options: Mapping[str, Any] | None,
+    trust_names: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint that is to be written elsewhere, if that can be.
 
@@ -31,6 +32,7 @@ def open_for(
         tag: As for ``open_checkpoint``.
         overwrite: As for ``Destination.check_target``.
         options: What to tell the storage's fsspec class.
+        trust_names: As for ``open_checkpoint``.
 
     Raises:
         CkptError: The destination cannot or must not be written, or there is no sound checkpoint.
@@ -38,7 +40,7 @@ def open_for(
     paths = source_paths(src)
 
     def opened() -> Checkpoint:
-        return open_checkpoint(paths, tag=tag, options=options)
+        return open_checkpoint(paths, tag=tag, options=options, trust_names=trust_names)
 
     if destination.distant and is_url(paths[0]):  # both are round trips, which one after the other would add up
         opened = _begun(opened)

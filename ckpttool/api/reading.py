@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from ckpttool.verification import VerifyReport
 
 
-def inspect(src: Source, *, tag: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+def inspect(
+    src: Source,
+    *,
+    tag: str | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """Read the layout of a checkpoint; no weights are read and nothing in it is run.
 
     Args:
@@ -28,12 +34,14 @@ def inspect(src: Source, *, tag: str | None = None, storage_options: Mapping[str
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
             of weights. Several directories if each holds the files of some ranks (node-local storage).
         tag: Which checkpoint of a root; default: the one that ``latest`` names.
+        trust_names: Let a file's name count where the file itself says that it was saved under another one: after a
+            deliberate rename. Default: such files are refused.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
         CkptError: There is no sound checkpoint; says which file, what is wrong and what to do.
     """
-    return open_checkpoint(src, tag=tag, options=storage_options)
+    return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
 
 
 def digest(
@@ -42,6 +50,7 @@ def digest(
     tag: str | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Digest:
     """Digest the values of a checkpoint; how they are sharded and stored makes no difference.
@@ -51,6 +60,8 @@ def digest(
         tag: As for ``inspect``.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
+        trust_names: Let a file's name count where the file itself says that it was saved under another one: after a
+            deliberate rename. Default: such files are refused.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -59,7 +70,7 @@ def digest(
     from ckpttool import digests
     from ckpttool.contents import contents
 
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     meter = Meter(sum(c.state.nbytes for c in contents(checkpoint)), progress)
     return digests.digest(checkpoint, jobs=jobs, advance=meter)
 
@@ -71,6 +82,7 @@ def verify(
     deep: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Check that a checkpoint is whole and sound; lists every finding, raises none.
@@ -81,12 +93,20 @@ def verify(
         deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with their masters.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
+        trust_names: Let a file's name count where the file itself says that it was saved under another one: after a
+            deliberate rename. Default: such files are refused.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
     """
     from ckpttool.verification import verify_checkpoint
 
     return verify_checkpoint(
-        source_paths(src), tag=tag, deep=deep, jobs=jobs, progress=progress, options=storage_options
+        source_paths(src),
+        tag=tag,
+        deep=deep,
+        jobs=jobs,
+        progress=progress,
+        options=storage_options,
+        trust_names=trust_names,
     )
 
 
@@ -102,6 +122,7 @@ def diff(
     exclude: Sequence[str] = (),
     jobs: int | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints of any formats and topologies: names, shapes, weights and optimizer states.
@@ -120,6 +141,8 @@ def diff(
         exclude: Globs: no parameter or buffer whose full name matches one.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
+        trust_names: Let a file's name count where the file itself says that it was saved under another one: after a
+            deliberate rename. Default: such files are refused.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -129,8 +152,8 @@ def diff(
     from ckpttool.contents import contents, matcher
 
     first, second = (
-        open_checkpoint(a, tag=tag_a, options=storage_options),
-        open_checkpoint(b, tag=tag_b, options=storage_options),
+        open_checkpoint(a, tag=tag_a, options=storage_options, trust_names=trust_names),
+        open_checkpoint(b, tag=tag_b, options=storage_options, trust_names=trust_names),
     )
     meter = Meter(sum(c.state.nbytes for c in [*contents(first), *contents(second)]), progress)
     matches = matcher(include, exclude)
@@ -150,6 +173,7 @@ def stats(
     optimizer: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[TensorStats]:
     """Extremes, mean, norm and counts of NaN, infinity and zero of every tensor, read in small pieces.
@@ -162,6 +186,8 @@ def stats(
         optimizer: Also the optimizer's states.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
+        trust_names: Let a file's name count where the file itself says that it was saved under another one: after a
+            deliberate rename. Default: such files are refused.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
@@ -170,7 +196,7 @@ def stats(
     from ckpttool.contents import WEIGHTS, contents, matcher
     from ckpttool.statistics import statistics
 
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     matches = matcher(include, exclude)
     held = [c for c in contents(checkpoint) if matches(c.name) and (optimizer or c.key == WEIGHTS)]
     if not held:

@@ -32,6 +32,9 @@ class Size(click.ParamType[int]):
 sources_argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...")
 out_argument = click.argument("out", type=click.Path())
 tag_option = click.option("--tag", metavar="TAG", help="Which checkpoint of a root.  [default: the one latest names]")
+trust_option = click.option(
+    "--trust-names", is_flag=True, help="Let names of files count where the files were saved under others: renamed."
+)
 include_option = click.option(
     "--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable)."
 )

@@ -33,6 +33,7 @@ from ckpttool.cli import _options as options
 @options.memory_option
 @options.ray_option
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def consolidate(
@@ -56,6 +57,7 @@ def consolidate(
     memory: int | None,
     ray: str | None,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
@@ -90,6 +92,7 @@ def consolidate(
             prove=prove,
             dry_run=dry_run,
             overwrite=overwrite,
+            trust_names=trust_names,
             progress=progress,
             **given,
         )

@@ -42,6 +42,7 @@ from ckpttool.cli import _options as options
 @options.memory_option
 @options.ray_option
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def convert(
@@ -64,6 +65,7 @@ def convert(
     memory: int | None,
     ray: str | None,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Write the checkpoint SRC anew in OUT, bit for bit the same values.
@@ -108,6 +110,7 @@ def convert(
             prove=prove,
             dry_run=dry_run,
             resume=resume,
+            trust_names=trust_names,
             progress=progress,
             **given,
         )

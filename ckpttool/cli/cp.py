@@ -19,6 +19,7 @@ from ckpttool.cli import _options as options
 @options.jobs_option
 @options.memory_option
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def cp(
@@ -32,6 +33,7 @@ def cp(
     jobs: int | None,
     memory: int | None,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Copy the checkpoint SRC into the root DST: the directory of its tag, and the small files beside it.
@@ -46,7 +48,9 @@ def cp(
         check=options.checked(check, no_check), jobs=jobs, memory=memory, storage_options=storage_options
     )
     with progress_bar("cp") as progress:
-        report = ckpttool.cp(src, dst, tag=tag, prove=prove, resume=resume, progress=progress, **given)
+        report = ckpttool.cp(
+            src, dst, tag=tag, prove=prove, resume=resume, trust_names=trust_names, progress=progress, **given
+        )
     if as_json:
         print_json(report)
     else:

@@ -20,6 +20,7 @@ from ckpttool.cli import _options as options
 @options.exclude_option
 @options.jobs_option
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def diff(
@@ -33,6 +34,7 @@ def diff(
     exclude: tuple[str, ...],
     jobs: int | None,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Compare the weights and optimizer states of A and B by name, whatever format and topology each has.
@@ -45,7 +47,9 @@ def diff(
 
     given = options.chosen(storage_options=storage_options, tag_a=tag_a, tag_b=tag_b, rtol=rtol, atol=atol, jobs=jobs)
     with progress_bar("diff") as progress:
-        report = ckpttool.diff(a, b, include=include, exclude=exclude, progress=progress, **given)
+        report = ckpttool.diff(
+            a, b, include=include, exclude=exclude, trust_names=trust_names, progress=progress, **given
+        )
     if as_json:
         print_json(
             {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}

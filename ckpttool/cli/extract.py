@@ -21,6 +21,7 @@ from ckpttool.cli import _options as options
 @options.tag_option
 @options.check_options
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def extract(
@@ -33,6 +34,7 @@ def extract(
     check: str | None,
     no_check: bool,
     overwrite: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Write the tensor NAME of SRC to a file; only its bytes are read."""
@@ -47,6 +49,7 @@ def extract(
         tag=tag,
         part=_index(part),
         overwrite=overwrite,
+        trust_names=trust_names,
         **options.chosen(storage_options=storage_options, state=state, check=options.checked(check, no_check)),
     )
     from ckpttool.cli._reports import print_checks

@@ -18,6 +18,7 @@ from ckpttool.cli import _options as options
 @click.option("--param", "name", metavar="NAME", help="Where each byte of one parameter lies.")
 @click.option("--digest", is_flag=True, help="Digests of all values, the same however they are sharded (reads them).")
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def inspect(
@@ -27,6 +28,7 @@ def inspect(
     name: str | None,
     digest: bool,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Show what is in a checkpoint: reads a few kilobytes, whatever its size.
@@ -42,21 +44,25 @@ def inspect(
     if digest and (view or name):
         raise click.UsageError("--digest goes with no view")
     if digest:
-        _print_digest(src, tag, as_json, storage_options)
+        _print_digest(src, tag, as_json, trust_names, storage_options)
         return
-    checkpoint = ckpttool.inspect(src, tag=tag, storage_options=storage_options)
+    checkpoint = ckpttool.inspect(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
     if as_json:
         _checkpoint_json.print_checkpoint(checkpoint, name)
     else:
         _checkpoint_tables.print_checkpoint(checkpoint, view, name)
 
 
-def _print_digest(src: tuple[str, ...], tag: str | None, as_json: bool, storage_options: dict[str, Any] | None) -> None:
+def _print_digest(
+    src: tuple[str, ...], tag: str | None, as_json: bool, trust_names: bool, storage_options: dict[str, Any] | None
+) -> None:
     import ckpttool
     from ckpttool.cli._output import print_facts, print_json, progress_bar
 
     with progress_bar("digest") as progress:
-        found = ckpttool.digest(src, tag=tag, progress=progress, storage_options=storage_options)
+        found = ckpttool.digest(
+            src, tag=tag, progress=progress, trust_names=trust_names, storage_options=storage_options
+        )
     if as_json:
         print_json(found)
     else:

@@ -17,6 +17,7 @@ from ckpttool.cli import _options as options
 @click.option("--optimizer", is_flag=True, help="Also the optimizer's states.")
 @options.jobs_option
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def stats(
@@ -27,6 +28,7 @@ def stats(
     optimizer: bool,
     jobs: int | None,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of SRC.
@@ -39,8 +41,8 @@ def stats(
 
     with progress_bar("stats") as progress:
         found = ckpttool.stats(
-            src, tag=tag, include=include, exclude=exclude, optimizer=optimizer, progress=progress,
-            **options.chosen(storage_options=storage_options, jobs=jobs),
+            src, tag=tag, include=include, exclude=exclude, optimizer=optimizer, trust_names=trust_names,
+            progress=progress, **options.chosen(storage_options=storage_options, jobs=jobs),
         )  # fmt: skip
     if as_json:
         print_json(found)

@@ -17,6 +17,7 @@ from ckpttool.cli import _options as options
 )
 @options.jobs_option
 @options.json_option
+@options.trust_option
 @options.storage_option
 @options.debug_option
 def verify(
@@ -25,6 +26,7 @@ def verify(
     deep: bool,
     jobs: int | None,
     as_json: bool,
+    trust_names: bool,
     storage_options: dict[str, Any] | None,
 ) -> None:
     """Check that a checkpoint is whole and sound: every rank's file there, intact and in agreement with the others.
@@ -37,7 +39,12 @@ def verify(
 
     with progress_bar("verify") as progress:
         report = ckpttool.verify(
-            src, tag=tag, deep=deep, progress=progress, **options.chosen(storage_options=storage_options, jobs=jobs)
+            src,
+            tag=tag,
+            deep=deep,
+            trust_names=trust_names,
+            progress=progress,
+            **options.chosen(storage_options=storage_options, jobs=jobs),
         )
     if as_json:
         print_json(report)

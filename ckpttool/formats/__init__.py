@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, StorageError
@@ -48,6 +49,7 @@ def open_checkpoint(
     report: Report = raise_at_once,
     unfinished: bool = False,
     storage: Storage | None = None,
+    trust_names: bool = False,
 ) -> Checkpoint:
     """Read the layout of a checkpoint, whatever its format.
 
@@ -59,6 +61,7 @@ def open_checkpoint(
         report: Takes findings that need not end the reading; the default raises the first.
         unfinished: Read also what ckpttool has not finished writing.
         storage: Where it lies; default: what the path says.
+        trust_names: Let a file's name count where the file itself says that it was saved under another one.
 
     Raises:
         CkptError: There is no sound checkpoint.
@@ -68,7 +71,7 @@ def open_checkpoint(
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
-    checkpoint = _open([without_secrets(local_path(p)) for p in paths], storage, tag, report, unfinished)
+    checkpoint = _open([without_secrets(local_path(p)) for p in paths], storage, tag, report, unfinished, trust_names)
     # One listing tells whether it changed meanwhile; local files are looked at when they are read.
     if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
@@ -79,7 +82,9 @@ def open_checkpoint(
     return checkpoint
 
 
-def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Report, unfinished: bool) -> Checkpoint:
+def _open(
+    paths: Sequence[str], storage: Storage, tag: str | None, report: Report, unfinished: bool, trust_names: bool
+) -> Checkpoint:
     first, *others = paths
     if not unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
@@ -99,6 +104,7 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
                 problem = f"is of another tag than {location.directory}"
                 raise LayoutError(directory, problem, "pass directories of one checkpoint, or choose with --tag")
         location = Location(location.root, location.directory, location.tag, tuple(directories))
+    location = replace(location, trust_names=trust_names)
     for directory in {location.root, location.directory} if not unfinished else ():
         refuse_unfinished(storage, directory)
     if storage.is_dir(posixpath.join(location.directory, "zero")):

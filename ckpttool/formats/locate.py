@@ -41,6 +41,8 @@ class Location:
     """Its name."""
     others: tuple[str, ...] = ()
     """Directories of the same tag on other nodes, each with the files of some ranks."""
+    trust_names: bool = False
+    """Whether a file's name counts where the file itself says that it was saved under another one."""
 
 
 def locate(storage: Storage, src: str, tag: str | None) -> Location:

@@ -24,6 +24,7 @@ from ckpttool.formats.zero.files import (
     check_model_ranks,
     model_names,
 )
+from ckpttool.formats.zero.identity import trusted_names
 from ckpttool.formats.zero.module import (
     carried_storages,
     client_state,
@@ -154,7 +155,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
         twins=tuple(twins),
         files=tuple(opener.files),
-        remarks=_remarks(files, first),
+        remarks=(*_remarks(files, first), *trusted_names(opener.renamed)),
     )
 
 

@@ -48,6 +48,7 @@ def load_state_dict(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     check: Check = "read",
+    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LazyStateDict:
     """The weights and buffers of any checkpoint, ZeRO of any stage and number of ranks included; none is read yet.
@@ -61,12 +62,13 @@ def load_state_dict(
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
         check: As for ``consolidate``. A record that several tensors share is compared when the last of them is read.
+        trust_names: As for ``inspect``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
 
     Raises:
         CkptError: The checkpoint is not sound, nothing matches, or a parameter cannot be cast.
     """
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():

@@ -20,6 +20,7 @@ from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import ChecksumError, CkptError, LayoutError
 from ckpttool.formats.fields import Fields, describe, enum_value
+from ckpttool.formats.zero.identity import copied, renamed
 from ckpttool.formats.zero.names import ZeroName, parse_name
 from ckpttool.model import CheckpointFile, ScalarState
 from ckpttool.ranges import ByteRange, ends
@@ -157,6 +158,8 @@ class AllFiles:
     """All of them."""
     notes: tuple[LayoutError, ...]
     """What was noticed that does not keep the checkpoint from being read."""
+    renamed: tuple[str, ...] = ()
+    """Files whose names are trusted, though they say that they were saved under others."""
 
 
 def raise_at_once(error: CkptError) -> None:
@@ -222,7 +225,7 @@ def _renumbered(
     in_layers = tuple(LayerFile(layer.layer, layer.tensor_rank, kept(layer.file)) for layer in layers)
     if len(slices) == 1:
         files = [replace(f, model_rank=None) for f in files]
-    return AllFiles(numbered, in_layers, tuple(files), notes)
+    return AllFiles(numbered, in_layers, tuple(files), notes, tuple(opener.renamed))
 
 
 def _files_of(files: ZeroFiles) -> list[RankFile]:
@@ -268,6 +271,8 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
             size = file.fields.optional("dp_world_size", int)
             if size is not None and size != ranks and not _shards_within(file, ranks, size):
                 opener.report(_two_world_sizes(file, size, ranks, first))
+    if not opener.errors and not opener.location.trust_names and (error := copied(opener.storage, optimizer)):
+        opener.report(error)
     stage = _configured_stage(model, stage)
     experts = _experts(opener, named)
     swapped = tuple(opener.swapped(r) for r in range(ranks)) if stage == 3 else ()
@@ -358,6 +363,8 @@ class Opener:
         self.errors: list[CkptError] = []
         self.files_by_name: dict[str, RankFile | None] = {}
         """What was opened; None for what could not be."""
+        self.renamed: list[str] = []
+        """Files whose names are trusted, though they say that they were saved under others."""
         self._pickles: dict[bytes, Unpickled] = {}
         self._directory: dict[str, str] = {}
         """Where each file lies."""
@@ -456,6 +463,11 @@ class Opener:
         except CkptError as error:
             self.report(error)
             return None
+        if (misnamed := renamed(name, kind, torch)) is not None:
+            if not self.location.trust_names:
+                self.report(misnamed)
+                return None
+            self.renamed.append(name)
         self._register(name, torch.nbytes, kind, rank, version, model_rank, torch.records)
         fields = Fields(path, "", torch.root if isinstance(torch.root, dict) else {})
         return RankFile(len(self.files) - 1, torch, fields, values)

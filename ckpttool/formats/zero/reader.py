@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats.zero.files import RESTORE, AllFiles, ZeroFiles, read_zero_files
+from ckpttool.formats.zero.identity import trusted_names
 from ckpttool.formats.zero.module import carried_storages, client_state
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.formats.zero.slices import Slice, read_slice
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
+VERSION = "ds_version"
+AGREED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+"""What the model states of all ranks say alike.
+
+Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``)."""
+
+
 def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoint:
     """Read the layout of a checkpoint that DeepSpeed saved; no tensor bytes but the optimizer's numbers.
 
@@ -28,8 +36,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         CkptError: What is wrong, unless ``report`` collects it and reading can go on.
     """
     found = read_zero_files(storage, location, report)
-    for files in found.slices:
-        _check_ranks_agree(files, report)
+    _check_ranks_agree(found.slices, report)
     pipeline, tensor = _degrees(found)
     stages = []
     twins: list[Twin] = []
@@ -78,7 +85,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         twins=(*whole.twins, *twins),
         files=found.files,
         notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped)),
-        remarks=(*dict.fromkeys((*whole.remarks, *remarks)),),
+        remarks=(*dict.fromkeys((*whole.remarks, *remarks)), *trusted_names(found.renamed)),
     )
 
 
@@ -91,10 +98,13 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
     return Layers(found.layers, found.slices[rank::tensor], rank)
 
 
-def _check_ranks_agree(files: ZeroFiles, report: Report) -> None:
-    for key in ("global_steps", "ds_version"):
-        check_agreement(files.model, key, [f.fields.values.get(key) for f in files.model], report)
-    check_agreement(files.optimizer, "ds_version", [f.fields.values.get("ds_version") for f in files.optimizer], report)
+def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:
+    """What every file of a save says alike, whatever rank has written it."""
+    model = [file for files in slices for file in files.model]
+    for key in AGREED:
+        check_agreement(model, key, [f.fields.values.get(key) for f in model], report)
+    every = [file for file in [*model, *(f for files in slices for f in files.optimizer)] if VERSION in file.fields]
+    check_agreement(every, VERSION, [f.fields.values.get(VERSION) for f in every], report)
 
 
 # ------------------------------------------------------------------------------------------------------- topology

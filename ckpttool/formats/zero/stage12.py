@@ -17,6 +17,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.zero.experts import Experts
 from ckpttool.formats.zero.files import RESTORE, partition_counts
+from ckpttool.formats.zero.identity import check_recorded_slices
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups
 from ckpttool.formats.zero.partitions import (
     FRAGMENT,
@@ -146,6 +147,8 @@ def _read_group(
     slack = 0 if end_paddings[0] is not None else 2 * files.ranks
     _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, slack, group)
     fragments = _fragments(shapes, offsets, partition, files.ranks)
+    if not _round_robin(files):  # which records them in another order than it saves the elements in
+        check_recorded_slices(states, group, fragments, trust_names=files.location.trust_names)
     groups = [_param_group(s, group) for s in states]
     # Every other reader knows the optimizer's own order, and it is the one that another number of ranks starts from.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)

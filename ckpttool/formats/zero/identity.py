@@ -1,0 +1,138 @@
+"""What the files of a checkpoint say of themselves, held against their names and against each other.
+
+A file that was renamed, swapped with another rank's or copied over it still has the shapes that its place asks for. Its
+archive's name, the slices that it recorded and its checksums tell which rank it belongs to.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from typing import TYPE_CHECKING
+
+from ckpttool.containers.values import TensorRef, walk
+from ckpttool.errors import LayoutError
+from ckpttool.formats.zero.names import parse_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.formats.fields import Fields
+    from ckpttool.formats.zero.files import RankFile
+    from ckpttool.storage import Storage
+
+UNNAMED = "archive"
+"""What torch calls an archive that it did not write to a path."""
+SAMPLE_BYTES = 1 << 12
+"""Bytes of a tensor that are looked at to tell whether it is one value again and again."""
+HINT = "restore the files from a copy; if it was renamed on purpose, trust the names (trust_names, --trust-names)"
+
+
+def archive_name(file: TorchFile) -> str | None:
+    """The name that a file was saved under, without its ending; None if it does not tell.
+
+    Source: torch 2.13, caffe2/serialize/inline_container.cc (PyTorchStreamWriter): every record's name begins with the
+    archive's, which is the file's own unless it was written to a buffer.
+    """
+    prefix = file.records[0].name.split("/")[0] if file.records else UNNAMED
+    return None if prefix == UNNAMED else prefix
+
+
+def renamed(name: str, kind: str, file: TorchFile) -> LayoutError | None:
+    """The error of a file that says it was saved under another of DeepSpeed's names.
+
+    Args:
+        name: The file, relative to the checkpoint.
+        kind: What it holds, as in ``CheckpointFile``.
+        file: Its structure.
+    """
+    saved_as = archive_name(file)
+    if saved_as is None or saved_as == posixpath.basename(name).removesuffix(".pt"):
+        return None
+    if kind != "state" and parse_name(f"{saved_as}.pt") is None:
+        return None  # a name of no rank: it was written under a temporary one
+    problem = f"was saved as {saved_as!r:.200}, by the names of its records: files were renamed or swapped"
+    return LayoutError(file.path, problem, HINT)
+
+
+def trusted_names(names: Sequence[str]) -> list[str]:
+    """What to tell of files whose names were trusted."""
+    if not names:
+        return []
+    shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    return [f"{len(names)} files say that they were saved under other names; their names were trusted: {shown}"]
+
+
+def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
+    """The error of two ranks' optimizer files that hold the same bytes, where ranks hold different partitions.
+
+    Equal checksums alone prove nothing: before the first step two partitions may be equal. Where two tensors of a rank
+    vary and equal another rank's (a master and a moment, say), one file was copied over the other.
+    """
+    seen: dict[tuple[tuple[int, int], ...], RankFile] = {}
+    for file in files:
+        recorded = {r.where: r.crc32 for r in file.torch.records if r.crc_recorded}
+        places = [where for where in file.torch.storages.values() if where.nbytes >= 8]
+        if len(places) < 2 or any(where not in recorded for where in places):
+            continue
+        first = seen.setdefault(tuple((where.nbytes, recorded[where]) for where in places), file)
+        if first is not file and _varying(storage, file) >= 2:
+            problem = f"holds the same values as {posixpath.basename(first.path)}: one was copied over the other"
+            return LayoutError(file.path, problem, HINT)
+    return None
+
+
+def _varying(storage: Storage, file: RankFile) -> int:
+    """How many tensors with a dimension hold more than one value, by a look at the beginning of each."""
+    count = 0
+    refs = {v.storage.key: v for v in walk(file.torch.root) if isinstance(v, TensorRef) and v.shape and v.numel > 1}
+    with storage.open(file.path) as reader:
+        for key, ref in refs.items():
+            where, width = file.torch.storages[key], max(1, file.torch.storages[key].nbytes // ref.storage.numel)
+            data = reader.read(where.start, min(where.end, where.start + SAMPLE_BYTES))
+            count += any(data[n : n + width] != data[:width] for n in range(width, len(data) - width + 1, width))
+    return count
+
+
+def check_recorded_slices(
+    states: Sequence[Fields], group: int, fragments: Mapping[str, NDArray[np.void]], *, trust_names: bool
+) -> None:
+    """Hold the slices that each rank recorded against those that its place among the ranks gives it.
+
+    Source: DeepSpeed 0.7 to 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
+    (``_create_param_mapping``): elements of each parameter that lie in the rank's partition.
+
+    Args:
+        states: ``optimizer_state_dict`` of each rank.
+        group: The parameter group.
+        fragments: Rows of FRAGMENT of each parameter.
+        trust_names: Whether the names of the files count where they contradict this.
+
+    Raises:
+        LayoutError: A rank's file has recorded the slices of another place.
+    """
+    if trust_names:
+        return
+    for rank, fields in enumerate(states):
+        groups = fields.values.get("param_slice_mappings")
+        own = groups[group] if isinstance(groups, list) and group < len(groups) else None
+        if not isinstance(own, dict) or not own:
+            continue
+        recorded = {name: _numel(fragment) for name, fragment in own.items()}
+        expected = {n: sum(int(row["numel"]) for row in rows if row["rank"] == rank) for n, rows in fragments.items()}
+        odd = next((n for n, numel in recorded.items() if numel is not None and expected.get(n, 0) != numel), None)
+        if odd is not None:
+            problem = (
+                f"recorded {recorded[odd]:,} elements of {odd!r:.200} for its rank, but rank {rank} holds "
+                f"{expected.get(odd, 0):,}: files were renamed or swapped"
+            )
+            raise LayoutError(fields.path, problem, HINT)
+
+
+def _numel(fragment: object) -> int | None:
+    state = getattr(fragment, "state", None)
+    numel = state.get("numel") if isinstance(state, dict) else None
+    return numel if isinstance(numel, int) else None
