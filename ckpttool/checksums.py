@@ -30,6 +30,12 @@ class Checksums:
     """Size of each chunk but the last."""
     crcs: tuple[int, ...]
     """One of each chunk; none of an empty file."""
+    directory: tuple[int, int] | None = None
+    """Of a ZIP archive, the first byte of its directory, and the CRC-32 of all bytes from there on.
+
+    The directory has the CRC-32 of every record: with this one checksum a few kilobytes of a large file can be read and
+    compared with what was saved.
+    """
 
 
 def chunk_bytes(nbytes: int) -> int:
@@ -61,18 +67,21 @@ def combine(first: int, second: int, nbytes: int) -> int:
     return _product(_power(nbytes), first) ^ second if nbytes else first
 
 
-def of_pieces(nbytes: int, pieces: Iterable[tuple[int, int, int]]) -> Checksums:
+def of_pieces(
+    nbytes: int, pieces: Iterable[tuple[int, int, int]], directory: tuple[int, int] | None = None
+) -> Checksums:
     """Checksums of a file from those of its pieces.
 
     Args:
         nbytes: Size of the file.
         pieces: (first byte, bytes, CRC-32), which cover it in order; none reaches from one chunk into the next.
+        directory: As in ``Checksums``.
     """
     size = chunk_bytes(nbytes)
     crcs = [0] * -(-nbytes // size)
     for start, length, crc in pieces:
         crcs[start // size] = combine(crcs[start // size], crc, length)
-    return Checksums(nbytes, size, tuple(crcs))
+    return Checksums(nbytes, size, tuple(crcs), directory)
 
 
 def of_bytes(data: bytes) -> Checksums:

@@ -13,7 +13,9 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
+from ckpttool.manifest import is_commit, read_manifest
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.read_checks import chunk_records
 from ckpttool.storage import MANIFEST, MARK, walk
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         LayoutError: Two of the directories hold different files of one name.
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
+    if is_commit(checkpoint.storage, checkpoint.location):
+        for name, sums in read_manifest(checkpoint.storage, checkpoint.location).files.items():
+            records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
     found: dict[str, SourceFile] = {}
     for directory in directories:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpttool.checksums import crc32
-from ckpttool.errors import ContainerError
+from ckpttool.errors import ChecksumError, ContainerError
 from ckpttool.manifest import is_commit, read_manifest, size_problems
 
 if TYPE_CHECKING:
@@ -31,6 +31,16 @@ def guard(storage: Storage, directory: str) -> Storage:
     return GuardedStorage(storage, {f"{directory}/{name}": sums for name, sums in manifest.files.items()})
 
 
+def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
+    """A storage that checks the structure of a checkpoint's files against its manifest; None if that has none.
+
+    Raises:
+        CkptError: A file of the manifest is not there in full; or the manifest cannot be read.
+    """
+    guarded = guard(storage, directory)
+    return StructureStorage(storage, guarded.checksums) if isinstance(guarded, GuardedStorage) else None
+
+
 class GuardedStorage:
     """Another storage, of which some files are checked as they are read.
 
@@ -40,7 +50,8 @@ class GuardedStorage:
     """
 
     def __init__(self, storage: Storage, checksums: Mapping[str, Checksums]) -> None:
-        self._storage = storage
+        self.inner = storage
+        """The other storage."""
         self.checksums = checksums
         """By path: what is checked."""
         self.distant = storage.distant
@@ -50,19 +61,19 @@ class GuardedStorage:
 
     def listing(self, path: str) -> list[Entry]:
         """The names in a directory, sorted."""
-        return self._storage.listing(path)
+        return self.inner.listing(path)
 
     def list_tree(self, path: str) -> None:
         """Be ready to list a directory and all below it."""
-        self._storage.list_tree(path)
+        self.inner.list_tree(path)
 
     def is_dir(self, path: str) -> bool:
         """Whether the path is a directory that can be looked at."""
-        return self._storage.is_dir(path)
+        return self.inner.is_dir(path)
 
     def exists(self, path: str) -> bool:
         """Whether there is anything at the path."""
-        return self._storage.exists(path)
+        return self.inner.exists(path)
 
     def open(self, path: str, *, ahead: bool = False) -> Reader:
         """Open a file for reading ranges.
@@ -71,19 +82,16 @@ class GuardedStorage:
             StorageError: It is missing, not a file, or not permitted.
             ContainerError: It has another size than it was saved with.
         """
-        reader = self._storage.open(path, ahead=ahead)
+        reader = self.inner.open(path, ahead=ahead)
         sums = self.checksums.get(path)
         if sums is None:
             return reader
-        if reader.nbytes != sums.nbytes:
-            reader.close()
-            problem = f"is {reader.nbytes:,} bytes long, {sums.nbytes:,} by the manifest"
-            raise ContainerError(path, problem, "restore it from a copy, or use another tag")
+        _check_size(reader, sums)
         return GuardedReader(reader, sums, self._sound.setdefault(path, bytearray(len(sums.crcs))))
 
     def read_text(self, path: str) -> str:
         """The content of a small text file."""
-        return self._storage.read_text(path)
+        return self.inner.read_text(path)
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes | memoryview]:
         """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
@@ -94,7 +102,7 @@ class GuardedStorage:
             else:
                 inner.append((reader, start, end))
         found: list[bytes | memoryview] = []
-        for (reader, start, end), (_, first, _), data in zip(wanted, inner, self._storage.read_all(inner), strict=True):
+        for (reader, start, end), (_, first, _), data in zip(wanted, inner, self.inner.read_all(inner), strict=True):
             if isinstance(reader, GuardedReader):
                 reader.check(first, data)
             found.append(data[start - first : end - first] if len(data) > end - start else data)
@@ -102,7 +110,7 @@ class GuardedStorage:
 
     def refresh(self, paths: Sequence[str]) -> None:
         """Look anew."""
-        self._storage.refresh(paths)
+        self.inner.refresh(paths)
 
 
 class GuardedReader:
@@ -152,7 +160,7 @@ class GuardedReader:
                 continue
             if crc32(view[a - start : b - start]) != self._sums.crcs[chunk]:
                 problem = f"is damaged: bytes {a:,} to {b:,} are not what was saved"
-                raise ContainerError(self.path, problem, "restore it from a copy, or use another tag")
+                raise ChecksumError(self.path, problem, "restore it from a copy, or use another tag")
             self._sound[chunk] = 1
 
     def read(self, start: int, end: int) -> bytes:
@@ -203,3 +211,95 @@ class GuardedReader:
     def close(self) -> None:
         """Release the file."""
         self.reader.close()
+
+
+class StructureStorage(GuardedStorage):
+    """Another storage, of which the structure of some files is checked as it is read.
+
+    Of an archive whose directory the manifest knows, the directory is checked alone: it has the CRC-32 of every record,
+    and whoever reads one compares it. Of other files all that is read is checked, in whole chunks.
+    """
+
+    def open(self, path: str, *, ahead: bool = False) -> Reader:
+        """Open a file for reading ranges; see ``GuardedStorage``."""
+        sums = self.checksums.get(path)
+        if sums is None or sums.directory is None:
+            return super().open(path, ahead=ahead)
+        reader = self.inner.open(path, ahead=ahead)
+        _check_size(reader, sums)
+        return DirectoryReader(reader, *sums.directory)
+
+
+class DirectoryReader:
+    """An open archive whose directory is checked before anything of it is returned.
+
+    Args:
+        reader: The file.
+        start: First byte of the directory, which reaches to the end of the file.
+        crc: Its CRC-32.
+    """
+
+    def __init__(self, reader: Reader, start: int, crc: int) -> None:
+        self.reader = reader
+        self._start = start
+        self._crc = crc
+        self._directory: bytes | None = None
+        self.path = reader.path
+        self.nbytes = reader.nbytes
+        self.version = reader.version
+        self.distant = reader.distant
+
+    def __enter__(self) -> DirectoryReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end).
+
+        Raises:
+            StorageError: The range cannot be read whole.
+            ChecksumError: The directory is not as it was saved.
+        """
+        if end <= self._start:
+            return self.reader.read(start, end)
+        if self._directory is None:
+            data = self.reader.read(self._start, self.nbytes)
+            if crc32(data) != self._crc:
+                problem = "its zip directory is not what was saved, by the manifest"
+                raise ChecksumError(self.path, problem, "restore it from a copy, or use another tag")
+            self._directory = data
+        before = self.reader.read(start, self._start) if start < self._start else b""
+        return before + self._directory[max(0, start - self._start) : end - self._start]
+
+    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of each range, in order."""
+        if all(r.end <= self._start for r in ranges):
+            return self.reader.read_many(ranges)
+        return [self.read(r.start, r.end) for r in ranges]
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on."""
+        buffer[:] = self.read(start, start + len(buffer))
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Be ready to read these ranges."""
+        self.reader.read_ahead(ranges)
+
+    def check_unchanged(self) -> None:
+        """Make sure that the file is still the one that was opened."""
+        self.reader.check_unchanged()
+
+    def close(self) -> None:
+        """Release the file."""
+        self.reader.close()
+
+
+def _check_size(reader: Reader, sums: Checksums) -> None:
+    if reader.nbytes != sums.nbytes:
+        reader.close()
+        problem = f"is {reader.nbytes:,} bytes long, {sums.nbytes:,} by the manifest"
+        raise ContainerError(reader.path, problem, "restore it from a copy, or use another tag")

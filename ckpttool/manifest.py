@@ -54,12 +54,14 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest's file."""
-        files = {
-            name: {"nbytes": f.nbytes, "chunk_bytes": f.chunk_bytes, "crc32": _packed(f.crcs)}
-            for name, f in sorted(self.files.items())
-        }
+        files = {name: _entry(file) for name, file in sorted(self.files.items())}
         values = {k: v for k, v in _shallow(self).items() if k != "files"}
         return json.dumps({"format": FORMAT, **values, "files": files}, indent=1).encode()
+
+
+def _entry(file: Checksums) -> dict[str, Any]:
+    entry = {"nbytes": file.nbytes, "chunk_bytes": file.chunk_bytes, "crc32": _packed(file.crcs)}
+    return entry if file.directory is None else {**entry, "directory": list(file.directory)}
 
 
 def _shallow(manifest: Manifest) -> dict[str, Any]:
@@ -135,7 +137,13 @@ def _checksums(values: Mapping[str, Any]) -> Checksums:
     count = -(-nbytes // size) if size >= MIN_CHUNK_BYTES else -1
     if nbytes < 0 or not 0 <= count <= MAX_CHUNKS or len(raw) != 4 * count:
         raise ValueError("checksums do not fit the size")
-    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw))
+    directory = values.get("directory")
+    if directory is not None:
+        start, crc = map(int, directory)
+        if not (0 <= start <= nbytes and 0 <= crc < 1 << 32):
+            raise ValueError("the directory lies outside its file")
+        directory = start, crc
+    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw), directory)
 
 
 def _packed(crcs: tuple[int, ...]) -> str:

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ckpttool.checksums import combine, crc32
+from ckpttool.checksums import combine, crc32, cuts
+from ckpttool.containers.torch_zip import Record
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ChecksumError
 from ckpttool.model import stored_blocks
+from ckpttool.ranges import ByteRange
 from ckpttool.threads import in_threads
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.containers.torch_zip import Record
+    from ckpttool.checksums import Checksums
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
 
@@ -243,6 +245,12 @@ class ReadChecks:
             " when it was saved"
         )
         raise ChecksumError(path, problem, RESTORE)
+
+
+def chunk_records(sums: Checksums) -> tuple[Record, ...]:
+    """The chunks of a file, as a manifest has them."""
+    chunks = zip(cuts(0, sums.nbytes, sums.chunk_bytes), sums.crcs, strict=True)
+    return tuple(Record(f"chunk {n}", ByteRange(*where), crc) for n, (where, crc) in enumerate(chunks))
 
 
 def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Check) -> ReadChecks | None:

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import LayoutError, StorageError
+from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished
 from ckpttool.formats.zero.files import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
+from ckpttool.guarded import with_manifest
+from ckpttool.read_checks import chunk_records
 from ckpttool.storage import WAIT, local_path, open_storage, parent, scheme_of, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.formats.zero.files import Report
+    from ckpttool.guarded import StructureStorage
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -107,11 +110,32 @@ def _open(
     location = replace(location, trust_names=trust_names)
     for directory in {location.root, location.directory} if not unfinished else ():
         refuse_unfinished(storage, directory)
+    checked: StructureStorage | None = None
+    try:
+        checked = with_manifest(storage, location.directory)
+    except CkptError as error:
+        report(error)
     if storage.is_dir(posixpath.join(location.directory, "zero")):
         from ckpttool.formats.universal import read_universal
 
-        return read_universal(storage, location, report)
-    return read_zero(storage, location, report)
+        checkpoint = read_universal(checked or storage, location, report)
+    else:
+        checkpoint = read_zero(checked or storage, location, report)
+    return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
+
+
+def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report) -> Checkpoint:
+    """A checkpoint whose files are those of its manifest: what has no checksum of its own gets the manifest's."""
+    files = []
+    for n, file in enumerate(checkpoint.files):
+        sums = checked.checksums.get(checkpoint.path(n))
+        if sums is None:
+            hint = "remove it, or restore the checkpoint from a copy"
+            report(LayoutError(checkpoint.path(n), "is not in the manifest: it is no part of this save", hint))
+        elif not (file.records and all(record.crc_recorded for record in file.records)):
+            file = replace(file, records=chunk_records(sums))
+        files.append(file)
+    return replace(checkpoint, storage=checked.inner, files=tuple(files))
 
 
 def _without_tags(storage: Storage, src: str, tag: str | None) -> Checkpoint | None:

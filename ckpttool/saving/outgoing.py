@@ -118,6 +118,7 @@ class TorchFile:
     """The storages by key, in order."""
     _built: torch_zip.BuiltArchive = field(init=False)
     _hashed: list[Hashed] = field(init=False, default_factory=list)
+    _directory: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._built = self._build({})
@@ -130,7 +131,7 @@ class TorchFile:
     @property
     def checksums(self) -> Checksums:
         """Of its bytes; known when ``stream`` has ended."""
-        return of_pieces(self.nbytes, self._hashed)
+        return of_pieces(self.nbytes, self._hashed, self._directory)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """All its bytes, in order. Before each storage stands its checksum: it is waited for."""
@@ -150,7 +151,9 @@ class TorchFile:
             yield self._taken(start, torch_zip.with_crc32(literal, crcs[key]), size)
             yield from _pieces(self.payloads[key])
             self._hashed += of_payload
-        yield self._taken(end, self._build(crcs).literals[-1][1], size)
+        directory = self._build(crcs).literals[-1][1]
+        self._directory = end, crc32(directory)
+        yield self._taken(end, directory, size)
 
     def _taken(self, start: int, literal: bytes, size: int) -> bytes:
         self._hashed += _hash(size, (start, Held(literal)))
