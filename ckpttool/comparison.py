@@ -13,6 +13,7 @@ import numpy as np
 from ckpttool.contents import WEIGHTS, contents, matcher
 from ckpttool.gather import Gatherer, chunk_elements
 from ckpttool.proofs import source_files
+from ckpttool.read_checks import checks_for
 from ckpttool.sources import Sources
 from ckpttool.threads import default_jobs, in_threads
 
@@ -89,6 +90,7 @@ def compare(
     Optimizer states are compared if both have any.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         StorageError: Reading failed.
     """
     matches = matcher(include, exclude)
@@ -100,7 +102,11 @@ def compare(
         notes.append(f"{lacking.location} holds no optimizer states: only weights are compared")
         ours, theirs = ({k: s for k, s in held.items() if k[1] == WEIGHTS} for held in (ours, theirs))
     partner = {k: p for k in ours if (p := _partner(k, a, b, theirs)) is not None}
-    with Sources(source_files(a)) as left, Sources(source_files(b)) as right:
+    files = source_files(a), source_files(b)
+    with (
+        Sources(files[0], checks_for(files[0], a, "read")) as left,
+        Sources(files[1], checks_for(files[1], b, "read")) as right,
+    ):
         tasks = (
             partial(_one, left, right, k, ours[k], theirs[p], (rtol, atol), advance)
             for k, p in partner.items()
@@ -110,8 +116,9 @@ def compare(
             in_threads(tasks, jobs or default_jobs(distant=left.distant or right.distant))
         ) as results:
             found = {(d.name, d.state): d for d in results}
-        left.check_unchanged()
-        right.check_unchanged()
+        for sources in (left, right):
+            sources.check_unchanged()
+            sources.finish_checks(jobs=jobs)
     tensors = [
         found[k] if k in found else Difference(*k, "only in a", (s.dtype, None), (s.shape, None))
         for k, s in ours.items()

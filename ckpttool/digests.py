@@ -14,6 +14,7 @@ from ckpttool.casts import cast
 from ckpttool.contents import WEIGHTS, Content, contents
 from ckpttool.gather import Gatherer
 from ckpttool.proofs import source_files
+from ckpttool.read_checks import checks_for
 from ckpttool.sources import Sources
 from ckpttool.threads import default_jobs, in_threads
 
@@ -75,11 +76,13 @@ def digest_of(
         dtypes: Types to cast tensors to first, by name, to foretell the digest of what they are written as.
         advance: Told of bytes read.
     """
-    with Sources(source_files(checkpoint)) as sources:
+    files = source_files(checkpoint)
+    with Sources(files, checks_for(files, checkpoint, "read")) as sources:
         tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=sources.distant))) as results:
             parts = sorted(results)
         sources.check_unchanged()
+        sources.finish_checks(jobs=jobs)
     return "sha256:" + hashlib.sha256(b"".join(parts)).hexdigest()
 
 

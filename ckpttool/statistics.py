@@ -12,6 +12,7 @@ import numpy as np
 
 from ckpttool.gather import Gatherer
 from ckpttool.proofs import source_files
+from ckpttool.read_checks import checks_for
 from ckpttool.sources import Sources
 from ckpttool.threads import default_jobs, in_threads
 
@@ -59,9 +60,11 @@ def statistics(
     """Statistics of some tensors, in their order, each read once in small pieces.
 
     Raises:
+        ChecksumError: What was read is not what was saved.
         StorageError: Reading failed.
     """
-    with Sources(source_files(checkpoint)) as sources:
+    files = source_files(checkpoint)
+    with Sources(files, checks_for(files, checkpoint, "read")) as sources:
         tasks = (partial(_one, sources, i, content, advance) for i, content in enumerate(tensors))
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=sources.distant))) as results:
             ready: dict[int, TensorStats] = {}
@@ -72,6 +75,7 @@ def statistics(
                     yield ready.pop(following)
                     following += 1
         sources.check_unchanged()
+        sources.finish_checks(jobs=jobs)
 
 
 def _one(sources: Sources, number: int, content: Content, advance: Advance) -> tuple[int, TensorStats]:

@@ -73,6 +73,25 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def seal(path: Path) -> None:
+    """Record the checksums of what a file holds now: it is damaged, but was saved so."""
+    with LocalReader(str(path)) as reader:
+        records = torch_zip.parse(reader)
+    data = bytearray(path.read_bytes())
+    for record in records.values():
+        crc = zlib.crc32(data[record.where.start : record.where.end])
+        if crc == record.crc32 or not record.crc_recorded:
+            continue
+        name = record.name.encode()
+        for magic, crc_at, name_at in ((b"PK\x03\x04", 14, 30), (b"PK\x01\x02", 16, 46)):
+            at = data.find(magic)
+            while data[at + name_at : at + name_at + len(name)] != name:
+                at = data.find(magic, at + 1)
+                assert at >= 0
+            data[at + crc_at : at + crc_at + 4] = crc.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
 def break_zip_directory(path: Path) -> None:
     """Overwrite the signature of the first entry of the central directory."""
     data = path.read_bytes()
@@ -138,6 +157,7 @@ def resave(root: Path, *, step: int) -> None:
             where = file.locate(counter)
             data[where.start : where.end] = np.float32(step).tobytes()
         path.write_bytes(data)
+        seal(path)
     for path in files_of(root, "model"):
         edit(path, lambda states: states.update(global_steps=step))
 

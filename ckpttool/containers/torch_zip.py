@@ -101,6 +101,16 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     return records
 
 
+def directory_start(reader: RangeReader) -> int:
+    """The first byte of an archive's central directory, which with what follows it ends the file.
+
+    Raises:
+        ContainerError: The archive is cut off or damaged.
+        StorageError: The file cannot be read.
+    """
+    return _read_directory(reader)[0].start
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     name: str

@@ -24,7 +24,7 @@ from ckpttool.formats.zero.files import (
     check_model_ranks,
     model_names,
 )
-from ckpttool.formats.zero.identity import trusted_names
+from ckpttool.formats.zero.identity import copied_states, trusted_names
 from ckpttool.formats.zero.module import (
     carried_storages,
     client_state,
@@ -90,6 +90,14 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     opener.ahead((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in trained for key in folders[name])
     for name in trained:
         states[name] = _read_states(opener, name, folders[name], slices.get(name), steps, slicings)
+    moments = [
+        (n, k, f)
+        for n in trained
+        for k in folders[n]
+        if k not in {MASTER, STEP} and (f := opener.files_by_name.get(f"{FOLDER}/{n}/{k}.pt"))
+    ]
+    if not location.trust_names and (error := copied_states(storage, moments)) is not None:
+        opener.report(error)
     module = read_module(first)
     buffer_names = {n for f in files for n in read_buffer_names(f.model[0])}
     own = {*states, *(n for n in module if n not in (first.fields.optional("shared_params", dict) or {}))}

@@ -97,6 +97,29 @@ def _varying(storage: Storage, file: RankFile) -> int:
     return count
 
 
+def copied_states(storage: Storage, files: Sequence[tuple[str, str, RankFile]]) -> LayoutError | None:
+    """The error of two parameters' moments that hold the same bytes: one file was copied over the other.
+
+    Masters may be equal before the first step, and where layers are copies of each other; moments that vary are not.
+
+    Args:
+        storage: Where the files lie.
+        files: (parameter, state, file) of a universal checkpoint, masters left out.
+    """
+    seen: dict[tuple[object, ...], tuple[str, RankFile]] = {}
+    for name, state, file in files:
+        recorded = {r.where: r.crc32 for r in file.torch.records if r.crc_recorded}
+        places = [where for where in file.torch.storages.values() if where.nbytes >= 8]
+        if not places or any(where not in recorded for where in places):
+            continue
+        key = (state, *((where.nbytes, recorded[where]) for where in places))
+        other, first = seen.setdefault(key, (name, file))
+        if first is not file and _varying(storage, file):
+            problem = f"holds the same values as {state} of {other}: one was copied over the other"
+            return LayoutError(file.path, problem, "restore it from a copy, or convert the source again")
+    return None
+
+
 def check_recorded_slices(
     states: Sequence[Fields], group: int, fragments: Mapping[str, NDArray[np.void]], *, trust_names: bool
 ) -> None:
