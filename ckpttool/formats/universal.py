@@ -24,7 +24,7 @@ from ckpttool.formats.zero.files import (
     check_model_ranks,
     model_names,
 )
-from ckpttool.formats.zero.identity import copied_states, trusted_names
+from ckpttool.formats.zero.identity import agreed_facts, check_listed, copied_states, trusted_names
 from ckpttool.formats.zero.module import (
     carried_storages,
     client_state,
@@ -33,7 +33,7 @@ from ckpttool.formats.zero.module import (
     read_module,
     read_param_shapes,
 )
-from ckpttool.formats.zero.partitions import read_group
+from ckpttool.formats.zero.partitions import check_agreement, read_group
 from ckpttool.formats.zero.stage3 import read_frozen
 from ckpttool.model import (
     BY_ROWS,
@@ -74,6 +74,8 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     opener = Opener(storage, location, report)
     files = _model_files(opener)
     first = files[0].model[0]
+    for fact in agreed_facts(files):
+        check_agreement(fact.files, fact.name, fact.values, report)
     folders = _folders(opener)
     shapes = [read_param_shapes(f) if _lists_shapes(f) else [] for f in files]
     slices = {name: shape for groups in shapes for group in groups for name, shape in group.items()}
@@ -99,6 +101,8 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     if not location.trust_names and (error := copied_states(storage, moments)) is not None:
         opener.report(error)
     module = read_module(first)
+    if whole and not _lists_shapes(files[0]):
+        check_listed(first, module, (n for n in states if ".experts." not in n))
     buffer_names = {n for f in files for n in read_buffer_names(f.model[0])}
     own = {*states, *(n for n in module if n not in (first.fields.optional("shared_params", dict) or {}))}
     experts = Experts(files[0])

@@ -17,7 +17,7 @@ import pytest
 
 import ckpttool
 from ckpttool.checksums import Checksums, of_bytes
-from ckpttool.containers.torch_zip import directory_start
+from ckpttool.containers.torch_zip import directory_start, parse
 from ckpttool.errors import CkptError
 from ckpttool.manifest import Manifest
 from ckpttool.storage import MANIFEST, LocalReader
@@ -152,11 +152,24 @@ def _sums(path: Path) -> Checksums:
 def test_no_shard_of_another_checkpoint_is_taken(name: str, tmp_path: Path) -> None:
     """Files of the same name from the other bundled checkpoints."""
     bed = Bed(name, tmp_path)
-    for path in [p for p in bed.files if p.suffix in {".pt", ".swp"}][:6]:
+    shards = [p for p in bed.files if p.suffix in {".pt", ".swp"}]
+    for path in shards[:6] if len(shards) > 1 else ():  # one file alone is a whole checkpoint
         before = path.read_bytes()
         others = [p for other in NAMES if (p := Path(tag_directory(other)) / path.relative_to(bed.tag)).exists()]
         for other in [p for p in others if p.read_bytes() != before][:MOST]:
+            # Where only the bytes of tensors differ, nothing tells whose they are.
+            alike = _structure(other) == _structure(path)
             path.write_bytes(other.read_bytes())
-            bed.verdict(f"{path.name} of {other}", nameless=path.name.endswith(NAMELESS))
-        path.write_bytes(before)
+            bed.verdict(f"{path.name} of {other}", nameless=alike or path.name.endswith(NAMELESS))
+            path.write_bytes(before)
     print(dict(bed.counts))  # noqa: T201
+
+
+def _structure(path: Path) -> bytes:
+    """The pickle of a file."""
+    data = path.read_bytes()
+    if not data.startswith(b"PK"):
+        return data
+    with LocalReader(str(path)) as reader:
+        (where,) = (r.where for name, r in parse(reader).items() if name.endswith("/data.pkl"))
+    return data[where.start : where.end]

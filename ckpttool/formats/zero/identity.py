@@ -7,23 +7,28 @@ archive's name, the slices that it recorded and its checksums tell which rank it
 from __future__ import annotations
 
 import posixpath
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.containers.values import TensorRef, walk
+from ckpttool.dtypes import DTYPES, SHORT_NAMES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.zero.names import parse_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero.files import RankFile
+    from ckpttool.formats.zero.files import RankFile, ZeroFiles
     from ckpttool.storage import Storage
 
+VERSION, CONFIG = "ds_version", "ds_config"
+CONFIGURED = (("zero_optimization", "stage"), ("bf16", "enabled"), ("fp16", "enabled"), ("train_batch_size",))
+"""Parts of the configuration that are one for all ranks; others, such as the path of an NVMe drive, need not be."""
 UNNAMED = "archive"
 """What torch calls an archive that it did not write to a path."""
 SAMPLE_BYTES = 1 << 12
@@ -117,6 +122,82 @@ def copied_states(storage: Storage, files: Sequence[tuple[str, str, RankFile]]) 
         if first is not file and _varying(storage, file):
             problem = f"holds the same values as {state} of {other}: one was copied over the other"
             return LayoutError(file.path, problem, "restore it from a copy, or convert the source again")
+    return None
+
+
+def check_listed(file: RankFile, module: Mapping[str, TensorRef], names: Iterable[str]) -> None:
+    """Hold the optimizer's parameters against a module whose file lists no shapes.
+
+    Raises:
+        LayoutError: It has a module, and lacks one of them.
+    """
+    odd = next((name for name in names if module and name not in module), None)
+    if odd is not None:
+        problem = f"lists no param_shapes, and its module lacks {odd!r:.200}, which the optimizer has"
+        raise LayoutError(file.path, f"{problem}: two saves are mixed", "restore it from a copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What files of one save say alike."""
+
+    name: str
+    """What errors call it."""
+    files: Sequence[RankFile]
+    """The files."""
+    values: Sequence[object]
+    """What each of them says."""
+
+
+def agreed_facts(slices: Sequence[ZeroFiles]) -> Iterator[Fact]:
+    """What all files of one save say alike, whatever rank has written them.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_zero_checkpoint``).
+    """
+    model = [file for files in slices for file in files.model]
+    optimizer = [file for files in slices for file in files.optimizer]
+    for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size"):
+        yield Fact(key, model, [f.fields.values.get(key) for f in model])
+    every = [f for f in (*model, *optimizer) if VERSION in f.fields]
+    yield Fact(VERSION, every, [f.fields.values.get(VERSION) for f in every])
+    configured = [f for f in (*model, *optimizer) if isinstance(f.fields.values.get(CONFIG), dict)]
+    for path in CONFIGURED:
+        yield Fact(f"{' > '.join(path)} in {CONFIG}", configured, [_configured(f, path) for f in configured])
+    for files in slices:
+        spread = files.expert_optimizer
+        forms = [sorted(map(str, f.fields.optional("optimizer", dict) or {})) for f in spread]
+        yield Fact("form of the optimizer", spread, forms)
+        if (error := mixed_types([e.file for e in files.experts])) is not None:
+            raise error
+        for layer in dict.fromkeys(e.layer for e in files.experts):
+            own = [e.file for e in files.experts if e.layer == layer]
+            yield Fact(f"shapes of the experts of layer {layer}", own, [_shapes(f) for f in own])
+
+
+def _shapes(file: RankFile) -> list[tuple[int, ...]]:
+    return sorted(v.shape for v in walk(file.torch.root) if isinstance(v, TensorRef))
+
+
+def _configured(file: RankFile, path: Sequence[str]) -> object:
+    value: object = file.fields.values.get(CONFIG)
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def mixed_types(files: Sequence[RankFile]) -> LayoutError | None:
+    """The error of files of one kind, layers or experts, whose matrices have no floating type in common.
+
+    Vectors do not count: buffers keep a type of their own.
+    """
+    tensors = [(f, [v for v in walk(f.torch.root) if isinstance(v, TensorRef) and len(v.shape) > 1]) for f in files]
+    held = [(file, {v.dtype for v in refs if DTYPES[v.dtype].floating}) for file, refs in tensors]
+    held = [(file, types) for file, types in held if types]
+    for file, types in held[1:]:
+        if not types & held[0][1]:
+            ours, theirs = ("/".join(sorted(SHORT_NAMES.get(t, t) for t in s)) for s in (types, held[0][1]))
+            problem = f"holds {ours}, but {posixpath.basename(held[0][0].path)} {theirs}: two saves are mixed"
+            return LayoutError(file.path, problem, "restore it from a copy, or choose another tag")
     return None
 
 

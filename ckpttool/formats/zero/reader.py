@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats.zero.files import RESTORE, AllFiles, ZeroFiles, read_zero_files
-from ckpttool.formats.zero.identity import trusted_names
+from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
 from ckpttool.formats.zero.module import carried_storages, client_state
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.formats.zero.slices import Slice, read_slice
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
-VERSION = "ds_version"
-AGREED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
-"""What the model states of all ranks say alike.
-
-Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``)."""
-
-
 def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoint:
     """Read the layout of a checkpoint that DeepSpeed saved; no tensor bytes but the optimizer's numbers.
 
@@ -37,6 +30,8 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     """
     found = read_zero_files(storage, location, report)
     _check_ranks_agree(found.slices, report)
+    if (mixed := mixed_types([layer.file for layer in found.layers])) is not None:
+        report(mixed)
     pipeline, tensor = _degrees(found)
     stages = []
     twins: list[Twin] = []
@@ -100,11 +95,8 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
 
 def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:
     """What every file of a save says alike, whatever rank has written it."""
-    model = [file for files in slices for file in files.model]
-    for key in AGREED:
-        check_agreement(model, key, [f.fields.values.get(key) for f in model], report)
-    every = [file for file in [*model, *(f for files in slices for f in files.optimizer)] if VERSION in file.fields]
-    check_agreement(every, VERSION, [f.fields.values.get(VERSION) for f in every], report)
+    for fact in agreed_facts(slices):
+        check_agreement(fact.files, fact.name, fact.values, report)
 
 
 # ------------------------------------------------------------------------------------------------------- topology

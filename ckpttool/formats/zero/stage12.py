@@ -17,7 +17,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.zero.experts import Experts
 from ckpttool.formats.zero.files import RESTORE, partition_counts
-from ckpttool.formats.zero.identity import check_recorded_slices
+from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups
 from ckpttool.formats.zero.partitions import (
     FRAGMENT,
@@ -62,6 +62,7 @@ def read_partitions(
     if files.model[0].fields.values.get("param_shapes") is None and (mapped := mapped_sizes(files)):
         # Stage 0 in a pipeline lists no shapes, though BF16_Optimizer partitions as at stage 1.
         param_shapes = [{name: layers.get(name, (numel,)) for name, numel in group.items()} for group in mapped]
+        check_listed(files.model[0], module, [name for group in mapped for name in group])
     else:
         param_shapes = read_param_shapes(files)
     masters = [files.states(r).tensors("single_partition_of_fp32_groups") for r in range(files.ranks)]
