@@ -108,6 +108,12 @@ class Truth:
         return [n for n in self.facts["order"] if n in frozen]
 
     @property
+    def tied(self) -> dict[str, str]:
+        """Every further name of a parameter that is there, and its first."""
+        gone = {*self.facts["frozen"]} - {*self.saved_frozen}
+        return {alias: name for alias, name in self.facts["tied"].items() if name not in gone}
+
+    @property
     def order(self) -> list[str] | None:
         """Parameters in the order of the module; None where no file has them in that order."""
         if self.universal and self.topology.pipeline_parallel > 1:
