@@ -65,7 +65,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         dtype=whole.dtype,
         deepspeed_version=first.fields.optional("ds_version", str),
         step=step,
-        samples=first.fields.optional("global_samples", int),
+        samples=first.fields.count("global_samples"),
         skipped_steps=skipped,
         parameters=tuple(whole.parameters.values()),
         buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
@@ -115,6 +115,12 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
     tensor = in_layers or recorded.get("tp_degree") or ranks
     if not isinstance(tensor, int):
         raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is no number")
+    alone = ranks == 1 and fields.optional("mp_world_size", int) == 1
+    if alone and tensor > 1 and _data_parallel(found.slices[0]) % tensor == 0:
+        # Under sequence parallelism (Ulysses) the sequence's ranks are called model-parallel: tp_degree counts them,
+        # though all of them share the optimizer's states and none holds a slice.
+        # Source: DeepSpeed 0.19.5, runtime/sequence_parallel/parallel_state_sp.py (``get_model_parallel_world_size``).
+        tensor = 1
     if tensor < 1 or ranks % tensor:
         raise LayoutError(fields.path, f"is one of {ranks} model-parallel ranks, in columns of {tensor!r:.40}", RESTORE)
     return ranks // tensor, tensor
