@@ -1,4 +1,4 @@
-"""Less common models and runs, converted or resumed from as they are: real engines hold what was saved, and train on."""
+"""Less common models and runs, converted or resumed from: real engines hold what was saved, and train on."""
 
 from __future__ import annotations
 
