@@ -17,7 +17,7 @@ from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
 from ckpttool.targets.zero.plan import Shape, plan_zero
 from tests.cli.command import ckpttool as command
-from tests.truth import NAMES, source, tag_directory
+from tests.truth import NAMES, source, tag_directory, truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ REFUSED = {
     "ds0.3.16-zero3-dp2-fp16": "lists its parameters without their groups",
     "pipeline-zero0-pp2-dp1-fp32": "does not say what the optimizer trains",
     "pipeline-zero0-pp2-dp2-fp16": "does not say what the optimizer trains",
-}
+} | dict.fromkeys((n for n in NAMES if truth(n).elastic), "holds no hyper-parameters (lr, betas, ...) of group 0")
 CONVERTED = [n for n in NAMES if n not in REFUSED and not n.startswith(("moe", "autoep", "universal-autoep"))]
 
 
@@ -65,6 +65,18 @@ def test_what_cannot_be_converted_is_told(name: str, tmp_path: Path) -> None:
     ).error
     assert REFUSED[name] in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_without_hyper_parameters_are_noticed(checkpoint_copy: Callable[[str], Path]) -> None:
+    """A run that loads such a checkpoint fails at its first step: earlier releases of ckpttool made them."""
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        base = file["optimizer_state_dict"]["base_optimizer_state"]
+        base["param_groups"] = [{"params": group["params"]} for group in base["param_groups"]]
+        torch.save(file, path)
+    (finding,) = ckpttool.verify(root).findings
+    assert "group 0 has no hyper-parameters" in finding.problem
 
 
 EXPERTS = [n for n in NAMES if n.startswith(("moe", "autoep", "universal-autoep"))]

@@ -79,7 +79,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
         twins=(*whole.twins, *twins),
         files=found.files,
-        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped)),
+        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped), *_group_notes(files, whole.groups)),
         remarks=(*dict.fromkeys((*whole.remarks, *remarks)), *trusted_names(found.renamed)),
     )
 
@@ -259,4 +259,20 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
             problem = f"group {i} took {step.value} steps, but the model states are of step {expected}"
             hint = "two saves are mixed, unless training was resumed without the optimizer's states"
             return [LayoutError(files.optimizer[0].path, problem, hint)]
+    return []
+
+
+def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
+    """Parameter groups without hyper-parameters, which DeepSpeed loads, and then fails at the first step.
+
+    Elastic checkpoints (a list in the place of the optimizer's state dict) have no groups, and the run's own are kept.
+
+    Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (``load_state_dict``: ``ckpt_is_rigid``).
+    """
+    if not files.optimizer or isinstance(files.states(0).values.get("base_optimizer_state"), list):
+        return []
+    for i, group in enumerate(groups):
+        if group.parameters and not group.hyperparameters:
+            problem = f"group {i} has no hyper-parameters: a run that loads it cannot take a step"
+            return [LayoutError(files.optimizer[0].path, problem, "convert its source again, or use ckpttool.load")]
     return []

@@ -76,9 +76,25 @@ def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
     Raises:
         PlanError: The source lacks what a ZeRO checkpoint needs.
     """
+    _check_hyperparameters(checkpoint)
     writer = _Writer(checkpoint, shape, tag)
     files = [*writer.optimizer_files(), *writer.model_files(), plain_file(LATEST, tag.encode())]
     return CopyPlan(writer.copies.sources, writer.copies.casts, tuple(files), sample_proofs(checkpoint))
+
+
+def _check_hyperparameters(checkpoint: Checkpoint) -> None:
+    """DeepSpeed's load replaces the run's parameter groups by those of the file, whatever these lack.
+
+    Source: torch 2.13, optim/optimizer.py (``load_state_dict``).
+    """
+    for number, group in enumerate(checkpoint.groups):
+        if group.parameters and not group.hyperparameters:
+            problem = (
+                f"holds no hyper-parameters (lr, betas, ...) of group {number}, as is the way of elastic_checkpoint: "
+                "a run that loads the result could not take a step"
+            )
+            hint = "resume with ckpttool.load(engine, ...), or convert --to universal: both keep the run's own"
+            raise PlanError(checkpoint.location, problem, hint)
 
 
 def plan_rank(
