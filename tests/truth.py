@@ -95,7 +95,7 @@ class Truth:
     @property
     def elastic(self) -> bool:
         """Whether states are in lists, without the hyper-parameters: at stages 1 and 2, the default up to 0.5.8."""
-        return self.name.endswith("-elastic") or self.release < (0, 5, 9) and self.facts["stage"] in {1, 2}
+        return self.name.endswith("-elastic") or (self.release < (0, 5, 9) and self.facts["stage"] in {1, 2})
 
     @property
     def saved_frozen(self) -> list[str]:
