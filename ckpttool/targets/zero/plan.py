@@ -266,6 +266,13 @@ class _Writer:
             if any(NATIVE.fullmatch(p.name) for p in c.parameters):
                 problem = "trains DeepSpeed's own mixture of experts, which has no stage 3"
                 raise PlanError(c.location, problem, "choose --stage 1 or 2")
+            int8 = [p.name for p in c.parameters if p.frozen and p.numel and _value(p).dtype == "I8"]
+            if int8:
+                problem = (
+                    f"has frozen parameter {int8[0]} in int8, which at stage 3 cannot be told from one that ZeRO++ "
+                    "quantised without saving its scale"
+                )
+                raise PlanError(c.location, problem, "choose --stage 1 or 2")
             empty = [n for names in self.names for n in names if self.parameters[n].numel == 0]
             if empty:
                 raise PlanError(c.location, f"trains {empty[0]}, which has no elements", "stage 3 cannot hold it")
