@@ -35,12 +35,14 @@ from ckpttool.model import (
     ScalarState,
     State,
     Topology,
+    tensor_number,
 )
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckpttool.containers.torch_file import TorchFile
     from ckpttool.containers.torch_zip import Record
     from ckpttool.formats.locate import Location
     from ckpttool.storage import Reader, Storage
@@ -149,7 +151,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
             elif len(where) >= 3 and where[-3] == "param_groups":
                 number = _number(state, opened)
                 options = (of_each if flat else listed).setdefault(where[-2], {})
-                options[where[-1]] = None if number is None else number.value
+                options[where[-1]] = None if number is None else tensor_number(number)
             else:
                 named = list(itertools.dropwhile(CONTAINERS.__contains__, where)) or [fqn]
                 weights[".".join(named)] = state
@@ -437,6 +439,20 @@ def _object(
         return None
     _, window = _open(storage, location, piece, opened, files)
     try:
-        return read_torch_file(window).root
+        torch = read_torch_file(window)
+        return _plain(torch.root, torch, window)
     except CkptError:
         return None
+
+
+def _plain(value: Any, torch: TorchFile, window: _Window) -> Any:
+    """An object with numbers in the place of its 0-dim tensors, such as betas that are tensors."""
+    if isinstance(value, TensorRef) and value.shape == ():
+        where = torch.locate(value)
+        data = window.read(where.start, where.end)
+        return tensor_number(ScalarState(np.frombuffer(data, numpy_dtype(value.dtype))[0].item(), value.dtype))
+    if type(value) is dict:
+        return {key: _plain(v, torch, window) for key, v in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_plain(v, torch, window) for v in value)
+    return value

@@ -219,7 +219,8 @@ def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> 
     """What the loaders read once: stages 1 and 2 the groups, stage 3 the first group and the first step."""
     file = TorchFileBuilder(name, builder)
     groups = [
-        {**without_tensors(dict(group.hyperparameters)), "params": [g]} for g, group in enumerate(checkpoint.groups)
+        {**file.hyperparameters(without_tensors(dict(group.hyperparameters))), "params": [g]}
+        for g, group in enumerate(checkpoint.groups)
     ]
     state = {
         g: {STEP: _number(file, group.scalars[STEP])}

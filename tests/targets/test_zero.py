@@ -79,6 +79,38 @@ def test_groups_without_hyper_parameters_are_noticed(checkpoint_copy: Callable[[
     assert "group 0 has no hyper-parameters" in finding.problem
 
 
+@pytest.mark.parametrize("road", ["1", "2", "3", "universal,2", "dcp,1", "3,dcp,2"])
+def test_hyper_parameters_that_are_tensors_stay_tensors(
+    road: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With a learning rate of another type the next steps give other masters."""
+    src = checkpoint_copy("zero2-dp2-bf16")
+    betas = (torch.tensor(0.9), torch.tensor(0.95, dtype=torch.float64))
+    given = {"lr": torch.tensor(1e-2), "betas": betas, "warm": torch.tensor(7)}
+    for path in (src / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        for group in file["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            group |= given
+        torch.save(file, path)
+    for i, to in enumerate(road.split(",")):
+        out = tmp_path / str(i)
+        if to in {"universal", "dcp"}:
+            ckpttool.convert(src, out, to=to)  # type: ignore[arg-type]  # the same
+        else:
+            dtype: Any = "bf16" if "dcp" in road.split(",")[:i] else None
+            ckpttool.convert(src, out, to="zero", world_size=2, stage=int(to), dtype=dtype)
+        src = out
+    assert ckpttool.inspect(src).groups[0].hyperparameters["lr"] == torch.tensor(1e-2).item()
+    (first, *_) = sorted((src / "global_step3").glob("*optim_states.pt"))
+    held = torch.load(first, weights_only=False)["optimizer_state_dict"]
+    for group in held.get("optimizer_state_dict", held.get("base_optimizer_state"))["param_groups"]:
+        kept = (group["lr"], *group["betas"], group["warm"])
+        for ours, theirs in zip(kept, (given["lr"], *betas, given["warm"]), strict=True):
+            assert isinstance(ours, torch.Tensor)
+            assert isinstance(theirs, torch.Tensor)
+            assert (ours.dtype, ours.shape, ours.item()) == (theirs.dtype, theirs.shape, theirs.item())
+
+
 EXPERTS = [n for n in NAMES if n.startswith(("moe", "autoep", "universal-autoep"))]
 
 

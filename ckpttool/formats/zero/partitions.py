@@ -17,7 +17,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.zero.files import RESTORE
-from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents
+from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents, tensor_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -257,12 +257,15 @@ def read_group(
 
 
 def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in group.values.items():
-        if key != "params":
-            number = file.scalar(value)
-            values[str(key)] = number.value if number is not None else value
-    return values
+    return {str(key): _plain(value, file) for key, value in group.values.items() if key != "params"}
+
+
+def _plain(value: Any, file: RankFile) -> Any:
+    """A hyper-parameter with numbers in the place of 0-dim tensors: torch takes some for lr and betas."""
+    if type(value) in {list, tuple}:
+        return type(value)(_plain(v, file) for v in value)
+    number = file.scalar(value) if isinstance(value, TensorRef) else None
+    return value if number is None else tensor_number(number)
 
 
 def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], report: Report) -> None:

@@ -375,7 +375,7 @@ class _Writer:
                     own[key] = self._flat(file, key, self._dtype(names, key), fragments[g], flat.partition, share)
             if own:
                 state[g] = own
-            groups.append({**self.experts.named(group), "params": [g]})
+            groups.append({**file.hyperparameters(self.experts.named(group)), "params": [g]})
             lean = flat.partition - flat.padding(part)
             masters.append(self._flat(file, MASTER, self._dtype(names, MASTER), fragments[g], lean, share))
             mappings.append(OrderedDict((f.name, _address(f)) for f in fragments[g]))
@@ -423,7 +423,7 @@ class _Writer:
                 dtype = self._dtype(names, MASTER)
                 masters.append(self._flat(file, MASTER, dtype, own_fragments, sub.partition, share))
                 shared.append(self.experts.partition_group(group, share, rank, number))
-            groups.append({**self.experts.named(group), "params": numbers})
+            groups.append({**file.hyperparameters(self.experts.named(group)), "params": numbers})
         return {
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler(),
