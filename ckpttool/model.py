@@ -163,6 +163,8 @@ class ScalarState:
     """The number."""
     dtype: str | None
     """safetensors' spelling if it was saved as a 0-dim tensor; None for a Python number."""
+    shape: tuple[int, ...] = ()
+    """(1,) if that tensor had one dimension."""
 
 
 class TensorFloat(float):

@@ -146,7 +146,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
             state = _tensor(storage, location, fqn, described, pieces, opened, files, records)
             if len(where) >= 3 and where[-3] == "state":
                 states.setdefault(where[-2], {})[where[-1]] = state
-                if not state.shape and (number := _number(state, opened)) is not None:
+                if state.shape in {(), (1,)} and (number := _number(state, opened)) is not None:
                     numbers.setdefault(where[-2], {})[where[-1]] = number
             elif len(where) >= 3 and where[-3] == "param_groups":
                 number = _number(state, opened)
@@ -269,7 +269,7 @@ def _groups(
         for name in names:
             group_of[name] = len(groups)
             own = numbers.get(name, {})
-            for key in own if weights[name].shape else {STEP} & own.keys():
+            for key in (k for k in own if own[k].shape != weights[name].shape or k == STEP):
                 if scalars.setdefault(key, own[key]) != own[key]:
                     odd[f"group {len(groups)}: {key}, which differs among its parameters"] = None
         groups.append(ParamGroup(tuple(names), options, scalars))
@@ -284,7 +284,7 @@ def _number(state: State, opened: Mapping[str, tuple[int, Reader]]) -> ScalarSta
     reader = next(reader for index, reader in opened.values() if index == int(row["file"]))
     start = int(row["offset"])
     data = reader.read(start, start + itemsize(state.dtype))
-    return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype)
+    return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype, state.shape)
 
 
 def _of_shape(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:

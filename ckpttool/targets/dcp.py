@@ -156,7 +156,7 @@ def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) 
     for key, scalar in checkpoint.groups[parameter.group].scalars.items():
         if key in parameter.states and key != STEP:
             continue
-        yield _number(builder, (*path, key), scalar.value, scalar.dtype or "F32")
+        yield _number(builder, (*path, key), scalar.value, scalar.dtype or "F32", scalar.shape)
 
 
 def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Entry:
@@ -164,10 +164,12 @@ def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Entr
     return _Entry(path, file.build(file.whole(state, dtype)), dtype, state.shape)
 
 
-def _number(builder: CopyBuilder, path: Path, value: float | int | bool, dtype: str) -> _Entry:
-    """A 0-dim tensor."""
+def _number(
+    builder: CopyBuilder, path: Path, value: float | int | bool, dtype: str, shape: tuple[int, ...] = ()
+) -> _Entry:
+    """A tensor of one number."""
     file = TorchFileBuilder(_ARCHIVE, builder)
-    return _Entry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype)), dtype, ())
+    return _Entry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype, shape)), dtype, shape)
 
 
 def _object(builder: CopyBuilder, path: Path, value: Any) -> _Entry:

@@ -50,11 +50,11 @@ class TorchFileBuilder:
         self._storages[key] = ref, list(pieces)
         return ref
 
-    def scalar(self, data: bytes, dtype: str) -> TensorRef:
-        """A 0-dim tensor of a value."""
+    def scalar(self, data: bytes, dtype: str, shape: tuple[int, ...] = ()) -> TensorRef:
+        """A tensor of one value, 0-dim unless ``shape`` says (1,)."""
         storage = self.storage(dtype, 1, [])
         self._values[storage.key] = data
-        return view(storage, dtype, 0, ())
+        return view(storage, dtype, 0, shape)
 
     def hyperparameters(self, value: Any) -> Any:
         """Hyper-parameters in the form they were saved in: numbers that were 0-dim tensors are tensors again."""

@@ -198,7 +198,7 @@ def _number(file: TorchFileBuilder, scalar: ScalarState) -> Any:
     """A number in the form it was saved in: a tensor, as torch's optimizers want it, or plain."""
     if scalar.dtype is None:
         return scalar.value
-    return file.scalar(scalar_bytes(scalar.value, scalar.dtype), scalar.dtype)
+    return file.scalar(scalar_bytes(scalar.value, scalar.dtype), scalar.dtype, scalar.shape)
 
 
 def scalar_bytes(value: float | int | bool, dtype: str) -> bytes:

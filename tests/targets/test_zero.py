@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
+from ckpttool.model import ScalarState
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
 from ckpttool.targets.zero.plan import Shape, plan_zero
 from tests.cli.command import ckpttool as command
@@ -77,6 +78,37 @@ def test_groups_without_hyper_parameters_are_noticed(checkpoint_copy: Callable[[
         torch.save(file, path)
     (finding,) = ckpttool.verify(root).findings
     assert "group 0 has no hyper-parameters" in finding.problem
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16", "zero0-dp2-fp32", "zero0-dp2-bf16"]
+)
+def test_a_state_of_one_element_that_all_ranks_have_alike_is_carried(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As a step that an optimizer keeps in a tensor of shape (1,)."""
+    root = checkpoint_copy(name)
+    files = [*root.rglob("*optim_states.pt")] or [*root.rglob("mp_rank*")]
+    for path in files:
+        file = torch.load(path, weights_only=False)
+        held = file.get("optimizer_state_dict") or file["optimizer"]
+        for state in held.get("base_optimizer_state", held.get("optimizer_state_dict", held))["state"].values():
+            state["tensor_step"] = torch.tensor([3], dtype=torch.int32)
+        torch.save(file, path)
+    before = ckpttool.inspect(root)
+    assert not before.unsliceable
+    assert {g.scalars["tensor_step"] for g in before.groups} == {ScalarState(3, "I32", (1,))}
+    ckpttool.convert(root, tmp_path / "dcp", to="dcp", prove=True)
+    for i, src in enumerate((root, tmp_path / "dcp")):
+        for stage in (2, 3)[: 1 + (i == 0)]:
+            out = tmp_path / f"{i}-{stage}"
+            dtype: Any = truth(name).facts["dtype"] if i else None
+            ckpttool.convert(src, out, to="zero", world_size=3, stage=stage, dtype=dtype, prove=True)
+            assert {g.scalars["tensor_step"] for g in ckpttool.inspect(out).groups} == {ScalarState(3, "I32", (1,))}
+            path = next(iter(sorted(out.rglob("*optim_states.pt"))))
+            held = torch.load(path, weights_only=False)["optimizer_state_dict"]
+            state = held.get("base_optimizer_state", held.get("optimizer_state_dict"))["state"][0]
+            assert torch.equal(state["tensor_step"], torch.tensor([3], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("road", ["1", "2", "3", "universal,2", "dcp,1", "3,dcp,2"])

@@ -148,11 +148,22 @@ def read_flat_buffer(
             for v, own in zip(values, masters, strict=True)
         ):
             tensors[str(key)] = [v for v in values if isinstance(v, TensorRef | SwappedTensor)]
+        elif (single := _single(files, values)) is not None:
+            scalars[key] = single
         elif any(v is not None for v in values):
             odd[key] = values
     for key, pieces in tensors.items():
         check_agreement(files.optimizer, f"dtype of {key} of {what}", [p.dtype for p in pieces], report)
     return FlatBuffer(shapes, tensors, scalars, odd)
+
+
+def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
+    """A number that every rank holds as a tensor of shape (1,); None if it is no such state, or ranks differ.
+
+    Source: DeepSpeed 0.19, tests/unit/checkpoint/common.py (``HybridStateOptimizer``: ``tensor_step``).
+    """
+    numbers = [file.single(value) for file, value in zip(files.optimizer, values, strict=True)]
+    return numbers[0] if all(n == numbers[0] for n in numbers) else None
 
 
 def locate_states(

@@ -266,6 +266,8 @@ def _add_flat(
             scalars[key] = number
         elif isinstance(value, TensorRef) and value.shape == flat.shape and key not in {MASTER, MODULE}:
             tensors[key] = value
+        elif (single := file.single(value)) is not None:
+            scalars[key] = single
         elif value is not None:
             result.unsliceable.append(f"group {group}: {key}")
     at = 0
@@ -298,7 +300,7 @@ def _states_of(
     for key, value in _items(states, number):
         if isinstance(value, TensorRef) and value.shape == shape and key not in {MASTER, MODULE, "step"}:
             result[key] = whole_tensor(file.torch, file.index, value)
-        elif (scalar := file.scalar(value)) is not None:
+        elif (scalar := file.scalar(value) or file.single(value)) is not None:
             expected = scalars.setdefault(key, scalar)
             if expected != scalar:
                 problem = f"has parameters of one group at {key} {expected.value} and {scalar.value}"

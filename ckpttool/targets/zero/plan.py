@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType
+from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType, walk
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
@@ -95,6 +95,10 @@ def _check_hyperparameters(checkpoint: Checkpoint) -> None:
             )
             hint = "resume with ckpttool.load(engine, ...), or convert --to universal: both keep the run's own"
             raise PlanError(checkpoint.location, problem, hint)
+        lost = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
+        if lost:
+            problem = f"holds hyper-parameter {lost[0]} of group {number} as a tensor of several numbers"
+            raise PlanError(checkpoint.location, problem, "resume on the same number of ranks")
 
 
 def plan_rank(
@@ -638,7 +642,7 @@ def _value(parameter: Parameter) -> State:
 def _scalar(file: TorchFileBuilder, scalar: ScalarState) -> object:
     if scalar.dtype is None:
         return scalar.value
-    return file.scalar(np.array(scalar.value).astype(numpy_dtype(scalar.dtype)).tobytes(), scalar.dtype)
+    return file.scalar(np.array(scalar.value).astype(numpy_dtype(scalar.dtype)).tobytes(), scalar.dtype, scalar.shape)
 
 
 def _address(fragment: Fragment) -> Opaque:
