@@ -1,6 +1,6 @@
 """Measure ckpttool.load on other ranks against DeepSpeed's load on the same, and against its universal checkpoints.
 
-    python benchmarks/restore.py [--runs N] [--stages 2 3] [--scale large|small]
+    python benchmarks/restore.py [--runs N] [--stages 2 3] [--scale large|small|tiny]
 
 A checkpoint of 4 ranks is loaded on 4, 2 and 3, and one of 2 ranks on 4, where it is DeepSpeed's own that it is held
 against: the same bytes for the same ranks. The first load of a process, which is what a resume is, is told apart from
@@ -17,8 +17,8 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-from consolidate import DATA, HERE, PYTHON, checkpoint
-from measure import Command, run_once
+from consolidate import HERE, PYTHON, checkpoint
+from measure import DATA, SCALES, Command, run_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="counted loads, after one that is not (default: 3)")
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=(2, 3))
-    parser.add_argument("--scale", choices=("small", "large"), default="large")
+    parser.add_argument("--scale", choices=SCALES, default="large")
     arguments = parser.parse_args()
     DATA.mkdir(exist_ok=True)
     for stage in arguments.stages:

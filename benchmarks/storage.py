@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consolidate import CKPTTOOL, DATA, PYTHON, checkpoint
-from measure import Command, alternate, print_table, run_once
+from consolidate import CKPTTOOL, PYTHON, checkpoint
+from measure import DATA, SCALES, Command, alternate, print_table, run_once
 from s3_server import running
 
 if TYPE_CHECKING:
@@ -110,10 +110,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="counted runs of our own (default: 3)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against the peers (default: 3)")
     parser.add_argument("--stage", type=int, choices=(2, 3), default=2)
-    parser.add_argument("--scale", choices=("small", "large"), default="large")
+    parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--latency", type=float, nargs="+", default=(0.0, 0.05), metavar="SECONDS")
     arguments = parser.parse_args()
-    if not Path(AWS).exists():
+    if arguments.peer_runs and not Path(AWS).exists():
         sys.exit(f"{AWS} is missing: pip install awscli")
     DATA.mkdir(exist_ok=True)
     root = checkpoint(arguments.stage, arguments.scale)
