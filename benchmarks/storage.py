@@ -24,6 +24,12 @@ from s3_server import running
 if TYPE_CHECKING:
     from s3_server import Server
 
+REMOVE = """
+import sys, s3fs
+fs = s3fs.S3FileSystem()
+if fs.exists(sys.argv[1]):
+    fs.rm(sys.argv[1], recursive=True)
+"""
 AWS = str(Path(PYTHON).with_name("aws"))
 OUT = DATA / "out"
 
@@ -59,7 +65,7 @@ def _fresh(out: str):  # noqa: ANN202  a closure
     def prepare() -> None:
         clear()
         if out.startswith("s3://"):
-            subprocess.run([AWS, "s3", "rm", "--recursive", "--quiet", out], check=True)
+            subprocess.run([PYTHON, "-c", REMOVE, out], check=True)
 
     return prepare
 

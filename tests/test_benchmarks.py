@@ -16,8 +16,8 @@ ONCE = ["--scale", "tiny", "--runs", "1"]
 RUNS = {
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
-    "restore.py": [*ONCE, "--stages", "2"],
-    "save.py": ["--ranks", "2", "--stages", "2", "--parameters", ".01", "--width", "64", "--runs", "1", "--rounds", "1"],
+    "restore.py": [*ONCE, "--stages", "2", "--quick"],
+    "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
     "scale.py": ["--ranks", "3", "--layers", "2", "--hidden", "8"],
     "storage.py": [*ONCE, "--peer-runs", "0", "--latency", "0"],
 }  # fmt: skip
