@@ -80,7 +80,10 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         twins=(*whole.twins, *twins),
         files=found.files,
         notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped), *_group_notes(files, whole.groups)),
-        remarks=(*dict.fromkeys((*whole.remarks, *remarks)), *trusted_names(found.renamed)),
+        remarks=(
+            *dict.fromkeys((*whole.remarks, *remarks, *_data_remarks(first))),
+            *trusted_names(found.renamed),
+        ),
     )
 
 
@@ -260,6 +263,16 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
             hint = "two saves are mixed, unless training was resumed without the optimizer's states"
             return [LayoutError(files.optimizer[0].path, problem, hint)]
     return []
+
+
+def _data_remarks(first: RankFile) -> list[str]:
+    """States of DeepSpeed's data pipeline, which stay where they are.
+
+    Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``data_sampler``, ``random_ltd``).
+    """
+    kinds = {"data_sampler": "curriculum learning's data sampler", "random_ltd": "random layerwise token dropping"}
+    held = [what for key, what in kinds.items() if first.fields.values.get(key) is not None]
+    return [f"the state of {what} is not read, and no conversion carries it over" for what in held]
 
 
 def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
