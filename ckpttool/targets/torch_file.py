@@ -66,9 +66,11 @@ class TorchFileBuilder:
             return self.scalar(np.array(value).astype(numpy_dtype(value.dtype)).tobytes(), value.dtype)
         if type(value) is dict:
             return {key: self.hyperparameters(v) for key, v in value.items()}
-        if type(value) in {list, tuple}:
+        if type(value) in {list, tuple} and any(
+            isinstance(v, TensorFloat | TensorInteger | list | tuple) for v in value
+        ):
             return type(value)(self.hyperparameters(v) for v in value)
-        return value
+        return value  # the same object, which pickle writes once for all groups
 
     def build(self, root: Any) -> TargetFile:
         """The file whose content is ``root``: plain data, Opaque, and the tensors that were made here."""

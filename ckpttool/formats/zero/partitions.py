@@ -273,7 +273,7 @@ def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
 
 def _plain(value: Any, file: RankFile) -> Any:
     """A hyper-parameter with numbers in the place of 0-dim tensors: torch takes some for lr and betas."""
-    if type(value) in {list, tuple}:
+    if type(value) in {list, tuple} and any(isinstance(v, TensorRef | list | tuple) for v in value):
         return type(value)(_plain(v, file) for v in value)
     number = file.scalar(value) if isinstance(value, TensorRef) else None
     return value if number is None else tensor_number(number)
