@@ -143,7 +143,9 @@ def _parameter_files(
         folder = f"{tag}/{FOLDER}/{parameter.name}"
         if parameter.name in groups:
             extra |= _slicing(parameter)
-            yield _state_file(builder, f"{folder}/{MASTER}.pt", _value(parameter), "F32", extra)
+            # Masters that the run kept in 16 bit stay so, as DeepSpeed's converter leaves them.
+            dtype = parameter.states[MASTER].dtype if MASTER in parameter.states else "F32"
+            yield _state_file(builder, f"{folder}/{MASTER}.pt", _value(parameter), dtype, extra)
             for key, state in _optimizer_states(parameter).items():
                 yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, extra)
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
