@@ -1,9 +1,9 @@
 """Measure inspect and consolidate against ``cp`` and ``zero_to_fp32.py``, side by side in one run.
 
-    python benchmarks/consolidate.py [--runs N] [--stages 2 3] [--peer-runs N]
+    python benchmarks/consolidate.py [--runs N] [--stages 2 3] [--peer-runs N] [--scale large|small|tiny]
 
 The checkpoints (253M parameters and a tenth of it, 4 ranks, bf16) are made by real DeepSpeed at the first run and kept
-in ``benchmarks/.data``: 7 GB. Quote the ratios: the seconds are this machine's.
+in ``benchmarks/.data`` (or ``$CKPTTOOL_BENCHMARK_DATA``): 7 GB. Quote the ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import Command, Usage, alternate, print_table, run_once
+from measure import DATA, SCALES, Command, Usage, alternate, print_table, run_once
 
 HERE = Path(__file__).resolve().parent
-DATA = HERE / ".data"
 RANKS = 4
 PYTHON = sys.executable
 CKPTTOOL = str(Path(PYTHON).with_name("ckpttool"))
@@ -82,7 +81,9 @@ def evict(root: Path) -> None:
 
 
 def drop_caches() -> bool:
-    """Empty the whole page cache, Python itself included, where that is allowed."""
+    """Empty the whole page cache, Python itself included, where that is allowed and something is measured."""
+    if "CKPTTOOL_BENCHMARK_DATA" in os.environ:
+        return False
     try:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -109,10 +110,10 @@ def bench_inspect(root: Path, runs: int) -> None:
     )
 
 
-def bench_stage(stage: int, runs: int, peer_runs: int) -> None:
+def bench_stage(stage: int, scale: str, runs: int, peer_runs: int) -> None:
     """All comparisons on one stage's checkpoint."""
-    root, out = checkpoint(stage, "large"), DATA / "out"
-    print(f"\n=== ZeRO-{stage}, {RANKS} ranks, 253M parameters ===")
+    root, out = checkpoint(stage, scale), DATA / "out"
+    print(f"\n=== ZeRO-{stage}, {RANKS} ranks, {SCALES[scale]} parameters ===")
     bench_inspect(root, runs)
     for dtype in ("fp32", "bf16"):
         sample = DATA / f"sample-{dtype}"
@@ -125,8 +126,8 @@ def bench_stage(stage: int, runs: int, peer_runs: int) -> None:
         title = f"to {dtype}, against DeepSpeed's script"
         print_table(title, alternate([ours(root, out, dtype), theirs], peer_runs), made.name)
         shutil.rmtree(sample)
-    small = checkpoint(stage, "small")
-    bench_memory(small, root, out)
+    if scale == "large":
+        bench_memory(checkpoint(stage, "small"), root, out)
     shutil.rmtree(out, ignore_errors=True)
 
 
@@ -149,10 +150,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="counted runs against cp (default: 5)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against zero_to_fp32.py (default: 3)")
     parser.add_argument("--stages", type=int, nargs="+", choices=(2, 3), default=(2, 3))
+    parser.add_argument("--scale", choices=SCALES, default="large")
     arguments = parser.parse_args()
     DATA.mkdir(exist_ok=True)
     for stage in arguments.stages:
-        bench_stage(stage, arguments.runs, arguments.peer_runs)
+        bench_stage(stage, arguments.scale, arguments.runs, arguments.peer_runs)
 
 
 if __name__ == "__main__":

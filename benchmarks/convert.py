@@ -1,6 +1,6 @@
 """Measure convert against ``cp -r`` and ``ds_to_universal``, side by side in one run.
 
-    python benchmarks/convert.py [--runs N] [--stages 2 3] [--peer-runs N] [--workers 1 2 4]
+    python benchmarks/convert.py [--runs N] [--stages 2 3] [--peer-runs N] [--workers 1 2 4] [--scale large|tiny]
 
 The checkpoints are those of ``consolidate.py``. Quote the ratios: the seconds are this machine's.
 """
@@ -11,8 +11,8 @@ import argparse
 import shutil
 from typing import TYPE_CHECKING
 
-from consolidate import CKPTTOOL, DATA, PYTHON, checkpoint, copy
-from measure import Command, alternate, print_table, run_once
+from consolidate import CKPTTOOL, PYTHON, checkpoint, copy
+from measure import DATA, SCALES, Command, alternate, print_table, run_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,10 +40,10 @@ def _clear(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
 
 
-def bench_stage(stage: int, runs: int, peer_runs: int, workers: list[int]) -> None:
+def bench_stage(stage: int, scale: str, runs: int, peer_runs: int, workers: list[int]) -> None:
     """All comparisons on one stage's checkpoint."""
-    root, out, sample = checkpoint(stage, "large"), DATA / "out", DATA / "sample"
-    print(f"\n=== ZeRO-{stage}, 4 ranks, 253M parameters ===")
+    root, out, sample = checkpoint(stage, scale), DATA / "out", DATA / "sample"
+    print(f"\n=== ZeRO-{stage}, 4 ranks, {SCALES[scale]} parameters ===")
     for name in (ZERO, UNIVERSAL):
         _clear(sample)
         run_once(convert(root, sample, name))
@@ -53,8 +53,8 @@ def bench_stage(stage: int, runs: int, peer_runs: int, workers: list[int]) -> No
         print(f"{written:,} bytes written")
     commands = [convert(root, out, UNIVERSAL), *(peer(root, out, n) for n in workers)]
     print_table("to universal, against DeepSpeed's converter", alternate(commands, peer_runs), UNIVERSAL)
-    small = checkpoint(stage, "small")
-    for name in (ZERO, UNIVERSAL):
+    small = checkpoint(stage, "small") if scale == "large" else root
+    for name in (ZERO, UNIVERSAL) if scale == "large" else ():
         peaks = [run_once(convert(r, out, name)).peak_mb for r in (small, root)]
         print(f"{name}: peak memory {peaks[0]:.0f} MB for 24M parameters, {peaks[1]:.0f} MB for 253M")
     _clear(sample)
@@ -68,10 +68,11 @@ def main() -> None:
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against DeepSpeed's (default: 3)")
     parser.add_argument("--stages", type=int, nargs="+", choices=(2, 3), default=(2, 3))
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="of ds_to_universal")
+    parser.add_argument("--scale", choices=SCALES, default="large")
     arguments = parser.parse_args()
     DATA.mkdir(exist_ok=True)
     for stage in arguments.stages:
-        bench_stage(stage, arguments.runs, arguments.peer_runs, arguments.workers)
+        bench_stage(stage, arguments.scale, arguments.runs, arguments.peer_runs, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ import deepspeed
 import torch
 from torch import nn
 
+SIZES = {"large": (1024, 50_000, 16), "small": (512, 10_000, 6), "tiny": (16, 100, 2)}
+"""Hidden size, vocabulary, layers."""
+
 
 class Block(nn.Module):
     """The matrices and norms of one layer; what it computes does not matter here."""
@@ -52,7 +55,7 @@ class Model(nn.Module):
 def main() -> None:
     """Train one step and save."""
     root, stage, scale = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    hidden, vocabulary, layers = {"large": (1024, 50_000, 16), "small": (512, 10_000, 6)}[scale]
+    hidden, vocabulary, layers = SIZES[scale]
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)

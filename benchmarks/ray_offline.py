@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from consolidate import DATA, PYTHON, checkpoint
+from consolidate import PYTHON, checkpoint
+from measure import DATA, SCALES
 from s3_server import running
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=3, help="counted runs (default: 3)")
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
-    parser.add_argument("--scale", choices=("small", "large"), default="large")
+    parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--latency", type=float, default=0.05, help="seconds before the bucket answers")
     arguments = parser.parse_args()

@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from measure import DATA as ROOT
+
 from tests.storage import server
 from tests.storage.proxy import Latency, Proxy
 
-DATA = Path(__file__).resolve().parent / ".data" / "ray"
+DATA = ROOT / "ray"
 ENVIRONMENT = {
     **server.ENVIRONMENT, "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_memory_usage_threshold": "0.98", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
@@ -103,7 +105,12 @@ def fit(way: str, workers: int, name: str, config: dict[str, Any], **run: Any) -
 
 def measure(where: str, options: argparse.Namespace, **run: Any) -> None:
     """The three ways to one storage, and a resume."""
-    config = {"parameters": options.parameters * 10**6, "saves": options.saves, "pause": options.pause, "from": None}
+    config = {
+        "parameters": int(options.parameters * 10**6),
+        "saves": options.saves,
+        "pause": options.pause,
+        "from": None,
+    }
     medians: dict[str, float] = {}
     newest: Any = None
     for way in ("documented", "ours", "background"):
@@ -121,7 +128,7 @@ def measure(where: str, options: argparse.Namespace, **run: Any) -> None:
 def main() -> None:
     """Start a cluster on this machine, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=10, help="millions")
+    parser.add_argument("--parameters", type=float, default=10, help="millions")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--pause", type=float, default=6.0, help="seconds between two saves")

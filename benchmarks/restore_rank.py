@@ -15,7 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from make_checkpoint import Model
+from make_checkpoint import SIZES, Model
 
 import ckpttool
 
@@ -39,7 +39,7 @@ def _load(engine: Any, root: str, way: str) -> None:
 def main() -> None:
     """Build an engine and load into it, again and again."""
     root, stage, scale, way, runs = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
-    hidden, vocabulary, layers = {"large": (1024, 50_000, 16), "small": (512, 10_000, 6)}[scale]
+    hidden, vocabulary, layers = SIZES[scale]
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     torch.manual_seed(1)

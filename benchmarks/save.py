@@ -21,7 +21,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-DATA = Path(__file__).parent / ".data" / "save"
+from measure import DATA as ROOT
+
+DATA = ROOT / "save"
 
 
 def main() -> None:
@@ -29,7 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--parameters", type=int, default=100, help="millions")
+    parser.add_argument("--parameters", type=float, default=100, help="millions")
+    parser.add_argument("--width", type=int, default=4096, help="of a layer, as in a model of 7 thousand million")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=8, help="saves during which steps are timed (default: 8)")
     options = parser.parse_args()
@@ -39,9 +42,10 @@ def main() -> None:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
             given = {
                 "stage": stage,
-                "parameters": options.parameters * 10**6,
+                "parameters": int(options.parameters * 10**6),
                 "runs": options.runs,
                 "rounds": options.rounds,
+                "width": options.width,
             }
             environment = {
                 **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks),
@@ -54,7 +58,7 @@ def main() -> None:
             )  # fmt: skip
             if done.returncode:
                 raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-            print(f"\n=== ZeRO-{stage}, {ranks} ranks, {options.parameters}M parameters ===")
+            print(f"\n=== ZeRO-{stage}, {ranks} ranks, {options.parameters:g}M parameters ===")
             print(done.stdout[done.stdout.index("::") + 2 :].strip(), flush=True)
     shutil.rmtree(DATA, ignore_errors=True)
 

@@ -29,19 +29,17 @@ if TYPE_CHECKING:
 
 THROTTLE = 100e6
 """Bytes per second of the slow target, over all ranks."""
-WIDTH = 4096
-"""Of a layer, as in a model of 7 thousand million parameters."""
 QUIET_STEPS = 5
 """Steps between two saves, about as many as are made during one."""
 numbers = itertools.count()
 
 
-def build(stage: int, parameters: int) -> Any:
-    """An engine of so many parameters."""
+def build(stage: int, parameters: int, width: int) -> Any:
+    """An engine of so many parameters, in layers of so many rows and columns."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(parameters // (WIDTH * WIDTH))]
+    layers = [torch.nn.Linear(width, width) for _ in range(max(1, parameters // (width * width)))]
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
@@ -55,7 +53,8 @@ def build(stage: int, parameters: int) -> Any:
 
 def step(engine: Any) -> None:
     """Train a little."""
-    loss = engine(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+    width = engine.module[0].in_features
+    loss = engine(torch.ones(4, width, dtype=torch.bfloat16)).float().square().mean()
     engine.backward(loss)
     engine.step()
 
@@ -141,7 +140,7 @@ def say(text: str) -> None:
 
 def main(given: dict[str, Any], data: Path) -> None:
     """Measure everything."""
-    engine = build(given["stage"], given["parameters"])
+    engine = build(given["stage"], given["parameters"], given["width"])
     for _ in range(3):
         step(engine)
     reports: list[ckpttool.SaveReport] = []

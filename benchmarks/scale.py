@@ -1,6 +1,6 @@
 """How long a layout takes to open and plan at the largest scale: 1T parameters over 1024 ranks, payload left as holes.
 
-    python benchmarks/scale.py [--ranks N] [--layers N]
+    python benchmarks/scale.py [--ranks N] [--layers N] [--hidden N]
 
 The files are real containers of the real structure, written by ckpttool itself, with nothing where tensors go: what is
 measured is reading structure and planning, which never look there.
@@ -9,19 +9,22 @@ measured is reading structure and planning, which never look there.
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import shutil
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import measure
 
 import ckpttool
 from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef
 
-DATA = Path(__file__).resolve().parent / ".data" / "scale"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DATA = measure.DATA / "scale"
 
 
 def tensor(key: int, numel: int, kind: str, dtype: str, sizes: dict[str, int], width: int) -> TensorRef:
@@ -111,7 +114,7 @@ def main() -> None:
     checkpoint = ckpttool.inspect(str(DATA))
     print(f"open: {time.perf_counter() - began:.1f} s, {len(checkpoint.files)} files, {checkpoint.nbytes:,} bytes")
     began = time.perf_counter()
-    report = ckpttool.consolidate(str(DATA), os.devnull, to="safetensors", dry_run=True, max_shard_size="50GB")
+    report = ckpttool.consolidate(str(DATA), DATA / "out", to="safetensors", dry_run=True, max_shard_size="50GB")
     print(f"open and plan: {time.perf_counter() - began:.1f} s, {len(report.files)} files of output")
     print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000:.0f} MB")
     shutil.rmtree(DATA)

@@ -17,13 +17,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consolidate import CKPTTOOL, DATA, PYTHON, checkpoint
-from measure import Command, alternate, print_table, run_once
+from consolidate import CKPTTOOL, PYTHON, checkpoint
+from measure import DATA, SCALES, Command, alternate, print_table, run_once
 from s3_server import running
 
 if TYPE_CHECKING:
     from s3_server import Server
 
+REMOVE = """
+import sys, s3fs
+fs = s3fs.S3FileSystem()
+if fs.exists(sys.argv[1]):
+    fs.rm(sys.argv[1], recursive=True)
+"""
 AWS = str(Path(PYTHON).with_name("aws"))
 OUT = DATA / "out"
 
@@ -59,7 +65,7 @@ def _fresh(out: str):  # noqa: ANN202  a closure
     def prepare() -> None:
         clear()
         if out.startswith("s3://"):
-            subprocess.run([AWS, "s3", "rm", "--recursive", "--quiet", out], check=True)
+            subprocess.run([PYTHON, "-c", REMOVE, out], check=True)
 
     return prepare
 
@@ -110,10 +116,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="counted runs of our own (default: 3)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against the peers (default: 3)")
     parser.add_argument("--stage", type=int, choices=(2, 3), default=2)
-    parser.add_argument("--scale", choices=("small", "large"), default="large")
+    parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--latency", type=float, nargs="+", default=(0.0, 0.05), metavar="SECONDS")
     arguments = parser.parse_args()
-    if not Path(AWS).exists():
+    if arguments.peer_runs and not Path(AWS).exists():
         sys.exit(f"{AWS} is missing: pip install awscli")
     DATA.mkdir(exist_ok=True)
     root = checkpoint(arguments.stage, arguments.scale)

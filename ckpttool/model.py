@@ -163,6 +163,57 @@ class ScalarState:
     """The number."""
     dtype: str | None
     """safetensors' spelling if it was saved as a 0-dim tensor; None for a Python number."""
+    shape: tuple[int, ...] = ()
+    """(1,) if that tensor had one dimension."""
+
+
+class TensorFloat(float):
+    """A hyper-parameter that was saved as a 0-dim tensor, such as a learning rate on the device.
+
+    Args:
+        value: The number.
+        dtype: safetensors' spelling.
+    """
+
+    dtype: str
+
+    def __new__(cls, value: float, dtype: str) -> TensorFloat:
+        """Make one."""
+        made = super().__new__(cls, value)
+        made.dtype = dtype
+        return made
+
+    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]  # float's own has no dtype
+        return float(self), self.dtype
+
+
+class TensorInteger(int):
+    """The same of an integer.
+
+    Args:
+        value: The number.
+        dtype: safetensors' spelling.
+    """
+
+    dtype: str
+
+    def __new__(cls, value: int, dtype: str) -> TensorInteger:
+        """Make one."""
+        made = super().__new__(cls, value)
+        made.dtype = dtype
+        return made
+
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]  # as above
+        return int(self), self.dtype
+
+
+def tensor_number(scalar: ScalarState) -> float | int | bool:
+    """A number that remembers the type of the tensor that it was, if it was one."""
+    if scalar.dtype is None or isinstance(scalar.value, bool):
+        return scalar.value
+    if isinstance(scalar.value, float):
+        return TensorFloat(scalar.value, scalar.dtype)
+    return TensorInteger(scalar.value, scalar.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +223,10 @@ class ParamGroup:
     parameters: tuple[str, ...]
     """Names, in the order of the flat buffer."""
     hyperparameters: Mapping[str, Any]
-    """Learning rate, betas, weight decay and whatever else the optimizer keeps for a group."""
+    """Learning rate, betas, weight decay and whatever else the optimizer keeps for a group.
+
+    What was a 0-dim tensor is a TensorFloat or a TensorInteger.
+    """
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole group."""
 

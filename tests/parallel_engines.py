@@ -33,7 +33,7 @@ def build(model: str, config: dict[str, Any], *, tensor: int, stages: int, exper
 
     Args:
         model: "pipeline", "pipeline-by-hand", "megatron", "megatron-uneven", "autotp", "autotp-uneven", "autotp-fused",
-            "moe", "moe-residual", "autoep"; or "plain".
+            "moe", "moe-residual", "autoep", "ulysses", "repeated"; or "plain".
         config: DeepSpeed's configuration.
         tensor: Slices of each layer.
         stages: Of the pipeline.
@@ -43,6 +43,10 @@ def build(model: str, config: dict[str, Any], *, tensor: int, stages: int, exper
 
     if model == "plain":
         return _plain(config)
+    if model == "repeated":
+        return _repeated(config)
+    if model == "ulysses":
+        return _ulysses(config)
     if model.startswith("moe"):
         return _moe(config, experts, residual=model.endswith("residual"))
     if model == "autoep":
@@ -151,6 +155,37 @@ def _plain(config: dict[str, Any]) -> Parallel:
     optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.5), eps=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return Parallel(engine, lambda: common.live_tensors(engine), _stepper(engine, lambda: _loss(engine(_tokens()))))
+
+
+def _repeated(config: dict[str, Any]) -> Parallel:
+    """Modules that are registered several times under one parent."""
+    import deepspeed
+    from recipes import common, repeated
+
+    model = repeated.build_model()
+    for buffer in model.buffers():
+        buffer.zero_()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+    return Parallel(engine, lambda: common.live_tensors(engine), _stepper(engine, lambda: _loss(engine(_tokens()))))
+
+
+def _ulysses(config: dict[str, Any]) -> Parallel:
+    """Two ranks share each sequence."""
+    import deepspeed
+    import torch
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from recipes import common, sequence
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    parallel_state_sp._release_sequence_parallel_groups()  # of the engine before, whose attention stays registered
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+    model = sequence.build_model()
+    unit = sequence.register(model)
+    config = {**config, **{key: value for key, value in sequence.CONFIG.items() if value is not None}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config, mpu=unit)
+    step = _stepper(engine, lambda: sequence.loss_of(engine, torch.arange(8)[None]))
+    return Parallel(engine, lambda: common.live_tensors(engine), step)
 
 
 def _moe(config: dict[str, Any], experts: int, *, residual: bool) -> Parallel:

@@ -95,7 +95,7 @@ class Truth:
     @property
     def elastic(self) -> bool:
         """Whether states are in lists, without the hyper-parameters: at stages 1 and 2, the default up to 0.5.8."""
-        return self.release < (0, 5, 9) and self.facts["stage"] in {1, 2}
+        return self.name.endswith("-elastic") or (self.release < (0, 5, 9) and self.facts["stage"] in {1, 2})
 
     @property
     def saved_frozen(self) -> list[str]:
@@ -106,6 +106,12 @@ class Truth:
         left_out |= self.facts["stage"] == 3 and self.release < (0, 9, 1)
         frozen = {*(() if left_out else self.facts["frozen"]), *self.facts.get("empty", ())}
         return [n for n in self.facts["order"] if n in frozen]
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Every further name of a parameter that is there, and its first."""
+        gone = {*self.facts["frozen"]} - {*self.saved_frozen}
+        return {alias: name for alias, name in self.facts["tied"].items() if name not in gone}
 
     @property
     def order(self) -> list[str] | None:

@@ -155,6 +155,7 @@ def convert(
         from ckpttool.targets.dcp import plan_dcp
 
         plan, last = plan_dcp(checkpoint, proofs=sample_proofs(checkpoint)), ".metadata"
+        notes += [f"{what}: belongs to no parameter, and is left out" for what in checkpoint.unsliceable]
     if to != "dcp":
         companions, left_behind = companions_for(checkpoint, world_size)
         plan = with_companions(plan, companions, None)

@@ -20,7 +20,7 @@ from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.boxes import Box, put_together
-from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, shape_of
+from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, fingerprint, shape_of
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.files import RESTORE
 from ckpttool.model import (
@@ -35,12 +35,14 @@ from ckpttool.model import (
     ScalarState,
     State,
     Topology,
+    tensor_number,
 )
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckpttool.containers.torch_file import TorchFile
     from ckpttool.containers.torch_zip import Record
     from ckpttool.formats.locate import Location
     from ckpttool.storage import Reader, Storage
@@ -122,38 +124,52 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
     listed: dict[str, dict[str, Any]] = {}
     numbers: dict[str, dict[str, ScalarState]] = {}
     records: dict[int, list[Record]] = {}
+    of_each: dict[str, dict[str, Any]] = {}
+    beside: dict[str, float | int | bool] = {}
+    flattened = False
     try:
         for fqn, entry in entries.items():
             if not isinstance(fqn, str):
                 raise metadata.error("state_dict_metadata", f"names a tensor {fqn!r:.80}")
             described = _fields(path, entry)
             steps = paths.get(fqn)
-            where = tuple(map(str, steps if steps and isinstance(steps, tuple | list) else (fqn,)))
+            where, flat = _unflattened(tuple(map(str, steps if steps and isinstance(steps, tuple | list) else (fqn,))))
+            flattened |= flat
             if "chunks" not in described:
                 limit = MAX_NAMES_BYTES if where[-1] == "params" else MAX_OBJECT_BYTES
                 value = _object(storage, location, pieces.get((fqn, None)), opened, files, limit)
                 if len(where) >= 3 and where[-3] == "param_groups":
-                    listed.setdefault(where[-2], {})[where[-1]] = value
+                    (of_each if flat else listed).setdefault(where[-2], {})[where[-1]] = value
                 else:
                     objects[fqn] = value
                 continue
             state = _tensor(storage, location, fqn, described, pieces, opened, files, records)
             if len(where) >= 3 and where[-3] == "state":
                 states.setdefault(where[-2], {})[where[-1]] = state
-                if not state.shape and (number := _number(state, opened)) is not None:
+                if state.shape in {(), (1,)} and (number := _number(state, opened)) is not None:
                     numbers.setdefault(where[-2], {})[where[-1]] = number
             elif len(where) >= 3 and where[-3] == "param_groups":
                 number = _number(state, opened)
-                listed.setdefault(where[-2], {})[where[-1]] = None if number is None else number.value
+                options = (of_each if flat else listed).setdefault(where[-2], {})
+                options[where[-1]] = None if number is None else tensor_number(number)
             else:
                 named = list(itertools.dropwhile(CONTAINERS.__contains__, where)) or [fqn]
                 weights[".".join(named)] = state
+                if not state.shape and len(named) > 1 and (number := _number(state, opened)) is not None:
+                    beside[".".join(named)] = number.value
     finally:
         for _, reader in opened.values():
             reader.close()
+    if flattened:  # torchtitan: its own counts of steps and tokens lie beside the model
+        objects |= beside
+        weights = {n: s for n, s in weights.items() if n not in beside}
     aliases = _tied(weights)
     weights = {n: s for n, s in weights.items() if n not in aliases}
     floating = {n: s for n, s in weights.items() if DTYPES[s.dtype].floating}
+    if flattened:
+        of_each = {aliases.get(name, name): own for name, own in of_each.items()}
+        states = {aliases.get(name, name): own for name, own in states.items()}
+        listed |= _regrouped(path, of_each, states, weights)
     groups, group_of, odd = _groups(listed, floating, numbers)
     parameters = []
     for name, weight in floating.items():
@@ -182,6 +198,43 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
         client_state=objects,
         files=tuple(replace(file, records=tuple(records.get(n, ()))) for n, file in enumerate(files)),
     )
+
+
+def _unflattened(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """Where something lies in the state dict, and whether the optimizer's part of it was flattened into one key.
+
+    torchtitan saves its optimizers so: ``optimizer`` then ``state.NAME.exp_avg`` or ``param_groups.NAME.lr``.
+
+    Source: torch 2.13, distributed/checkpoint/state_dict.py (``_flatten_optim_state_dict``).
+    """
+    *outer, last = where
+    kind, _, rest = last.partition(".")
+    name, _, key = rest.rpartition(".")
+    if kind in {"state", "param_groups"} and name and outer and outer[-1] not in CONTAINERS:
+        return (*outer, kind, name, key), True
+    return where, False
+
+
+def _regrouped(
+    path: str,
+    of_each: Mapping[str, Mapping[str, Any]],
+    states: Mapping[str, Mapping[str, State]],
+    weights: Mapping[str, State],
+) -> dict[str, dict[str, Any]]:
+    """Parameter groups from hyper-parameters that are listed for each parameter: those with the same are one.
+
+    Raises:
+        LayoutError: There are states of what is no parameter.
+    """
+    strange = sorted({*of_each, *states} - weights.keys())
+    if strange:
+        problem = f"holds optimizer states of {strange[0]!r:.200}, but no such parameter"
+        raise LayoutError(path, problem, "its layout is not known: save model and optimizer by the same names")
+    groups: dict[object, dict[str, Any]] = {}
+    for name in (n for n in weights if n in of_each):
+        own = groups.setdefault(tuple(fingerprint(dict(of_each[name]))), {**of_each[name], "params": []})
+        own["params"].append(name)
+    return {str(number): group for number, group in enumerate(groups.values())}
 
 
 def _tied(weights: Mapping[str, State]) -> dict[str, str]:
@@ -216,7 +269,7 @@ def _groups(
         for name in names:
             group_of[name] = len(groups)
             own = numbers.get(name, {})
-            for key in own if weights[name].shape else {STEP} & own.keys():
+            for key in (k for k in own if own[k].shape != weights[name].shape or k == STEP):
                 if scalars.setdefault(key, own[key]) != own[key]:
                     odd[f"group {len(groups)}: {key}, which differs among its parameters"] = None
         groups.append(ParamGroup(tuple(names), options, scalars))
@@ -231,7 +284,7 @@ def _number(state: State, opened: Mapping[str, tuple[int, Reader]]) -> ScalarSta
     reader = next(reader for index, reader in opened.values() if index == int(row["file"]))
     start = int(row["offset"])
     data = reader.read(start, start + itemsize(state.dtype))
-    return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype)
+    return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype, state.shape)
 
 
 def _of_shape(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
@@ -386,6 +439,20 @@ def _object(
         return None
     _, window = _open(storage, location, piece, opened, files)
     try:
-        return read_torch_file(window).root
+        torch = read_torch_file(window)
+        return _plain(torch.root, torch, window)
     except CkptError:
         return None
+
+
+def _plain(value: Any, torch: TorchFile, window: _Window) -> Any:
+    """An object with numbers in the place of its 0-dim tensors, such as betas that are tensors."""
+    if isinstance(value, TensorRef) and value.shape == ():
+        where = torch.locate(value)
+        data = window.read(where.start, where.end)
+        return tensor_number(ScalarState(np.frombuffer(data, numpy_dtype(value.dtype))[0].item(), value.dtype))
+    if type(value) is dict:
+        return {key: _plain(v, torch, window) for key, v in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_plain(v, torch, window) for v in value)
+    return value

@@ -55,6 +55,16 @@ class Fields:
             return None
         return self.get(key, kind)
 
+    def count(self, key: object) -> int | None:
+        """The whole number at a key, saved as an int or as a float; None if there is none or it is None.
+
+        Under sequence parallelism DeepSpeed counts samples in floats, for it divides by the number of ranks.
+
+        Source: DeepSpeed 0.19, runtime/config.py (``DeepSpeedConfig``: ``world_size``).
+        """
+        value = self.values.get(key)
+        return int(value) if isinstance(value, float) and value.is_integer() else self.optional(key, int)
+
     def child(self, key: object) -> Fields:
         """The mapping at a key."""
         return Fields(self.path, f"{self.place} > {key}" if self.place else str(key), self.get(key, dict))

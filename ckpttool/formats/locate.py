@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +61,9 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
     if not storage.exists(src):
         raise StorageError(src, "does not exist", "check the path")
     if not storage.is_dir(src):
+        if parse_name(posixpath.basename(src)):
+            problem = "is one file of a checkpoint, which only the whole of its folder is"
+            raise StorageError(src, problem, f"pass {parent(src)}")
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     entries = storage.listing(src)
     if any(parse_name(e.name) for e in entries if not e.is_dir):
@@ -78,6 +83,8 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         inner = next((e.name for e in entries if e.is_dir and e.name in RAY_INNER), None)
         if not tags and inner is not None:
             return locate(storage, posixpath.join(src, inner), None)
+        if not tags and (newest := _newest_of_trainer(storage, src, entries)) is not None:
+            return newest
         if not tags:
             raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
         if len(tags) > 1:
@@ -103,7 +110,9 @@ def _is_file(storage: Storage, path: str) -> bool:
 
 def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) -> str:
     path = posixpath.join(src, latest)
-    tag = storage.read_text(path).strip()
+    # DeepSpeed joins what it reads to the root, so that "./TAG/" is TAG; editors put a byte order mark in front.
+    text = storage.read_text(path).strip().removeprefix("\ufeff").strip()
+    tag = "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
     if not _is_name(tag):
         raise LayoutError(path, "does not name a tag", _choose(_tags(storage, src, entries)))
     if not _is_there(storage, src, tag):
@@ -115,6 +124,20 @@ def _tags(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
     """All checkpoints in a directory. Slow where there are many: asked for only when no tag is named."""
     names = (e.name for e in entries if e.is_dir)
     return sorted((n for n in names if _is_tag(storage, posixpath.join(src, n))), key=natural_order)
+
+
+def _newest_of_trainer(storage: Storage, src: str, entries: list[Entry]) -> Location | None:
+    """The newest checkpoint in the output directory of a Hugging Face Trainer whose ``latest`` was written; it is last.
+
+    Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``).
+    """
+    names = (e.name for e in entries if e.is_dir and re.fullmatch(r"checkpoint-\d+", e.name))
+    for name in sorted(names, key=natural_order, reverse=True):
+        directory = posixpath.join(src, name)
+        if _is_file(storage, posixpath.join(directory, LATEST)):
+            with contextlib.suppress(LayoutError):
+                return locate(storage, directory, None)
+    return None
 
 
 def _look_elsewhere(entries: list[Entry]) -> str:

@@ -103,11 +103,12 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     module = read_module(first)
     if whole and not _lists_shapes(files[0]):
         check_listed(first, module, (n for n in states if ".experts." not in n))
-    buffer_names = {n for f in files for n in read_buffer_names(f.model[0])}
+    buffer_names = {n for f in files for n in read_buffer_names(f.model[0], read_module(f.model[0]))}
     own = {*states, *(n for n in module if n not in (first.fields.optional("shared_params", dict) or {}))}
     experts = Experts(files[0])
     placeholders = files[0].stage == 3
-    aliases, duplicates = read_aliases(first, module, own, states, buffer_names, placeholders=placeholders)
+    frozen = read_frozen(files[0].model, report) if placeholders and whole else {}
+    aliases, duplicates = read_aliases(first, module, own, states, frozen, buffer_names, placeholders=placeholders)
     aliases |= experts.router_aliases(module, states)
     copies = (
         {}
@@ -115,7 +116,6 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         else {n: whole_tensor(first.torch, first.index, ref) for n, ref in module.items()}
     )
     _check_shapes(first, states, copies)
-    frozen = read_frozen(files[0].model, report) if placeholders and whole else {}
     names = with_experts(list(module), [n for n in states if experts.own(n)])
     names = list(dict.fromkeys([*names, *states, *folders]))
     parameters: list[Parameter] = []
@@ -139,6 +139,8 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
             parameters.append(Parameter(name, state.shape, None, {MODULE: state}))
         elif name in folders:
             parameters.append(Parameter(name, (kept := _cast(opener, name).state).shape, None, {MODULE: kept}))
+        elif placeholders and whole and frozen:
+            raise LayoutError(first.path, f"names parameter {name}, but nothing holds its values", "convert again")
     if opener.errors:
         raise opener.errors[0]
     twins = [Twin(n, states[n][MASTER], copies[n]) for n in states if n in copies]
@@ -154,7 +156,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         dtype=next((ref.dtype for n, ref in module.items() if n in states), None) or _configured_dtype(first),
         deepspeed_version=first.fields.optional("ds_version", str),
         step=first.fields.optional("global_steps", int),
-        samples=first.fields.optional("global_samples", int),
+        samples=first.fields.count("global_samples"),
         skipped_steps=first.fields.optional("skipped_steps", int) or 0,
         parameters=tuple(parameters),
         buffers=tuple(buffers),

@@ -22,7 +22,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
 from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.universal import STEP
-from ckpttool.model import MASTER, MODULE
+from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.targets.copies import CopyBuilder
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
@@ -140,7 +140,10 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_Entry]:
         if known >= _ADAM and "betas" in options:
             options = {**_ADAM_OPTIONS, **options}
         for key, value in {**options, "params": list(group.parameters)}.items():
-            yield _object(builder, ("optim", "param_groups", g, key), value)
+            if isinstance(value, TensorFloat | TensorInteger):
+                yield _number(builder, ("optim", "param_groups", g, key), value, value.dtype)
+            else:
+                yield _object(builder, ("optim", "param_groups", g, key), value)
 
 
 def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) -> Iterator[_Entry]:
@@ -153,10 +156,7 @@ def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) 
     for key, scalar in checkpoint.groups[parameter.group].scalars.items():
         if key in parameter.states and key != STEP:
             continue
-        dtype = scalar.dtype or "F32"
-        file = TorchFileBuilder(_ARCHIVE, builder)
-        root = file.scalar(scalar_bytes(scalar.value, dtype), dtype)
-        yield _Entry((*path, key), file.build(root), dtype, ())
+        yield _number(builder, (*path, key), scalar.value, scalar.dtype or "F32", scalar.shape)
 
 
 def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Entry:
@@ -164,9 +164,17 @@ def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Entr
     return _Entry(path, file.build(file.whole(state, dtype)), dtype, state.shape)
 
 
+def _number(
+    builder: CopyBuilder, path: Path, value: float | int | bool, dtype: str, shape: tuple[int, ...] = ()
+) -> _Entry:
+    """A tensor of one number."""
+    file = TorchFileBuilder(_ARCHIVE, builder)
+    return _Entry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype, shape)), dtype, shape)
+
+
 def _object(builder: CopyBuilder, path: Path, value: Any) -> _Entry:
     file = TorchFileBuilder(_ARCHIVE, builder)
-    return _Entry(path, file.build(value), None, ())
+    return _Entry(path, file.build(file.hyperparameters(value)), None, ())
 
 
 # ------------------------------------------------------------------------------------------------- files

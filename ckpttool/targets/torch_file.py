@@ -10,6 +10,7 @@ from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.plan import TargetFile, merge_literals
 from ckpttool.targets.copies import Piece
 
@@ -49,11 +50,27 @@ class TorchFileBuilder:
         self._storages[key] = ref, list(pieces)
         return ref
 
-    def scalar(self, data: bytes, dtype: str) -> TensorRef:
-        """A 0-dim tensor of a value."""
+    def scalar(self, data: bytes, dtype: str, shape: tuple[int, ...] = ()) -> TensorRef:
+        """A tensor of one value, 0-dim unless ``shape`` says (1,)."""
         storage = self.storage(dtype, 1, [])
         self._values[storage.key] = data
-        return view(storage, dtype, 0, ())
+        return view(storage, dtype, 0, shape)
+
+    def hyperparameters(self, value: Any) -> Any:
+        """Hyper-parameters in the form they were saved in: numbers that were 0-dim tensors are tensors again."""
+        if isinstance(value, TensorFloat | TensorInteger):
+            import numpy as np
+
+            from ckpttool.dtypes import numpy_dtype
+
+            return self.scalar(np.array(value).astype(numpy_dtype(value.dtype)).tobytes(), value.dtype)
+        if type(value) is dict:
+            return {key: self.hyperparameters(v) for key, v in value.items()}
+        if type(value) in {list, tuple} and any(
+            isinstance(v, TensorFloat | TensorInteger | list | tuple) for v in value
+        ):
+            return type(value)(self.hyperparameters(v) for v in value)
+        return value  # the same object, which pickle writes once for all groups
 
     def build(self, root: Any) -> TargetFile:
         """The file whose content is ``root``: plain data, Opaque, and the tensors that were made here."""

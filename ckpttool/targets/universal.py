@@ -143,7 +143,9 @@ def _parameter_files(
         folder = f"{tag}/{FOLDER}/{parameter.name}"
         if parameter.name in groups:
             extra |= _slicing(parameter)
-            yield _state_file(builder, f"{folder}/{MASTER}.pt", _value(parameter), "F32", extra)
+            # Masters that the run kept in 16 bit stay so, as DeepSpeed's converter leaves them.
+            dtype = parameter.states[MASTER].dtype if MASTER in parameter.states else "F32"
+            yield _state_file(builder, f"{folder}/{MASTER}.pt", _value(parameter), dtype, extra)
             for key, state in _optimizer_states(parameter).items():
                 yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, extra)
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
@@ -198,7 +200,7 @@ def _number(file: TorchFileBuilder, scalar: ScalarState) -> Any:
     """A number in the form it was saved in: a tensor, as torch's optimizers want it, or plain."""
     if scalar.dtype is None:
         return scalar.value
-    return file.scalar(scalar_bytes(scalar.value, scalar.dtype), scalar.dtype)
+    return file.scalar(scalar_bytes(scalar.value, scalar.dtype), scalar.dtype, scalar.shape)
 
 
 def scalar_bytes(value: float | int | bool, dtype: str) -> bytes:
@@ -219,7 +221,8 @@ def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> 
     """What the loaders read once: stages 1 and 2 the groups, stage 3 the first group and the first step."""
     file = TorchFileBuilder(name, builder)
     groups = [
-        {**without_tensors(dict(group.hyperparameters)), "params": [g]} for g, group in enumerate(checkpoint.groups)
+        {**file.hyperparameters(without_tensors(dict(group.hyperparameters))), "params": [g]}
+        for g, group in enumerate(checkpoint.groups)
     ]
     state = {
         g: {STEP: _number(file, group.scalars[STEP])}

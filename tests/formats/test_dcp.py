@@ -16,7 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError, PlanError
@@ -312,3 +317,60 @@ def test_what_it_names_is_not_called(saved: Path, tmp_path: Path) -> None:
 def test_it_is_not_taken_for_one_of_deepspeeds(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="holds no DeepSpeed checkpoint"):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.fixture
+def titan(model: torch.nn.Module, tmp_path: Path) -> tuple[Path, torch.optim.Optimizer]:
+    """As torchtitan saves: weights at the top, the optimizer flattened into one mapping, its own counts beside.
+
+    Source: torchtitan 0.2, components/checkpoint.py (``_flattened_model_states_sd``) and components/optimizer.py
+    (``OptimizersContainer.state_dict``).
+    """
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.2},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9))
+    model(torch.randn(4, 7)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        **get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "lr_scheduler": {"last_epoch": 1},
+        "train_state": {"step": torch.tensor(1, dtype=torch.int32), "ntokens_seen": torch.tensor(128)},
+        "dataloader": {"dp_rank_0": b"\x80\x04N."},
+    }
+    return _save(state, tmp_path / "titan"), optimizer
+
+
+def test_a_flattened_optimizer_is_told_from_weights(
+    model: torch.nn.Module, titan: tuple[Path, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    root, optimizer = titan
+    checkpoint = open_checkpoint(str(root))
+    assert {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers} == {*model.state_dict()}
+    live = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    for parameter in checkpoint.parameters:
+        if parameter.name in live:
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert gather(checkpoint, parameter.states[key]) == raw_bytes(live[parameter.name][key])
+    by_decay = {g.hyperparameters["weight_decay"]: g for g in checkpoint.groups}
+    names = {id(p): n for n, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        read = by_decay[group["weight_decay"]]
+        assert {*read.parameters} == {names[id(p)] for p in group["params"]}
+        assert read.hyperparameters["lr"] == group["lr"]
+        assert tuple(read.hyperparameters["betas"]) == group["betas"]
+        assert read.scalars["step"] == ScalarState(1.0, "F32")
+    assert checkpoint.step == 1
+    ckpttool.consolidate(root, tmp_path / "weights", to="safetensors")
+    weights = ckpttool.load_state_dict(tmp_path / "weights")
+    assert {*weights} == {*model.state_dict()}
+    ckpttool.convert(root, tmp_path / "zero", to="zero", world_size=2, stage=2, dtype="fp32", prove=True)
+    assert not ckpttool.verify(tmp_path / "zero", deep=True).findings
+    assert {n for g in ckpttool.inspect(tmp_path / "zero").groups for n in g.parameters} == {*live}
+
+
+def test_states_of_parameters_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(3), "optimizer": {"state.other.exp_avg": torch.ones(3)}}
+    with pytest.raises(LayoutError, match="holds optimizer states of 'other', but no such parameter"):
+        open_checkpoint(str(_save(state, tmp_path / "odd")))

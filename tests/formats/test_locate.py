@@ -40,9 +40,35 @@ def test_a_trainers_checkpoint_is_a_root() -> None:
     assert locate(STORAGE, source("zero3-dp2-bf16-trainer"), None).tag == "global_step3"
 
 
-def test_a_trainers_output_directory_names_the_checkpoints_in_it() -> None:
+def test_a_trainers_output_directory_opens_its_newest_checkpoint(tmp_path: Path) -> None:
+    whole = Path(source("zero3-dp2-bf16-trainer"))
+    assert locate(STORAGE, str(whole.parent), None).directory == tag_directory("zero3-dp2-bf16-trainer")
+    for number in (9, 10, 11, 12):
+        shutil.copytree(whole, tmp_path / f"checkpoint-{number}")
+    (tmp_path / "checkpoint-12" / "latest").unlink()  # killed while it was saved: that is written last
+    shutil.rmtree(tmp_path / "checkpoint-11" / "global_step3")
+    assert locate(STORAGE, str(tmp_path), None).root == str(tmp_path / "checkpoint-10")
+
+
+def test_a_trainers_output_directory_without_a_whole_one_names_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(CkptError, match="pass one of its checkpoints: checkpoint-3"):
-        locate(STORAGE, str(Path(source("zero3-dp2-bf16-trainer")).parent), None)
+        locate(STORAGE, str(tmp_path), None)
+
+
+@pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt"])
+def test_a_single_file_is_told_from_its_folder(kind: str) -> None:
+    path = next(Path(tag_directory("zero3-dp2-bf16")).glob(kind))
+    with pytest.raises(CkptError, match=f"only the whole of its folder is; pass {path.parent}"):
+        locate(STORAGE, str(path), None)
+
+
+@pytest.mark.parametrize("content", ["\ufeffglobal_step3", "global_step3/", "./global_step3", "./global_step3/\r\n"])
+def test_what_deepspeed_takes_for_a_tag_in_latest_is_one(tmp_path: Path, content: str) -> None:
+    shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / "global_step3")
+    (tmp_path / "latest").write_bytes(content.encode())
+    where = locate(STORAGE, str(tmp_path), None)
+    assert (where.tag, where.directory) == ("global_step3", str(tmp_path / "global_step3"))
 
 
 def test_a_tag_can_be_chosen(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.errors import LayoutError
+from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, State, Topology, one_extent
 from tests import damage
@@ -51,7 +51,7 @@ def test_names_and_counters_are_what_the_engine_held(name: str) -> None:
     assert checkpoint.deepspeed_version == recorded
     assert checkpoint.step == expected.facts["global_steps"]
     assert checkpoint.skipped_steps == expected.facts["skipped_steps"]
-    assert dict(checkpoint.aliases) == expected.facts["tied"]
+    assert dict(checkpoint.aliases) == expected.tied
     names = [p.name for p in checkpoint.parameters]
     assert len(names) == len(set(names))
     assert set(names) == expected.parameters
@@ -180,6 +180,34 @@ def test_a_state_that_does_not_follow_the_partition_is_named_and_left_alone(
     checkpoint = open_checkpoint(str(root))
     assert checkpoint.unsliceable == ("group 0: momentum_buffer",)
     assert "momentum_buffer" not in checkpoint.parameters[3].states
+
+
+@pytest.mark.parametrize(
+    "name", ["zero0-dp2-fp32", "zero0-dp2-bf16-unfused", "zero0-dp2-bf16", "moe-zero0-dp2-ep2-fp32"]
+)
+def test_without_zero_such_states_are_named_too(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As 1-bit Adam's, which are padded for the number of ranks."""
+    root = checkpoint_copy(name)
+    before = open_checkpoint(str(root))
+    changed = 0
+    for path in [*root.rglob("mp_rank_00_model_states.pt"), *root.rglob("expp_rank_*")]:
+        file = torch.load(path, weights_only=False)
+        optimizer = file.get("optimizer") or {}
+        for state in optimizer.get("optimizer_state_dict", optimizer).get("state", {}).values():
+            state |= {"worker_error": torch.zeros(4096), "server_error": torch.zeros(2048)}
+            changed += 1
+        torch.save(file, path)
+    assert changed
+    checkpoint = open_checkpoint(str(root))
+    numbers = range(len(before.groups))
+    assert {*checkpoint.unsliceable} == {f"group {g}: {k}" for g in numbers for k in ("worker_error", "server_error")}
+    assert [(p.name, [*p.states]) for p in checkpoint.parameters] == [(p.name, [*p.states]) for p in before.parameters]
+    with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: worker_error"):
+        ckpttool.convert(root, tmp_path / "zero", to="zero", world_size=2, stage=1)
+    notes = ckpttool.convert(root, tmp_path / "universal", to="universal").notes
+    assert any("worker_error" in note for note in notes)
 
 
 def test_masters_kept_in_16_bit_are_taken_for_what_they_are(checkpoint_copy: Callable[[str], Path]) -> None:

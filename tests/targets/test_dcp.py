@@ -43,7 +43,7 @@ def _expected(name: str) -> dict[str, torch.Tensor]:
             result[f"model.{parameter}"] = tensor
         elif kind != "module":
             result[f"optim.state.{parameter}.{kind}"] = tensor
-    tied = truth(name).facts["tied"]
+    tied = truth(name).tied
     return result | {f"model.{alias}": result[f"model.{stored}"] for alias, stored in tied.items()}
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
+from ckpttool.model import ScalarState
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
 from ckpttool.targets.zero.plan import Shape, plan_zero
 from tests.cli.command import ckpttool as command
-from tests.truth import NAMES, source, tag_directory
+from tests.truth import NAMES, source, tag_directory, truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ REFUSED = {
     "ds0.3.16-zero3-dp2-fp16": "lists its parameters without their groups",
     "pipeline-zero0-pp2-dp1-fp32": "does not say what the optimizer trains",
     "pipeline-zero0-pp2-dp2-fp16": "does not say what the optimizer trains",
-}
+} | dict.fromkeys((n for n in NAMES if truth(n).elastic), "holds no hyper-parameters (lr, betas, ...) of group 0")
 CONVERTED = [n for n in NAMES if n not in REFUSED and not n.startswith(("moe", "autoep", "universal-autoep"))]
 
 
@@ -65,6 +66,81 @@ def test_what_cannot_be_converted_is_told(name: str, tmp_path: Path) -> None:
     ).error
     assert REFUSED[name] in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_without_hyper_parameters_are_noticed(checkpoint_copy: Callable[[str], Path]) -> None:
+    """A run that loads such a checkpoint fails at its first step: earlier releases of ckpttool made them."""
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for path in (root / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        base = file["optimizer_state_dict"]["base_optimizer_state"]
+        base["param_groups"] = [{"params": group["params"]} for group in base["param_groups"]]
+        torch.save(file, path)
+    (finding,) = ckpttool.verify(root).findings
+    assert "group 0 has no hyper-parameters" in finding.problem
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16", "zero0-dp2-fp32", "zero0-dp2-bf16"]
+)
+def test_a_state_of_one_element_that_all_ranks_have_alike_is_carried(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As a step that an optimizer keeps in a tensor of shape (1,)."""
+    root = checkpoint_copy(name)
+    files = [*root.rglob("*optim_states.pt")] or [*root.rglob("mp_rank*")]
+    for path in files:
+        file = torch.load(path, weights_only=False)
+        held = file.get("optimizer_state_dict") or file["optimizer"]
+        for state in held.get("base_optimizer_state", held.get("optimizer_state_dict", held))["state"].values():
+            state["tensor_step"] = torch.tensor([3], dtype=torch.int32)
+        torch.save(file, path)
+    before = ckpttool.inspect(root)
+    assert not before.unsliceable
+    assert {g.scalars["tensor_step"] for g in before.groups} == {ScalarState(3, "I32", (1,))}
+    ckpttool.convert(root, tmp_path / "dcp", to="dcp", prove=True)
+    for i, src in enumerate((root, tmp_path / "dcp")):
+        for stage in (2, 3)[: 1 + (i == 0)]:
+            out = tmp_path / f"{i}-{stage}"
+            dtype: Any = truth(name).facts["dtype"] if i else None
+            ckpttool.convert(src, out, to="zero", world_size=3, stage=stage, dtype=dtype, prove=True)
+            assert {g.scalars["tensor_step"] for g in ckpttool.inspect(out).groups} == {ScalarState(3, "I32", (1,))}
+            path = next(iter(sorted(out.rglob("*optim_states.pt"))))
+            held = torch.load(path, weights_only=False)["optimizer_state_dict"]
+            state = held.get("base_optimizer_state", held.get("optimizer_state_dict"))["state"][0]
+            assert torch.equal(state["tensor_step"], torch.tensor([3], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("road", ["1", "2", "3", "universal,2", "dcp,1", "3,dcp,2"])
+def test_hyper_parameters_that_are_tensors_stay_tensors(
+    road: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With a learning rate of another type the next steps give other masters."""
+    src = checkpoint_copy("zero2-dp2-bf16")
+    betas = (torch.tensor(0.9), torch.tensor(0.95, dtype=torch.float64))
+    given = {"lr": torch.tensor(1e-2), "betas": betas, "warm": torch.tensor(7)}
+    for path in (src / "global_step3").glob("*optim_states.pt"):
+        file = torch.load(path, weights_only=False)
+        for group in file["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            group |= given
+        torch.save(file, path)
+    for i, to in enumerate(road.split(",")):
+        out = tmp_path / str(i)
+        if to in {"universal", "dcp"}:
+            ckpttool.convert(src, out, to=to)  # type: ignore[arg-type]  # the same
+        else:
+            dtype: Any = "bf16" if "dcp" in road.split(",")[:i] else None
+            ckpttool.convert(src, out, to="zero", world_size=2, stage=int(to), dtype=dtype)
+        src = out
+    assert ckpttool.inspect(src).groups[0].hyperparameters["lr"] == torch.tensor(1e-2).item()
+    (first, *_) = sorted((src / "global_step3").glob("*optim_states.pt"))
+    held = torch.load(first, weights_only=False)["optimizer_state_dict"]
+    for group in held.get("optimizer_state_dict", held.get("base_optimizer_state"))["param_groups"]:
+        kept = (group["lr"], *group["betas"], group["warm"])
+        for ours, theirs in zip(kept, (given["lr"], *betas, given["warm"]), strict=True):
+            assert isinstance(ours, torch.Tensor)
+            assert isinstance(theirs, torch.Tensor)
+            assert (ours.dtype, ours.shape, ours.item()) == (theirs.dtype, theirs.shape, theirs.item())
 
 
 EXPERTS = [n for n in NAMES if n.startswith(("moe", "autoep", "universal-autoep"))]

@@ -63,7 +63,7 @@ class RankFile:
     fields: Fields
     """Its top-level mapping."""
     numbers: dict[tuple[str, int], ScalarState]
-    """Values of the 0-dim tensors of an optimizer's states, by (storage key, element)."""
+    """Values of the tensors of an optimizer's states that hold one number, by (storage key, element)."""
 
     @property
     def path(self) -> str:
@@ -77,6 +77,13 @@ class RankFile:
         if isinstance(value, TensorRef) and value.shape == ():
             return self.numbers.get((value.storage.key, value.offset))
         return None
+
+    def single(self, value: object) -> ScalarState | None:
+        """A number of this file, saved as a tensor of shape (1,)."""
+        if not isinstance(value, TensorRef) or value.shape != (1,):
+            return None
+        number = self.numbers.get((value.storage.key, value.offset))
+        return None if number is None else replace(number, shape=(1,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -534,8 +541,8 @@ def _end_bytes(path: str, nbytes: int) -> int:
 
 
 def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int], ScalarState]:
-    """The values of all 0-dim tensors of a file: a few bytes each, read in one go and compared with their CRC-32."""
-    scalars = [v for v in walk(torch.root) if isinstance(v, TensorRef) and v.shape == ()]
+    """The values of all tensors of a file that hold one number: a few bytes each, compared with their CRC-32."""
+    scalars = [v for v in walk(torch.root) if isinstance(v, TensorRef) and v.shape in {(), (1,)}]
     values: dict[ByteRange, bytes] = {}
     recorded = {r.where: r for r in torch.records if r.crc_recorded}
     if reader.distant:  # A checksum of four bytes tells what they are.

@@ -91,9 +91,29 @@ def read_module(file: RankFile) -> dict[str, TensorRef]:
     return {} if file.fields.get("module", object) is None else file.fields.tensor_mapping("module")
 
 
-def read_buffer_names(file: RankFile) -> set[str]:
-    """Names of the persistent buffers."""
-    return {n for n in file.fields.optional("buffer_names", list) or [] if isinstance(n, str)}
+def read_buffer_names(file: RankFile, module: Mapping[str, TensorRef] | None = None) -> set[str]:
+    """Names of the persistent buffers.
+
+    ``buffer_names`` has one name of a module that is registered several times under one parent, the state dict has all:
+    the others share the bytes and the last part of the name.
+
+    Args:
+        file: The model-states file.
+        module: Its state dict; None for a pipeline's, whose layers are in other files.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``_get_buffer_names``, which follows ``named_children``).
+    """
+    names = {n for n in file.fields.optional("buffer_names", list) or [] if isinstance(n, str)}
+    module = module or {}
+    places = {(ref.storage.key, ref.offset, own_name(n)) for n in names if (ref := module.get(n)) and ref.numel}
+    return names | {
+        n for n, ref in module.items() if ref.numel and (ref.storage.key, ref.offset, own_name(n)) in places
+    }
+
+
+def own_name(name: str) -> str:
+    """What a tensor is called in the module that holds it."""
+    return name.rpartition(".")[2]
 
 
 def read_aliases(
@@ -101,6 +121,7 @@ def read_aliases(
     module: Mapping[str, TensorRef],
     known: set[str],
     trained: Container[str],
+    frozen: Container[str],
     buffers: Container[str],
     *,
     placeholders: bool,
@@ -115,6 +136,7 @@ def read_aliases(
         module: Its state dict.
         known: Names that stand for tensors of their own.
         trained: Names that the optimizer holds.
+        frozen: Names of the frozen parameters whose values are partitioned (stage 3).
         buffers: Names of buffers, which may share bytes and yet be stored each.
         placeholders: Whether the module holds an empty tensor in the place of each parameter (stage 3).
 
@@ -146,23 +168,41 @@ def read_aliases(
             raise file.fields.error("shared_params", f"ties {alias} {ours.shape} to {name} {theirs.shape}")
         if ours.numel:
             duplicates[alias] = whole_tensor(file.torch, file.index, ours)
+    if placeholders:
+        for alias, name in _ties_by_placeholder(module, trained, frozen).items():
+            if alias not in buffers:
+                aliases.setdefault(alias, name)
     stored: dict[tuple[object, ...], list[str]] = {}
     for name, ref in module.items():
         if ref.numel and name not in aliases and name not in buffers:  # empty tensors share nothing that matters
             stored.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), []).append(name)
-    if placeholders:
-        # Those of a tied parameter share a storage, though it is empty.
-        owners: dict[str, list[str]] = {}
-        for name in (n for n in module if n in trained):
-            owners.setdefault(module[name].storage.key, []).append(name)
-        for name, ref in module.items():
-            tied = owners.get(ref.storage.key, [])
-            if len(tied) == 1 and name not in trained and name not in known and name not in buffers:
-                aliases.setdefault(name, tied[0])
     for names in stored.values():
         own = next((n for n in names if n in trained), names[0])
         aliases |= {n: own for n in names if n != own and n not in trained}
     return aliases, duplicates
+
+
+def _ties_by_placeholder(
+    module: Mapping[str, TensorRef], trained: Container[str], frozen: Container[str]
+) -> dict[str, str]:
+    """Names that share the placeholder of a parameter whose values are on the ranks; to that parameter's name.
+
+    ``shared_params`` lacks the further names of a module that is registered several times under one parent, for it is
+    gathered with ``named_children``, which yields such a module once. The module's state dict has all of them, and the
+    tensors of a tied parameter share a storage, though it is empty.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``_get_shared_params``).
+    """
+    owners: dict[str, list[str]] = {}
+    for name, ref in module.items():
+        if name in trained or name in frozen:
+            owners.setdefault(ref.storage.key, []).append(name)
+    result: dict[str, str] = {}
+    for name, ref in module.items():
+        tied = owners.get(ref.storage.key, [])
+        if len(tied) == 1 and name not in trained and name not in frozen:
+            result[name] = tied[0]
+    return result
 
 
 def carried_storages(file: RankFile, *values: object) -> dict[str, State]:

@@ -17,7 +17,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.zero.files import RESTORE
-from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents
+from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents, tensor_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -148,11 +148,22 @@ def read_flat_buffer(
             for v, own in zip(values, masters, strict=True)
         ):
             tensors[str(key)] = [v for v in values if isinstance(v, TensorRef | SwappedTensor)]
+        elif (single := _single(files, values)) is not None:
+            scalars[key] = single
         elif any(v is not None for v in values):
             odd[key] = values
     for key, pieces in tensors.items():
         check_agreement(files.optimizer, f"dtype of {key} of {what}", [p.dtype for p in pieces], report)
     return FlatBuffer(shapes, tensors, scalars, odd)
+
+
+def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
+    """A number that every rank holds as a tensor of shape (1,); None if it is no such state, or ranks differ.
+
+    Source: DeepSpeed 0.19, tests/unit/checkpoint/common.py (``HybridStateOptimizer``: ``tensor_step``).
+    """
+    numbers = [file.single(value) for file, value in zip(files.optimizer, values, strict=True)]
+    return numbers[0] if all(n == numbers[0] for n in numbers) else None
 
 
 def locate_states(
@@ -257,12 +268,15 @@ def read_group(
 
 
 def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in group.values.items():
-        if key != "params":
-            number = file.scalar(value)
-            values[str(key)] = number.value if number is not None else value
-    return values
+    return {str(key): _plain(value, file) for key, value in group.values.items() if key != "params"}
+
+
+def _plain(value: Any, file: RankFile) -> Any:
+    """A hyper-parameter with numbers in the place of 0-dim tensors: torch takes some for lr and betas."""
+    if type(value) in {list, tuple} and any(isinstance(v, TensorRef | list | tuple) for v in value):
+        return type(value)(_plain(v, file) for v in value)
+    number = file.scalar(value) if isinstance(value, TensorRef) else None
+    return value if number is None else tensor_number(number)
 
 
 def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], report: Report) -> None:

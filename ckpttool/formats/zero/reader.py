@@ -65,7 +65,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         dtype=whole.dtype,
         deepspeed_version=first.fields.optional("ds_version", str),
         step=step,
-        samples=first.fields.optional("global_samples", int),
+        samples=first.fields.count("global_samples"),
         skipped_steps=skipped,
         parameters=tuple(whole.parameters.values()),
         buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
@@ -79,8 +79,11 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
         twins=(*whole.twins, *twins),
         files=found.files,
-        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped)),
-        remarks=(*dict.fromkeys((*whole.remarks, *remarks)), *trusted_names(found.renamed)),
+        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped), *_group_notes(files, whole.groups)),
+        remarks=(
+            *dict.fromkeys((*whole.remarks, *remarks, *_data_remarks(first))),
+            *trusted_names(found.renamed),
+        ),
     )
 
 
@@ -115,6 +118,12 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
     tensor = in_layers or recorded.get("tp_degree") or ranks
     if not isinstance(tensor, int):
         raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is no number")
+    alone = ranks == 1 and fields.optional("mp_world_size", int) == 1
+    if alone and tensor > 1 and _data_parallel(found.slices[0]) % tensor == 0:
+        # Under sequence parallelism (Ulysses) the sequence's ranks are called model-parallel: tp_degree counts them,
+        # though all of them share the optimizer's states and none holds a slice.
+        # Source: DeepSpeed 0.19.5, runtime/sequence_parallel/parallel_state_sp.py (``get_model_parallel_world_size``).
+        tensor = 1
     if tensor < 1 or ranks % tensor:
         raise LayoutError(fields.path, f"is one of {ranks} model-parallel ranks, in columns of {tensor!r:.40}", RESTORE)
     return ranks // tensor, tensor
@@ -253,4 +262,30 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
             problem = f"group {i} took {step.value} steps, but the model states are of step {expected}"
             hint = "two saves are mixed, unless training was resumed without the optimizer's states"
             return [LayoutError(files.optimizer[0].path, problem, hint)]
+    return []
+
+
+def _data_remarks(first: RankFile) -> list[str]:
+    """States of DeepSpeed's data pipeline, which stay where they are.
+
+    Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``data_sampler``, ``random_ltd``).
+    """
+    kinds = {"data_sampler": "curriculum learning's data sampler", "random_ltd": "random layerwise token dropping"}
+    held = [what for key, what in kinds.items() if first.fields.values.get(key) is not None]
+    return [f"the state of {what} is not read, and no conversion carries it over" for what in held]
+
+
+def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
+    """Parameter groups without hyper-parameters, which DeepSpeed loads, and then fails at the first step.
+
+    Elastic checkpoints (a list in the place of the optimizer's state dict) have no groups, and the run's own are kept.
+
+    Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (``load_state_dict``: ``ckpt_is_rigid``).
+    """
+    if not files.optimizer or isinstance(files.states(0).values.get("base_optimizer_state"), list):
+        return []
+    for i, group in enumerate(groups):
+        if group.parameters and not group.hyperparameters:
+            problem = f"group {i} has no hyper-parameters: a run that loads it cannot take a step"
+            return [LayoutError(files.optimizer[0].path, problem, "convert its source again, or use ckpttool.load")]
     return []

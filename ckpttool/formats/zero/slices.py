@@ -74,14 +74,14 @@ def read_slice(
     if files.stage != 3:
         copies |= {name: whole_tensor(first.torch, first.index, ref) for name, ref in module.items()}
     expert_copies = experts.modules()
-    buffer_names = read_buffer_names(first)
+    buffer_names = read_buffer_names(first, module)
     remarks: list[str] = []
     partitions = _partitions(files, module, layers, shapes, copies, expert_copies, buffer_names, remarks, report)
     copies |= expert_copies
     dtype = _module_dtype(module, copies, partitions, buffer_names)
     own = _stored_names(files, module, partitions, buffer_names)
     aliases, duplicates = read_aliases(
-        first, module, own, partitions.states, buffer_names, placeholders=files.stage == 3
+        first, module, own, partitions.states, partitions.frozen, buffer_names, placeholders=files.stage == 3
     )
     for alias, name in tied.items():
         if alias in module and alias not in partitions.states and alias not in partitions.frozen:
@@ -95,16 +95,18 @@ def read_slice(
     frozen = _frozen_names(files, names, copies, partitions, {*buffer_names, *aliases}, dtype)
     parameters = _parameters(files, names, copies, partitions, frozen)
     others = [n for n in names if n in buffer_names or n not in parameters]
-    lost = _lost(files, module, others, buffer_names)
-    if lost:
-        known = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
-        remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
-        others = [n for n in others if n not in set(lost)]
+    excluded = files.stage >= 2 and not frozen and first.fields.values.get("frozen_param_shapes", ()) is None
+    lost = _lost(files, module, others, buffer_names, excluded=excluded)
+    known = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
+    others = [n for n in others if n not in set(lost)]
     _check_values_are_there(files, module, others, buffer_names)
-    if files.stage >= 2 and not frozen and first.fields.values.get("frozen_param_shapes", ()) is None:
+    if excluded:
+        left_out = "were left out when it was saved (exclude_frozen_parameters)"
         remarks.append(
-            "frozen parameters, if there were any, were left out when it was saved (exclude_frozen_parameters)"
+            f"frozen parameters {left_out}: {known}" if lost else f"frozen parameters, if there were any, {left_out}"
         )
+    elif lost:
+        remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
     buffers = {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others}
     twins = [*_twins(parameters, aliases, duplicates), *partitions.twins]
     return Slice(files, parameters, buffers, aliases, partitions.groups, partitions.unsliceable, twins, dtype, remarks)
@@ -171,11 +173,25 @@ def _frozen_names(
     return {n for n in names if n not in partitions.states and n not in others and copies[n].dtype == dtype}
 
 
-def _lost(files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]) -> list[str]:
-    """Frozen parameters of which old releases saved nothing but a placeholder (of one element, up to 0.5.10)."""
-    if files.stage != 3 or "frozen_param_shapes" in files.model[0].fields:
+def _lost(
+    files: ZeroFiles,
+    module: Mapping[str, TensorRef],
+    names: Sequence[str],
+    buffer_names: set[str],
+    *,
+    excluded: bool,
+) -> list[str]:
+    """Frozen parameters of which stage 3 saved nothing but a placeholder (of one element, up to 0.5.10).
+
+    Releases before 0.9.1 did. With ``exclude_frozen_parameters`` one name of each is taken out of the state dict, and
+    the other names of a module that is registered several times under one parent stay.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``module_state_dict``, which goes by ``named_parameters``).
+    """
+    if files.stage != 3 or ("frozen_param_shapes" in files.model[0].fields and not excluded):
         return []
-    return [n for n in names if n not in buffer_names and module[n].shape in {(0,), (1,)}]
+    empty = {(0,)} if excluded else {(0,), (1,)}
+    return [n for n in names if n not in buffer_names and module[n].shape in empty]
 
 
 def _check_values_are_there(

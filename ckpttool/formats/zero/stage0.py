@@ -22,7 +22,7 @@ from ckpttool.formats.zero.partitions import Partitions, read_group
 from ckpttool.model import MASTER, MODULE, ScalarState, State, one_extent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from ckpttool.formats.zero.files import RankFile, Report, ZeroFiles
 
@@ -156,7 +156,11 @@ def _join(
     if flat is not None:
         names = [_in_storage(module, f, candidates) for f in flat]
     else:
-        shapes = [_shapes(states, group["params"], masters[g] if masters else None) for g, group in enumerate(groups)]
+        possible = {state.shape for state in (*candidates.values(), *experts.values())}
+        shapes = [
+            _shapes(states, group["params"], masters[g] if masters else None, possible)
+            for g, group in enumerate(groups)
+        ]
         found = _match(groups, shapes, candidates, experts)
         names = [None for _ in groups] if found is None else [*found]
     known = {**candidates, **experts}
@@ -174,7 +178,11 @@ def _join(
                 raise optimizer.error("fp32_groups", f"does not fit the {len(members)} parameters of group {g}")
             for name, number, master in zip(members, group["params"], own, strict=False):
                 weights = known[name] if master is None else _whole(file, master)
-                result.states[name] = {MASTER: weights, **_states_of(file, states, number, weights.shape, scalars)}
+                odd: list[str] = []
+                own_states = _states_of(file, states, number, weights.shape, scalars, odd)
+                result.states[name] = {MASTER: weights, **own_states}
+                named = (f"group {g}: {key}" for key in odd)
+                result.unsliceable.extend(u for u in named if u not in result.unsliceable)
         fields = Fields(base.path, f"{base.place} > param_groups[{g}]", group)
         result.groups.append(read_group([file], [fields], tuple(members), scalars, f"group {g}", report))
     if None in names:
@@ -203,15 +211,22 @@ def _match(
 
 
 def _shapes(
-    states: Fields, numbers: Sequence[object], masters: Sequence[object] | None
+    states: Fields, numbers: Sequence[object], masters: Sequence[object] | None, possible: Container[tuple[int, ...]]
 ) -> list[tuple[int, ...] | None]:
-    """The shape of each parameter of a group, as its master or its moments have it; None where nothing tells."""
+    """The shape of each parameter of a group, as its master or its moments have it; None where nothing tells.
+
+    Args:
+        states: The optimizer's states by number.
+        numbers: Those of the group's parameters.
+        masters: Their masters, if there are any.
+        possible: Shapes that parameters have; states of other shapes tell nothing.
+    """
     result: list[tuple[int, ...] | None] = []
     for i, number in enumerate(numbers):
         state = states.values.get(number, {})
-        tensors = [*(masters[i : i + 1] if masters else ()), *(state.values() if isinstance(state, dict) else ())]
+        tensors = [*(masters[i : i + 1] if masters else state.values() if isinstance(state, dict) else ())]
         # A step is 0-dim like a scalar parameter's moments, so that the largest shape is the parameter's.
-        shapes = [t.shape for t in tensors if isinstance(t, TensorRef)]
+        shapes = [t.shape for t in tensors if isinstance(t, TensorRef) and (masters or t.shape in possible)]
         result.append(max(shapes, key=len) if shapes else None)
     return result
 
@@ -251,6 +266,8 @@ def _add_flat(
             scalars[key] = number
         elif isinstance(value, TensorRef) and value.shape == flat.shape and key not in {MASTER, MODULE}:
             tensors[key] = value
+        elif (single := file.single(value)) is not None:
+            scalars[key] = single
         elif value is not None:
             result.unsliceable.append(f"group {group}: {key}")
     at = 0
@@ -266,18 +283,30 @@ def _add_flat(
 
 
 def _states_of(
-    file: RankFile, states: Fields, number: object, shape: tuple[int, ...], scalars: dict[str, ScalarState]
+    file: RankFile,
+    states: Fields,
+    number: object,
+    shape: tuple[int, ...],
+    scalars: dict[str, ScalarState],
+    odd: list[str],
 ) -> dict[str, State]:
-    """The optimizer's states of one parameter; numbers go to ``scalars``."""
+    """The optimizer's states of one parameter; numbers go to ``scalars``, names of all others to ``odd``.
+
+    1-bit Adam, for one, keeps errors of the compression that are padded for the number of ranks.
+
+    Source: DeepSpeed 0.3.16 to 0.19.6, runtime/fp16/onebit/adam.py (``worker_error``, ``server_error``).
+    """
     result: dict[str, State] = {}
     for key, value in _items(states, number):
         if isinstance(value, TensorRef) and value.shape == shape and key not in {MASTER, MODULE, "step"}:
             result[key] = whole_tensor(file.torch, file.index, value)
-        elif (scalar := file.scalar(value)) is not None:
+        elif (scalar := file.scalar(value) or file.single(value)) is not None:
             expected = scalars.setdefault(key, scalar)
             if expected != scalar:
                 problem = f"has parameters of one group at {key} {expected.value} and {scalar.value}"
                 raise LayoutError(file.path, problem, RESTORE)
+        elif value is not None:
+            odd.append(key)
     return result
 
 

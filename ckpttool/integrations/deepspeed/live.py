@@ -163,7 +163,7 @@ def require(thing: Any, what: str, names: Sequence[str]) -> None:
 
 def persistent_buffers(module: Any) -> dict[str, Any]:
     """The buffers that a module's state dict holds."""
-    buffers = dict(module.named_buffers())
+    buffers = dict(module.named_buffers(remove_duplicate=False))
     return {name: buffers[name] for name in module.state_dict() if name in buffers}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType
+from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType, walk
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
@@ -76,9 +76,29 @@ def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
     Raises:
         PlanError: The source lacks what a ZeRO checkpoint needs.
     """
+    _check_hyperparameters(checkpoint)
     writer = _Writer(checkpoint, shape, tag)
     files = [*writer.optimizer_files(), *writer.model_files(), plain_file(LATEST, tag.encode())]
     return CopyPlan(writer.copies.sources, writer.copies.casts, tuple(files), sample_proofs(checkpoint))
+
+
+def _check_hyperparameters(checkpoint: Checkpoint) -> None:
+    """DeepSpeed's load replaces the run's parameter groups by those of the file, whatever these lack.
+
+    Source: torch 2.13, optim/optimizer.py (``load_state_dict``).
+    """
+    for number, group in enumerate(checkpoint.groups):
+        if group.parameters and not group.hyperparameters:
+            problem = (
+                f"holds no hyper-parameters (lr, betas, ...) of group {number}, as is the way of elastic_checkpoint: "
+                "a run that loads the result could not take a step"
+            )
+            hint = "resume with ckpttool.load(engine, ...), or convert --to universal: both keep the run's own"
+            raise PlanError(checkpoint.location, problem, hint)
+        lost = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
+        if lost:
+            problem = f"holds hyper-parameter {lost[0]} of group {number} as a tensor of several numbers"
+            raise PlanError(checkpoint.location, problem, "resume on the same number of ranks")
 
 
 def plan_rank(
@@ -250,6 +270,13 @@ class _Writer:
             if any(NATIVE.fullmatch(p.name) for p in c.parameters):
                 problem = "trains DeepSpeed's own mixture of experts, which has no stage 3"
                 raise PlanError(c.location, problem, "choose --stage 1 or 2")
+            int8 = [p.name for p in c.parameters if p.frozen and p.numel and _value(p).dtype == "I8"]
+            if int8:
+                problem = (
+                    f"has frozen parameter {int8[0]} in int8, which at stage 3 cannot be told from one that ZeRO++ "
+                    "quantised without saving its scale"
+                )
+                raise PlanError(c.location, problem, "choose --stage 1 or 2")
             empty = [n for names in self.names for n in names if self.parameters[n].numel == 0]
             if empty:
                 raise PlanError(c.location, f"trains {empty[0]}, which has no elements", "stage 3 cannot hold it")
@@ -352,7 +379,7 @@ class _Writer:
                     own[key] = self._flat(file, key, self._dtype(names, key), fragments[g], flat.partition, share)
             if own:
                 state[g] = own
-            groups.append({**self.experts.named(group), "params": [g]})
+            groups.append({**file.hyperparameters(self.experts.named(group)), "params": [g]})
             lean = flat.partition - flat.padding(part)
             masters.append(self._flat(file, MASTER, self._dtype(names, MASTER), fragments[g], lean, share))
             mappings.append(OrderedDict((f.name, _address(f)) for f in fragments[g]))
@@ -400,7 +427,7 @@ class _Writer:
                 dtype = self._dtype(names, MASTER)
                 masters.append(self._flat(file, MASTER, dtype, own_fragments, sub.partition, share))
                 shared.append(self.experts.partition_group(group, share, rank, number))
-            groups.append({**self.experts.named(group), "params": numbers})
+            groups.append({**file.hyperparameters(self.experts.named(group)), "params": numbers})
         return {
             "zero_stage": 3,
             "loss_scaler": self.loss_scaler(),
@@ -615,7 +642,7 @@ def _value(parameter: Parameter) -> State:
 def _scalar(file: TorchFileBuilder, scalar: ScalarState) -> object:
     if scalar.dtype is None:
         return scalar.value
-    return file.scalar(np.array(scalar.value).astype(numpy_dtype(scalar.dtype)).tobytes(), scalar.dtype)
+    return file.scalar(np.array(scalar.value).astype(numpy_dtype(scalar.dtype)).tobytes(), scalar.dtype, scalar.shape)
 
 
 def _address(fragment: Fragment) -> Opaque:
