@@ -91,10 +91,19 @@ class ReadChecks:
         files: The files, as ``Sources`` numbers them.
         full: Read the rest of every record that was read in part, however long it is.
         owners: Names parameters in errors.
+        told: Paths of the files that the report names if they have no checksum; None for all.
     """
 
-    def __init__(self, files: Sequence[SourceFile], *, full: bool = False, owners: Owners = no_owners) -> None:
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        *,
+        full: bool = False,
+        owners: Owners = no_owners,
+        told: frozenset[str] | None = None,
+    ) -> None:
         self._files = files
+        self._told = told
         self._full = full
         self._owners = owners
         self._recorded: dict[int, _Recorded] = {}
@@ -175,7 +184,7 @@ class ReadChecks:
     def _without(self) -> tuple[str, ...]:
         """Files that were read and hold bytes without a recorded checksum."""
         paths = (self._files[n].path for n, known in sorted(self._recorded.items()) if not known.complete)
-        return tuple(dict.fromkeys(paths))
+        return tuple(path for path in dict.fromkeys(paths) if self._told is None or path in self._told)
 
     def _compare_repeated(self, rows: NDArray[np.void]) -> None:
         """Bytes that were read twice must be the same."""
@@ -268,7 +277,8 @@ def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Che
         raise ValueError(f"check is {check!r}, not read, full or off")
     if check == "off":
         return None
-    return ReadChecks(sources, full=check == "full", owners=partial(_owners, checkpoint))
+    held = frozenset(checkpoint.path(n) for n in range(len(checkpoint.files)))  # not the configuration beside it
+    return ReadChecks(sources, full=check == "full", owners=partial(_owners, checkpoint), told=held)
 
 
 def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str]:

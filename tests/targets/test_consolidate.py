@@ -278,7 +278,18 @@ def test_values_too_large_for_fp16_are_counted(checkpoint_copy: Callable[[str], 
 # ------------------------------------------------------------------------------------------------- proofs
 
 
-@pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp4-bf16", "zero2-dp2-fp16"])
+def test_an_order_that_recorded_slices_contradict_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp4-bf16")
+    path = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["module"] = type(state["module"])((k, v.clone()) for k, v in state["module"].items())
+    torch.save(state, path)
+    damage.swap_equals(root)
+    with pytest.raises(LayoutError, match=r"recorded \d+ elements of '.*' for its rank"):
+        ckpttool.inspect(str(root))
+
+
+@pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp2-fp16"])
 def test_an_order_that_only_values_contradict_is_refused(
     name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:

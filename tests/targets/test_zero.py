@@ -475,9 +475,11 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path) -> None
     planned = json.loads(command(*arguments, "--dry-run").stdout)
     assert list(tmp_path.iterdir()) == []
     done = json.loads(command(*arguments).stdout)
-    assert {k: v for k, v in planned.items() if k not in {"dry_run", "seconds"}} == {
-        k: v for k, v in done.items() if k not in {"dry_run", "seconds"}
+    of_the_run = {"dry_run", "seconds", "checks"}
+    assert {k: v for k, v in planned.items() if k not in of_the_run} == {
+        k: v for k, v in done.items() if k not in of_the_run
     }
+    assert planned["checks"] is None
     assert done["nbytes_written"] == sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert done["files"] == 5
 
