@@ -6,7 +6,6 @@ import itertools
 import logging
 import posixpath
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from ckpttool._version import __version__
 from ckpttool.candidates import open_whole
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.retention import Rules
+from ckpttool.saving.background import Background
 from ckpttool.saving.protocol import Request, place_for, save
 from ckpttool.saving.upkeep import tidy
 from ckpttool.storage import LOCAL, is_url, local_path, without_secrets
@@ -133,8 +133,7 @@ class CheckpointManager:
         """The same on every rank."""
         self._ranks: Ranks | None = None
         self._memory: HostMemory | None = None
-        self._thread: threading.Thread | None = None
-        self._failed: CkptError | None = None
+        self._background = Background()
         self._signalled = False
         self._group: Any = None
         self.restored: LoadReport | None = None
@@ -220,11 +219,12 @@ class CheckpointManager:
                 raise report.error
             return report
         stall = time.perf_counter() - began
-        # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(
-            target=self._write, args=(root, ranks, request, collected, began, stall), name="ckpttool-save"
-        )
-        self._thread.start()
+        try:
+            self._background.start(lambda: self._write(root, ranks, request, collected, began, stall).error)
+        except RuntimeError as error:
+            collected.release()
+            problem = f"was not saved: the program is ending ({error})"
+            raise PlanError(posixpath.join(root, tag), problem, "save before its end") from error
         return None
 
     def wait(self) -> None:
@@ -233,12 +233,7 @@ class CheckpointManager:
         Raises:
             CkptError: It was not.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        self._background.wait()
 
     def restore(
         self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False
@@ -368,8 +363,6 @@ class CheckpointManager:
             LOG.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", report)
         else:
             LOG.error("%s", report)
-            if stall is not None:
-                self._failed = error
         self._tell(report)
         if error is None and ranks.rank == 0:
             try:
