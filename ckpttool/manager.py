@@ -194,7 +194,7 @@ class CheckpointManager:
     ) -> SaveReport | None:  # fmt: skip
         """As ``save``, into another root of the same storage, after ``wait``: for who gives each checkpoint its own."""
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.saving import check_engine, collect
+        from ckpttool.integrations.deepspeed.saving import check_engine, collect, groups_without_zero
 
         check_engine(engine)
         step = int(engine.global_steps)
@@ -207,6 +207,7 @@ class CheckpointManager:
             metrics={str(name): float(value) for name, value in metrics.items()},
             versions=_versions(),
             overwrite=overwrite,
+            groups=groups_without_zero(engine),
         )
         ranks = self._meet()
         collected = collect(

@@ -46,6 +46,8 @@ class Manifest:
     """Of the packages that wrote it."""
     files: Mapping[str, Checksums] = field(default_factory=dict)
     """Every file, by its name in the directory."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Without ZeRO, where files only number them: the parameters of each group of the optimizer, in its order."""
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +130,7 @@ def parse_manifest(data: bytes) -> Manifest:
         metrics={str(k): float(v) for k, v in found["metrics"].items()},
         versions={str(k): str(v) for k, v in found["versions"].items()},
         files=files,
+        groups=tuple(tuple(map(str, names)) for names in found.get("groups", ())),
     )
 
 

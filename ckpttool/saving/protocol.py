@@ -91,6 +91,8 @@ class Request:
     versions: Mapping[str, str] = field(default_factory=dict)
     overwrite: bool = False
     """Whether to replace a checkpoint of that name."""
+    groups: Sequence[Sequence[str]] = ()
+    """As in the manifest."""
 
 
 def place_for(url: str, options: Mapping[str, Any] | None) -> Place:
@@ -299,6 +301,7 @@ def _finish(
             "stage": request.stage,
             "metrics": dict(request.metrics),
             "versions": dict(request.versions),
+            "groups": [list(names) for names in request.groups],
         }
         for name, data in beside.items():
             if not storage.exists(posixpath.join(root, name)):

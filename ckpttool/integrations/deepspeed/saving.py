@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.errors import CkptError, PlanError
+from ckpttool.integrations.deepspeed.live import look
 from ckpttool.integrations.pickling import describe
 from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
 from ckpttool.saving.upkeep import SCRATCH
@@ -157,6 +158,14 @@ def check_engine(engine: Any) -> None:
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
         raise PlanError("engine", problem, "pass what deepspeed.initialize returned")
+
+
+def groups_without_zero(engine: Any) -> list[list[str]]:
+    """The parameters of each group of the optimizer, in its order, where no file will name them; else none."""
+    if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
+        return []
+    live = look(engine)
+    return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
 
 
 def collect(
