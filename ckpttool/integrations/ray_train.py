@@ -124,8 +124,8 @@ class RayTrainCheckpoints:
         step = int(engine.global_steps)
         name = self._decided(lambda: directory_name(step, secrets.token_hex(4)))
         self._manager.save_into(
-            posixpath.join(self._root, name), engine, tag=None, client_state=client_state or {},
-            metrics=_numbers(metrics), overwrite=False, exclude_frozen=False,
+            posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
+            client_state={} if client_state is None else client_state, exclude_frozen=False,
         )  # fmt: skip
         self._pending = name, dict(metrics)
         if not self._manager.saves_in_background:
@@ -186,7 +186,7 @@ class RayTrainCheckpoints:
         how = {"strict": strict, "weights_only": weights_only, "dry_run": False}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, how)
-        found = [Candidate(*one) for one in self._decided(self._found)]
+        found = [Candidate(*one) for one in self._manager.begin_restore(engine, self._found, **how)]
         state = self._manager.restore_any(found, engine, passing_over=True, **how)
         if self._manager.restored is not None:
             self._adopt(found, self._manager.restored.path)
@@ -198,7 +198,12 @@ class RayTrainCheckpoints:
         else:
             place, root = place_for(str(given), None), str(given)
         manager = CheckpointManager(root, timeout=self._timeout, place=place)
-        found = [Candidate(*one) for one in self._decided(lambda: _candidates(place.storage, manager.root))]
+        found = [
+            Candidate(*one)
+            for one in manager.begin_restore(
+                engine, lambda: _candidates(place.storage, manager.root), root=manager.root, **how
+            )
+        ]
         return manager.restore_any(found, engine, passing_over=len(found) > 1, **how)
 
     def _found(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which checkpoint of a root the ranks go on from, looked for by the first and told to the others."""
+"""Which checkpoint of a root to go on from."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from typing import TYPE_CHECKING
 
 from ckpttool.candidates import Candidate, candidates
 from ckpttool.errors import LayoutError
-from ckpttool.integrations.deepspeed.together import told_by_the_first
 from ckpttool.manifest import is_commit
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
-def find_together(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
-    """The checkpoints to try, best first; the same on every rank.
+def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
+    """The checkpoints to try, best first.
 
     Raises:
         CkptError: The root cannot be read, or there is none of that tag.
     """
-    return told_by_the_first(root, lambda: _find(storage, root, tag))
-
-
-def _find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
     storage.refresh([])
     if tag is None:
         return candidates(storage, root)
