@@ -90,7 +90,7 @@ def will_die(where: str) -> None:
     from ckpttool.saving.disk import Disk
     from ckpttool.storage import MANIFEST
 
-    write, write_file, put, report = Disk.write, Disk._write_file, Disk.put, ray.train.report
+    write, write_file, put, report = Disk.write, Disk._write_file, Disk.put_new, ray.train.report
     written: list[str] = []
 
     def dying_write(self: Any, *arguments: Any) -> Any:
@@ -116,7 +116,7 @@ def will_die(where: str) -> None:
         if where == AFTER_REPORT:
             die()
 
-    Disk.write, Disk._write_file, Disk.put = dying_write, dying_write_file, dying_put  # type: ignore[method-assign,assignment]
+    Disk.write, Disk._write_file, Disk.put_new = dying_write, dying_write_file, dying_put  # type: ignore[method-assign,assignment]
     ray.train.report = dying_report
 
 

@@ -90,7 +90,8 @@ def _kept(live: LiveEngine) -> tuple[set[str], set[str]] | None:
 
 
 def _is_flat(value: Any, parameter: Any) -> bool:
-    return bool(getattr(value, "shape", None) == parameter.shape)
+    # A parameter that is one number has states like steps, which are one as well.
+    return bool(parameter.dim() and getattr(value, "shape", None) == parameter.shape)
 
 
 def _probed(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
