@@ -348,26 +348,39 @@ class CheckpointManager:
             raise LayoutError(self.root, problem, "restore one from a copy, or choose another root to begin anew")
         return None
 
-    def preempted(self) -> bool:
+    def preempted(self, *, reset: bool = False) -> bool:
         """Whether a signal has announced the end of the run, to any rank; call it on every rank, once a step.
 
         If so, save, wait, and leave the loop: the signal itself is noted, and does no more.
+
+        Args:
+            reset: Forget the signal now that it is told: for who goes on training. The same on every rank.
         """
         from ckpttool.integrations.process_group import any_of, own_group
 
         if self._group is None:
             self._group = own_group()
-        return any_of(self._group, self._signalled)
+        noted = self._signalled  # another may come meanwhile
+        found = any_of(self._group, noted)
+        if reset and noted:
+            self._signalled = False
+        return found
 
     def _watch(self, number: int) -> None:
-        before = signal.getsignal(number)
+        try:
+            before = signal.getsignal(number)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"signals: {number!r} is no signal") from error
 
         def note(caught: int, frame: Any) -> None:
             self._signalled = True
             if callable(before):
                 before(caught, frame)
 
-        signal.signal(number, note)
+        try:
+            signal.signal(number, note)
+        except OSError as error:
+            raise ValueError(f"signals: {signal.Signals(number).name} cannot be watched by any program") from error
 
     def _write(
         self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.manifest import Manifest, commits, is_commit
+from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
 from ckpttool.saving.ranks import RankError
 from ckpttool.storage import MANIFEST, MARK, is_url, walk
 
@@ -436,6 +436,7 @@ def _finish(
                 place.put(posixpath.join(root, name), data)
         _check_ours(place, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
+        values |= _descent(storage, root, named, request.tag)
         place.put_new(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
         _check_ours(place, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
         written = True
@@ -452,6 +453,19 @@ def _finish(
     # It is committed, whatever becomes of the rest: ``tidy`` sees to that again.
     _try_each([partial(place.delete, posixpath.join(directory, MARK)), partial(_forget_replaced, place, directory)])
     return values
+
+
+def _descent(storage: Storage, root: str, named: str | None, tag: str) -> dict[str, Any]:
+    """What a manifest says of the commit before it."""
+    before = (named or "").strip()
+    for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
+        try:
+            if before != tag or directory.endswith(REPLACED):
+                parent = read_manifest(storage, directory)
+                return {"parent": parent.attempt, "number": parent.number + 1}
+        except CkptError:  # it may be none of ours
+            continue
+    return {"parent": "", "number": 1}
 
 
 def _is_still_ours(place: Place, directory: str, attempt: str) -> bool:

@@ -73,7 +73,7 @@ def _told(function: Any) -> str:
     return ""
 
 
-def build(stage: int, dtype: str, groups: str, optimizer: str, seed: int = 0) -> Any:
+def build(stage: int, dtype: str, groups: str, optimizer: str, seed: int = 0, accumulation: int = 1) -> Any:
     """Three layers of one shape under DeepSpeed."""
     import deepspeed
     import torch
@@ -90,7 +90,7 @@ def build(stage: int, dtype: str, groups: str, optimizer: str, seed: int = 0) ->
     net = Net()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "steps_per_print": 10_000,
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True, "gradient_accumulation_steps": accumulation,
     }  # fmt: skip
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}

@@ -180,6 +180,7 @@ def restore_engine(
     agree(error)
     if error is not None or live is None or prepared is None:
         raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
+    prepared = replace(prepared, notes=(*prepared.notes, *_pending(live)))
     client_state: Mapping[str, Any] = {} if weights_only else checkpoint.client_state
     if not dry_run:
         from ckpttool.integrations.deepspeed import handing
@@ -194,6 +195,16 @@ def restore_engine(
             told = f"could not be handed to the engine, which is half loaded now: {type(failed).__name__}: {failed}"
             raise PlanError(checkpoint.location, told, "build the engine anew") from failed
     return _report(live, prepared, client_state, weights_only, dry_run, time.perf_counter() - began)
+
+
+def _pending(live: LiveEngine) -> list[str]:
+    """What is said of gradients that wait in the engine for the end of a step: a load leaves them there."""
+    engine = live.engine
+    count = int(engine.micro_steps) % max(1, int(engine.gradient_accumulation_steps()))
+    if not count:
+        return []
+    batches = "a micro batch" if count == 1 else f"{count} micro batches"
+    return [f"{batches} had been accumulated: those gradients go into the next step; load between two steps"]
 
 
 def _report(

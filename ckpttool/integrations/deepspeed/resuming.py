@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 from typing import TYPE_CHECKING
 
-from ckpttool.candidates import Candidate, candidates
-from ckpttool.errors import LayoutError
+from ckpttool.candidates import Candidate, candidates, contradiction
+from ckpttool.errors import LayoutError, StorageError
 from ckpttool.manifest import is_commit
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
+
+LOG = logging.getLogger("ckpttool")
 
 
 def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
@@ -20,8 +23,13 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
         CkptError: The root cannot be read, or there is none of that tag.
     """
     storage.refresh([])
+    if storage.exists(root) and not storage.is_dir(root):
+        raise StorageError(root, "is a file", "pass a directory")
     if tag is None:
-        return candidates(storage, root)
+        found = candidates(storage, root)
+        if against := contradiction(storage, root, found):
+            LOG.warning("%s: %s; it is gone on from", root, against)
+        return found
     path = posixpath.join(root, tag)
     if not storage.is_dir(path):
         there = ", ".join(c.tag for c in candidates(storage, root)) or "none"
