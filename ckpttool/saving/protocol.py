@@ -460,7 +460,7 @@ def _descent(storage: Storage, root: str, named: str | None, tag: str) -> dict[s
     before = (named or "").strip()
     for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
         try:
-            if before != tag or directory.endswith(REPLACED):
+            if (before != tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
                 parent = read_manifest(storage, directory)
                 return {"parent": parent.attempt, "number": parent.number + 1}
         except CkptError:  # it may be none of ours
