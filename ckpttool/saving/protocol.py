@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import posixpath
 import secrets
-import socket
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
+from ckpttool.saving.marks import ALIVE, identity, is_alive
 from ckpttool.saving.ranks import RankError
 from ckpttool.storage import MANIFEST, MARK, is_url, walk
 
@@ -233,7 +232,7 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
         problem = f"takes {needed:,} bytes, and only {free:,} are free"
         raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
     attempt = secrets.token_hex(8)
-    mark = json.dumps({"key": f"save {attempt}", "files": [], **_identity()}).encode()
+    mark = json.dumps({"key": f"save {attempt}", "files": [], **identity()}).encode()
     claimed.append(attempt)
     ALIVE.add(attempt)
     if found == "unfinished":
@@ -253,34 +252,6 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
     return attempt
 
 
-ALIVE: set[str] = set()
-"""Attempts of this process that have not ended."""
-
-
-def _identity() -> dict[str, Any]:
-    """What tells whether the process that wrote a mark still runs: for other processes of this machine."""
-    return {"host": socket.gethostname(), "machine": _machine(), "process": os.getpid(), "began": _began(os.getpid())}
-
-
-def _machine() -> str:
-    """This start of this machine, and the name space in which its processes are numbered; "" if nothing tells."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _began(process: int) -> str:
-    """When a process began, as Linux counts; "" if it does not run, or nothing tells."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            state, *rest = file.read().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in {"Z", "X"} else rest[18]
-
-
 def _see_that_it_is_dead(place: Place, directory: str) -> None:
     """Make sure that nobody saves into a directory any more.
 
@@ -296,17 +267,11 @@ def _see_that_it_is_dead(place: Place, directory: str) -> None:
         mark = {}
     who = f"process {mark.get('process')} of {mark.get('host')}"
     taken = TakenError(directory, f"is being saved by {who}", TAKEN)
-    machine = _machine()
-    if machine and mark.get("machine") == machine:
-        if mark.get("process") == os.getpid() and mark.get("began") == _began(os.getpid()):
-            alive = str(mark.get("key", "")).removeprefix("save ") in ALIVE
-        else:
-            alive = bool(mark.get("began")) and _began(int(mark["process"])) == mark["began"]
-        if alive:
-            raise taken
+    alive = is_alive(mark)
+    if alive:
+        raise taken
+    if alive is False:
         return
-    if "machine" not in mark:
-        return  # of a release that did not say
     before = _snapshot(place, directory)
     end = time.monotonic() + WATCHED
     while time.monotonic() < end:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from ckpttool.errors import CkptError
-from ckpttool.saving import protocol
+from ckpttool.saving import marks, protocol
 from ckpttool.saving.disk import Disk
 from ckpttool.saving.ranks import Alone, RankError, agree_to_begin
 from ckpttool.storage import MANIFEST
@@ -85,7 +85,7 @@ class Law(History):
         write = place.write
 
         def other() -> None:
-            protocol.ALIVE.clear()
+            marks.ALIVE.clear()
             save_version(Disk(), self.root, Alone(), tag, second, overwrite=overwrite)
 
         def interrupted(directory: str, files: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.saving import protocol
+from ckpttool.saving import marks, protocol
 from ckpttool.saving.disk import Disk
 from ckpttool.saving.protocol import TakenError, place_for
 from ckpttool.saving.ranks import Alone
+from ckpttool.storage import MARK
 from tests.saving.checkpoints import chosen, save_version, version
 from tests.storage import server
 
@@ -58,7 +60,7 @@ def _place(root: str, *, before: Callable[[], None] | None = None, after: Callab
 
 def _seems_dead() -> None:
     """As if the runs that save were processes that have ended."""
-    protocol.ALIVE.clear()
+    marks.ALIVE.clear()
 
 
 def test_a_live_save_is_not_cleared_away(root: str) -> None:
@@ -136,3 +138,21 @@ def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
     found = chosen(root)
     assert found is not None
     assert found[1] == version(1)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_another_machine_has_begun_is_watched(
+    changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "WATCHED", 2.0)
+    (tmp_path / "a").mkdir()
+    mark = {"key": "save 1", "files": [], "host": "elsewhere", "machine": "another", "process": 1, "began": "1"}
+    (tmp_path / "a" / MARK).write_text(json.dumps(mark))
+    timer = threading.Timer(0.5, lambda: (tmp_path / "a" / "file").write_text("x"))
+    if changes:
+        timer.start()
+        with pytest.raises(TakenError, match="is being saved by process 1 of elsewhere"):
+            save_version(Disk(), str(tmp_path), Alone(), "a", 1)
+        return
+    save_version(Disk(), str(tmp_path), Alone(), "a", 1)
+    assert chosen(str(tmp_path)) == ("a", version(1))
