@@ -8,6 +8,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import s3fs
 
 from ckpttool.errors import CkptError
 from ckpttool.saving import marks, protocol
@@ -36,6 +37,7 @@ def root(
     endpoint, client = s3_server
     for name, value in (server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
         monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()  # those of other tests may lead to a proxy that is gone
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=bucket)
     return f"s3://{bucket}/root"
