@@ -11,10 +11,13 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.guarded import guard
-from ckpttool.manifest import is_commit, read_manifest
-from ckpttool.storage import MANIFEST, MARK, is_half_removed
+from ckpttool.manifest import commits, is_commit, read_manifest
+from ckpttool.storage import MARK, is_half_removed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpttool.manifest import Manifest
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Entry, Storage
 
@@ -34,8 +37,9 @@ class Candidate:
 def candidates(storage: Storage, root: str) -> list[Candidate]:
     """What there is to go on from, best first.
 
-    First what ``latest`` names, unless a commit is newer than that file: a run may have been killed between the two.
-    Then commits and plain DeepSpeed saves, by step, later steps first. What is marked as unfinished is left out.
+    First what ``latest`` names, and before that a commit on top of it which still bears its mark: a run was killed
+    between the two. Then commits and plain DeepSpeed saves, by step, later steps first; of one step, later commits
+    first. What is marked as unfinished is left out. No clock is asked.
 
     Raises:
         StorageError: The root cannot be read.
@@ -43,25 +47,51 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
     if not storage.is_dir(root):
         return []
     entries = storage.listing(root)
-    found: list[tuple[tuple[bool, int], Candidate]] = []
-    latest = next((e for e in entries if e.name == LATEST and not e.is_dir), None)
-    named = _named(storage, root) if latest is not None else ""
+    found: list[tuple[tuple[int, int], Candidate]] = []
+    ahead: list[tuple[Candidate, Manifest]] = []
+    named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""
     names = [e.name for e in entries if e.is_dir and not e.name.startswith(".")]
-    if "/" in named and storage.is_dir(posixpath.join(root, named)):
+    names += [c.removeprefix(f"{root}/") for c in commits(storage, root) if posixpath.dirname(c) != root.rstrip("/")]
+    if "/" in named and named not in names and storage.is_dir(posixpath.join(root, named)):
         names.append(named)
+    attempts: dict[str, str] = {}
     for name in names:
         path = posixpath.join(root, name)
         committed, inside = is_commit(storage, path), storage.listing(path)
-        if not committed and (_is_marked(inside) or not any(parse_name(e.name) for e in inside if not e.is_dir)):
+        is_marked = _is_marked(inside)
+        if not committed and (is_marked or not any(parse_name(e.name) for e in inside if not e.is_dir)):
             continue
-        step, after = step_of(storage, path, name), False
-        if committed and latest is not None:
-            after = _modified(next(e for e in inside if e.name == MANIFEST)) > _modified(latest)
-        found.append(((after, step), Candidate(name, path, committed)))
-    newest_first = sorted(found, key=lambda pair: (pair[0][1], natural_order(pair[1].tag)), reverse=True)
-    in_order = [c for (after, _), c in newest_first if after and named]
+        candidate, manifest = Candidate(name, path, committed), _manifest(storage, path) if committed else None
+        found.append(((step_of(storage, path, name), 0 if manifest is None else manifest.number), candidate))
+        if manifest is not None:
+            attempts[name] = manifest.attempt
+            if is_marked and name != named:
+                ahead.append((candidate, manifest))
+    in_order = [
+        c for c, manifest in ahead if named and (not manifest.number or manifest.parent == attempts.get(named, ""))
+    ]
+    newest_first = sorted(found, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
     in_order += [c for _, c in newest_first if c.tag == named]
     return list(dict.fromkeys([*in_order, *(c for _, c in newest_first)]))
+
+
+def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> str:
+    """What speaks against the first of some candidates; "" if nothing does."""
+    if not found:
+        return ""
+    steps = {c.tag: step_of(storage, c.path, c.tag) for c in found}
+    first = found[0].tag
+    best = max(steps, key=lambda tag: steps[tag])
+    if steps[best] > steps[first]:
+        return f"latest names {first} of step {steps[first]}, though {best} is of step {steps[best]}"
+    return ""
+
+
+def _manifest(storage: Storage, path: str) -> Manifest | None:
+    try:
+        return read_manifest(storage, path)
+    except CkptError:
+        return None
 
 
 def _named(storage: Storage, root: str) -> str:
@@ -73,10 +103,6 @@ def _named(storage: Storage, root: str) -> str:
 
 def _is_marked(inside: list[Entry]) -> bool:
     return any(e.name == MARK for e in inside)
-
-
-def _modified(entry: Entry) -> float:
-    return entry.modified or 0.0
 
 
 def step_of(storage: Storage, path: str, name: str) -> int:

@@ -147,14 +147,18 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
     Raises:
         CkptError: The directory cannot be read.
     """
-    named, _ = _named(storage, root, None)
+    latest = posixpath.join(root, LATEST)
+    try:
+        named = storage.read_text(latest).strip() if storage.exists(latest) else ""
+    except CkptError:
+        named = ""
     entries = []
     for directory in commits(storage, root):
         try:
             manifest = read_manifest(storage, directory)
         except CkptError:
             continue  # nobody knows what it is worth: it is not counted, and so it stays
-        name = posixpath.basename(directory)
+        name = directory.removeprefix(f"{root.rstrip('/')}/")
         problems = size_problems(storage, directory, manifest)
         entries.append(
             CatalogEntry(
@@ -168,7 +172,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
                 modified=manifest.created,
                 whole=not problems,
                 problem=str(problems[0]) if problems else None,
-                latest=name in named,
+                latest=name == posixpath.normpath(named),
                 link=None,
                 metrics=manifest.metrics,
             )

@@ -6,28 +6,29 @@ import itertools
 import logging
 import posixpath
 import signal
-import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from functools import partial
 from os import fspath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool._version import __version__
-from ckpttool.candidates import open_whole
+from ckpttool.candidates import Candidate, open_whole
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.retention import Rules
-from ckpttool.saving.protocol import Request, place_for, save
+from ckpttool.saving.background import Background
+from ckpttool.saving.protocol import PARTIAL, REPLACED, Request, place_for, save
+from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.saving.upkeep import tidy
-from ckpttool.storage import LOCAL, is_url, local_path, without_secrets
+from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, without_secrets
 from ckpttool.storage.failures import RETRIES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from ckpttool.candidates import Candidate
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.integrations.deepspeed.saving import Collected
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("ckpttool")
 TIMEOUT = 1800.0
 """Seconds that a rank may be behind, if nothing else is asked for."""
+MAX_NAME_BYTES = 200
+"""Of a tag: 255 bytes are a name's limit, and names of what replaces or removes it are longer."""
+NOT_TAGS = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
+"""What lies beside tags."""
 GRACE = 3600.0
 """Seconds after which what a killed save has left is removed, if nothing else is asked for."""
 _numbers = itertools.count()
@@ -116,6 +121,8 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         place: Place | None = None,
     ) -> None:
+        self.name = f"manager {next(_numbers)}"  # counted even if the rest fails here, for it may not on other ranks
+        """The same on every rank."""
         given = fspath(root)
         self.root = without_secrets(local_path(given)).rstrip("/") or given
         if not is_url(self.root):
@@ -129,12 +136,9 @@ class CheckpointManager:
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
-        self.name = f"manager {next(_numbers)}"
-        """The same on every rank."""
         self._ranks: Ranks | None = None
         self._memory: HostMemory | None = None
-        self._thread: threading.Thread | None = None
-        self._failed: CkptError | None = None
+        self._background = Background()
         self._signalled = False
         self._group: Any = None
         self.restored: LoadReport | None = None
@@ -185,7 +189,8 @@ class CheckpointManager:
         """
         self.wait()
         return self.save_into(
-            self.root, engine, tag=tag, client_state=client_state or {}, metrics=metrics or {}, overwrite=overwrite,
+            self.root, engine, tag=tag, client_state={} if client_state is None else client_state,
+            metrics={} if metrics is None else metrics, overwrite=overwrite,
             exclude_frozen=exclude_frozen_parameters,
         )  # fmt: skip
 
@@ -195,23 +200,35 @@ class CheckpointManager:
     ) -> SaveReport | None:  # fmt: skip
         """As ``save``, into another root of the same storage, after ``wait``: for who gives each checkpoint its own."""
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.saving import check_engine, collect
+        from ckpttool.integrations.deepspeed.saving import check_engine, collect, groups_without_zero
 
-        check_engine(engine)
-        step = int(engine.global_steps)
-        tag = f"global_step{step}" if tag is None else str(tag)
-        _check_tag(tag)
-        request = Request(
-            tag=tag,
-            step=step,
-            stage=int(engine.zero_optimization_stage()),
-            metrics={str(name): float(value) for name, value in metrics.items()},
-            versions=_versions(),
-            overwrite=overwrite,
-        )
+        requests: list[Request] = []
+
+        def check() -> None:
+            check_engine(engine)
+            requests.append(
+                Request(
+                    tag=_checked_tag(f"global_step{int(engine.global_steps)}" if tag is None else tag),
+                    step=int(engine.global_steps),
+                    stage=int(engine.zero_optimization_stage()),
+                    metrics=_checked_metrics(metrics),
+                    versions=_versions(),
+                    overwrite=overwrite,
+                    groups=groups_without_zero(engine),
+                )
+            )
+            _check_client_state(client_state)
+
         ranks = self._meet()
+        asked = {
+            "root": root, "tag": tag, "overwrite": overwrite, "exclude_frozen_parameters": exclude_frozen,
+            "async_save": self.saves_in_background, "step": getattr(engine, "global_steps", None),
+        }  # fmt: skip
+        what = posixpath.join(root, str(tag)) if tag is not None else root
+        agree_to_begin(ranks, what, asked, check, timeout=self._timeout)
+        (request,) = requests
         collected = collect(
-            engine, tag=tag, client_state=client_state, memory=self._host_memory(engine),
+            engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
             exclude_frozen=exclude_frozen, scratch_root=self.root if self._place.storage is LOCAL else None,
         )  # fmt: skip
         if not self.saves_in_background:
@@ -220,11 +237,12 @@ class CheckpointManager:
                 raise report.error
             return report
         stall = time.perf_counter() - began
-        # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(
-            target=self._write, args=(root, ranks, request, collected, began, stall), name="ckpttool-save"
-        )
-        self._thread.start()
+        try:
+            self._background.start(lambda: self._write(root, ranks, request, collected, began, stall).error)
+        except RuntimeError as error:
+            collected.release()
+            problem = f"was not saved: the program is ending ({error})"
+            raise PlanError(posixpath.join(root, request.tag), problem, "save before its end") from error
         return None
 
     def wait(self) -> None:
@@ -233,12 +251,7 @@ class CheckpointManager:
         Raises:
             CkptError: It was not.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        self._background.wait()
 
     def restore(
         self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False
@@ -277,11 +290,23 @@ class CheckpointManager:
         self, engine: Any, tag: str | None, *, strict: bool, weights_only: bool, dry_run: bool
     ) -> dict[str, Any] | None:
         self.wait()
-        from ckpttool.integrations.deepspeed.resuming import find_together
+        from ckpttool.integrations.deepspeed.resuming import find
 
-        found = find_together(self._place.storage, self.root, tag)
+        found = self.begin_restore(
+            engine, lambda: [astuple(c) for c in find(self._place.storage, self.root, tag)],
+            root=self.root, tag=tag, strict=strict, weights_only=weights_only, dry_run=dry_run,
+        )  # fmt: skip
         return self.restore_any(
-            found, engine, strict=strict, weights_only=weights_only, dry_run=dry_run, passing_over=tag is None
+            [Candidate(*one) for one in found], engine, strict=strict, weights_only=weights_only, dry_run=dry_run,
+            passing_over=tag is None,
+        )  # fmt: skip
+
+    def begin_restore(self, engine: Any, look: Callable[[], Any], **arguments: Any) -> Any:
+        """What a function finds on the first rank, when all ranks are ready to restore the same."""
+        from ckpttool.integrations.deepspeed.live import look as look_at
+
+        return agree_to_begin(
+            self._meet(), self.root, arguments, lambda: _forget(look_at(engine)), timeout=self._timeout, decide=look
         )
 
     def restore_any(
@@ -290,15 +315,20 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:  # fmt: skip
         """Restore the first of some checkpoints, or, if it is damaged and may be passed over, the next."""
         from ckpttool.integrations.deepspeed.loading import restore_engine
-        from ckpttool.integrations.deepspeed.together import open_together
+        from ckpttool.integrations.deepspeed.together import agree_on_all_ranks, open_together
 
         self.restored = None
         ranks, storage = self._meet(), self._place.storage
         first: CkptError | None = None
         for candidate in found:
             try:
-                checkpoint = open_together(candidate.path, storage, partial(open_whole, storage, candidate.path))
-                report = restore_engine(engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run)
+                checkpoint = open_together(
+                    candidate.path, storage, partial(open_whole, storage, candidate.path), ranks, timeout=self._timeout
+                )
+                report = restore_engine(
+                    engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run,
+                    agree=partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout),
+                )  # fmt: skip
             except PlanError:
                 raise  # it is whole, and does not fit: an older one will fit no better
             except CkptError as error:
@@ -318,26 +348,39 @@ class CheckpointManager:
             raise LayoutError(self.root, problem, "restore one from a copy, or choose another root to begin anew")
         return None
 
-    def preempted(self) -> bool:
+    def preempted(self, *, reset: bool = False) -> bool:
         """Whether a signal has announced the end of the run, to any rank; call it on every rank, once a step.
 
         If so, save, wait, and leave the loop: the signal itself is noted, and does no more.
+
+        Args:
+            reset: Forget the signal now that it is told: for who goes on training. The same on every rank.
         """
         from ckpttool.integrations.process_group import any_of, own_group
 
         if self._group is None:
             self._group = own_group()
-        return any_of(self._group, self._signalled)
+        noted = self._signalled  # another may come meanwhile
+        found = any_of(self._group, noted)
+        if reset and noted:
+            self._signalled = False
+        return found
 
     def _watch(self, number: int) -> None:
-        before = signal.getsignal(number)
+        try:
+            before = signal.getsignal(number)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"signals: {number!r} is no signal") from error
 
         def note(caught: int, frame: Any) -> None:
             self._signalled = True
             if callable(before):
                 before(caught, frame)
 
-        signal.signal(number, note)
+        try:
+            signal.signal(number, note)
+        except OSError as error:
+            raise ValueError(f"signals: {signal.Signals(number).name} cannot be watched by any program") from error
 
     def _write(
         self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
@@ -346,6 +389,7 @@ class CheckpointManager:
         before, nbytes = RETRIES.count, sum(f.nbytes for f in collected.files)
         error: CkptError | None = None
         try:
+            collected.prove()
             save(
                 self._place, root, ranks, request, collected.files, beside=collected.beside,
                 failed=collected.failed, timeout=self._timeout,
@@ -368,8 +412,6 @@ class CheckpointManager:
             LOG.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", report)
         else:
             LOG.error("%s", report)
-            if stall is not None:
-                self._failed = error
         self._tell(report)
         if error is None and ranks.rank == 0:
             try:
@@ -403,9 +445,46 @@ class CheckpointManager:
         return self._memory
 
 
-def _check_tag(tag: str) -> None:
+def _forget(value: object) -> None:
+    """Take no note of a value."""
+
+
+def _checked_tag(given: Any) -> str:
+    tag = str(given)
     if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
         raise ValueError(f"{tag!r} cannot be a tag: it must be printable, and no part of it may begin with a dot")
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in tag.split("/")):
+        raise ValueError(f"{tag[:40]!r}... cannot be a tag: no part of it may be longer than {MAX_NAME_BYTES} bytes")
+    if tag in NOT_TAGS or tag.endswith((REPLACED, PARTIAL, ".removed")):
+        raise ValueError(f"{tag!r} cannot be a tag: files of that name lie beside checkpoints")
+    return tag
+
+
+def _check_client_state(client_state: Any) -> None:
+    """Make sure that what a train loop saves along comes back under its names.
+
+    Raises:
+        PlanError: It would not.
+    """
+    from ckpttool.formats.zero.module import ENGINE_KEYS
+
+    if not isinstance(client_state, Mapping):
+        problem = f"is a {type(client_state).__name__}, not a mapping"
+        raise PlanError("client_state", problem, 'pass a dict, as client_state={"step": step}')
+    for name in client_state:
+        if not isinstance(name, str):
+            raise PlanError("client_state", f"has the name {name!r:.100}, which is no text", "use texts as names")
+    if taken := sorted(set(client_state) & (ENGINE_KEYS | {"folding"})):
+        problem = f"has names that are DeepSpeed's own in the same file: {', '.join(taken)}"
+        raise PlanError("client_state", problem, "use other names")
+
+
+def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
+        problem = f"cannot be saved: metrics must be a mapping of names to numbers ({type(error).__name__}: {error})"
+        raise PlanError("metrics", problem, "pass floats, and leave out what was not measured") from error
 
 
 def _versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ from ckpttool.errors import LayoutError, StorageError
 from ckpttool.storage import MANIFEST, is_half_removed, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ckpttool.storage import Storage
 
@@ -22,6 +22,9 @@ FORMAT = 1
 """The form of the file; readers refuse later ones."""
 MAX_BYTES = 1 << 28
 """A manifest of ten thousand ranks is smaller."""
+
+MAX_PARTS = 4
+"""Directories that a tag may name, one within another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,12 @@ class Manifest:
     """Of the packages that wrote it."""
     files: Mapping[str, Checksums] = field(default_factory=dict)
     """Every file, by its name in the directory."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Without ZeRO, where files only number them: the parameters of each group of the optimizer, in its order."""
+    parent: str = ""
+    """The attempt of the commit that ``latest`` named before; "" if there was none."""
+    number: int = 0
+    """One more than its parent's: clocks say nothing of what came first. 0 if no release has counted."""
 
     @property
     def nbytes(self) -> int:
@@ -74,11 +83,20 @@ def is_commit(storage: Storage, directory: str) -> bool:
 
 
 def commits(storage: Storage, root: str) -> list[str]:
-    """The directories right below a root that are commits."""
-    if not storage.is_dir(root):
-        return []
-    found = (posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir and not e.name.startswith("."))
-    return [directory for directory in found if is_commit(storage, directory)]
+    """The directories below a root that are commits; of a tag like "a/b" the last one."""
+    return [directory for directory in directories(storage, root) if is_commit(storage, directory)]
+
+
+def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator[str]:
+    """The directories below a root that may be tags, and those below directories that hold no files."""
+    for entry in storage.listing(root) if depth and storage.is_dir(root) else []:
+        if not entry.is_dir or entry.name.startswith("."):
+            continue
+        directory = posixpath.join(root, entry.name)
+        inside = storage.listing(directory)
+        yield directory
+        if inside and all(e.is_dir for e in inside):
+            yield from directories(storage, directory, depth - 1)
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
@@ -128,6 +146,9 @@ def parse_manifest(data: bytes) -> Manifest:
         metrics={str(k): float(v) for k, v in found["metrics"].items()},
         versions={str(k): str(v) for k, v in found["versions"].items()},
         files=files,
+        groups=tuple(tuple(map(str, names)) for names in found.get("groups", ())),
+        parent=str(found.get("parent", "")),
+        number=int(found.get("number", 0)),
     )
 
 

@@ -51,9 +51,10 @@ class Rules:
     def __post_init__(self) -> None:
         if self.last is None and self.every is None and self.best is None:
             raise ValueError("no rule says what to keep: give keep_last, keep_every or keep_best")
-        for name, value in (("keep_last", self.last), ("keep_every", self.every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, not a number above 0")
+        given: tuple[tuple[str, object], ...] = (("keep_last", self.last), ("keep_every", self.every))
+        for name, value in given:
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} is {value!r}, not a whole number above 0")
         if self.best is not None:
             parse_best(self.best)
 

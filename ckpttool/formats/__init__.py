@@ -34,11 +34,14 @@ def source_paths(src: Source) -> list[str]:
     """The directories of a source.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are none, or it is something else.
     """
     if isinstance(src, str | os.PathLike):
         return [os.fspath(src)]
-    paths = [os.fspath(path) for path in src]
+    try:
+        paths = [os.fspath(path) for path in src]
+    except TypeError:
+        raise ValueError(f"a {type(src).__name__} is no path or URL, and no sequence of them") from None
     if not paths:
         raise ValueError("no directory is given")
     return paths

@@ -57,12 +57,14 @@ MAX_METRICS = 1000
 class RayTrainCheckpoints:
     """Saves, reports and restores the checkpoints of one run; make one in each worker, in ``train_func``.
 
-    As a context manager it calls ``finish`` at the end of the block, unless that is left by an exception.
+    As a context manager it calls ``finish`` at the end of the block. If that is left by an exception, what is being
+    saved is still committed, and a restarted run finds it.
 
     Args:
         blocking: Whether ``report`` returns when the checkpoint is committed and reported. If not, the state is copied
-            to the host's memory and written in the background, and the checkpoint is reported by the next call, or by
-            ``finish``, which must then be called before ``train_func`` returns: Ray ends the worker at once.
+            to the host's memory and written in the background, and the checkpoint is reported by the next call, by
+            ``finish``, or when ``train_func`` returns. An exception that leaves ``train_func`` ends the worker at once:
+            use this as a context manager then.
         timeout: Seconds that a worker may be behind the others before a save is given up.
         grace: Seconds after which a directory in which a killed worker has begun to save is removed, by the newest of
             its files.
@@ -79,6 +81,8 @@ class RayTrainCheckpoints:
         self._place = place_of(self._filesystem)
         self._grace = grace
         self._timeout = timeout
+        if not blocking:
+            _at_return(self.finish)
         self._manager = CheckpointManager(
             self._root, async_save=not blocking, timeout=timeout, place=self._place, on_save=self._note
         )
@@ -97,6 +101,12 @@ class RayTrainCheckpoints:
     ) -> None:
         if kind is None:
             self.finish()
+            return
+        self._pending = None  # not to be reported: the other workers may be anywhere
+        try:
+            self._manager.wait()
+        except CkptError as failed:
+            LOG.error("%s", failed)  # noqa: TRY400  the error that is on its way says more
 
     def report(self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
         """Save the engine's state, and tell Ray Train; on every worker at the same step.
@@ -114,8 +124,8 @@ class RayTrainCheckpoints:
         step = int(engine.global_steps)
         name = self._decided(lambda: directory_name(step, secrets.token_hex(4)))
         self._manager.save_into(
-            posixpath.join(self._root, name), engine, tag=None, client_state=client_state or {},
-            metrics=_numbers(metrics), overwrite=False, exclude_frozen=False,
+            posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
+            client_state={} if client_state is None else client_state, exclude_frozen=False,
         )  # fmt: skip
         self._pending = name, dict(metrics)
         if not self._manager.saves_in_background:
@@ -176,7 +186,7 @@ class RayTrainCheckpoints:
         how = {"strict": strict, "weights_only": weights_only, "dry_run": False}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, how)
-        found = [Candidate(*one) for one in self._decided(self._found)]
+        found = [Candidate(*one) for one in self._manager.begin_restore(engine, self._found, **how)]
         state = self._manager.restore_any(found, engine, passing_over=True, **how)
         if self._manager.restored is not None:
             self._adopt(found, self._manager.restored.path)
@@ -188,7 +198,12 @@ class RayTrainCheckpoints:
         else:
             place, root = place_for(str(given), None), str(given)
         manager = CheckpointManager(root, timeout=self._timeout, place=place)
-        found = [Candidate(*one) for one in self._decided(lambda: _candidates(place.storage, manager.root))]
+        found = [
+            Candidate(*one)
+            for one in manager.begin_restore(
+                engine, lambda: _candidates(place.storage, manager.root), root=manager.root, **how
+            )
+        ]
         return manager.restore_any(found, engine, passing_over=len(found) > 1, **how)
 
     def _found(self) -> list[Any]:
@@ -282,6 +297,28 @@ def _candidates(storage: Storage, root: str) -> list[Any]:
     found = _of_run(storage, root, posixpath.join(root, latest) if latest else "")
     found = found or [list(astuple(c)) for c in candidates(storage, root)]
     return found or [list(astuple(Candidate("", root, committed=False)))]
+
+
+def _at_return(finish: Callable[[], None]) -> None:
+    """Call a function when ``train_func`` has returned, in its thread; an error is then one of ``train_func``.
+
+    Ray waits there for the uploads that it has begun itself, and ends the process when that is done.
+
+    Source: Ray 2.60, ray/train/v2/_internal/execution/worker_group/worker.py (``run_train_fn``).
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    uploads = getattr(get_train_context(), "checkpoint_upload_threadpool", None)
+    if uploads is None:
+        LOG.warning("this release of Ray does not say when train_func returns: call finish() before")
+        return
+    shutdown = uploads.shutdown
+
+    def finished(*arguments: Any, **options: Any) -> None:
+        finish()
+        shutdown(*arguments, **options)
+
+    uploads.shutdown = finished
 
 
 def _run_storage() -> Any:

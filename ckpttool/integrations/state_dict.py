@@ -155,6 +155,9 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
             StorageError: Reading failed.
         """
         where = self._checkpoint.location
+        if not hasattr(module, "named_parameters") or not hasattr(module, "state_dict"):
+            problem = f"cannot be loaded into a {type(module).__name__}"
+            raise PlanError(where, problem, "pass a torch.nn.Module; dict(weights) is a plain dictionary")
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "ds_id"):
                 hint = "use ckpttool.load(engine, ..., weights_only=True)"

@@ -10,6 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError
+from ckpttool.saving.protocol import TAKEN, TakenError
+from ckpttool.storage import MANIFEST, MARK, is_half_removed, walk
 from ckpttool.storage.removal import remove_remote
 
 if TYPE_CHECKING:
@@ -50,6 +52,38 @@ class Bucket:
             StorageError: It cannot be written.
         """
         self.storage.put(path, data)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a small object where there is none.
+
+        Raises:
+            TakenError: There is one.
+            StorageError: It cannot be written.
+        """
+        if not self.storage.put_new(path, data):
+            raise TakenError(path, "is there already: another process saves the same", TAKEN)
+
+    def take_over(self, directory: str, mark: bytes) -> None:
+        """Claim a directory in which a save has died, and clear away what it left.
+
+        Raises:
+            TakenError: It was committed meanwhile, or somebody else has claimed it.
+            StorageError: It cannot be cleared.
+        """
+        path = f"{directory}/{MARK}"
+        self.storage.forget()
+        seen = self.storage.entry(path).version if self.storage.exists(path) else None
+        removed = seen is not None and is_half_removed(self.storage, directory)
+        if not self.storage.put_new(path, mark, over=seen):
+            raise TakenError(path, "was claimed by another process meanwhile", TAKEN)
+        # From here on, whoever still writes there sees that it is not its own any more.
+        self.storage.forget()
+        if not removed and self.storage.exists(f"{directory}/{MANIFEST}"):
+            self.storage.delete([path])
+            raise TakenError(directory, "was committed by another process meanwhile", TAKEN)
+        self._abort_uploads(directory)
+        names = [name for name, _ in walk(self.storage, directory) if name != MARK]
+        self.storage.delete([f"{directory}/{name}" for name in names])
 
     def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
         """Write a rank's files; their checksums, in order.
@@ -118,14 +152,17 @@ class Bucket:
             StorageError: One cannot be removed.
         """
         self.storage.forget()
+        self._abort_uploads(directory)  # before the mark goes: who is killed here does it again
+        remove_remote(self.storage, directory)
+
+    def _abort_uploads(self, directory: str) -> None:
         prefix = f"{self.storage.object_name(directory)}/"
-        try:  # before the mark goes: who is killed here does it again
+        try:
             begun = [key.removeprefix(prefix) for key in self.storage.uploads(directory)]
             if begun:
                 self.storage.abort_uploads(directory, begun)
         except CkptError as error:  # these credentials may not see them
             LOG.warning("uploads that a killed save began were not given up: %s", error)
-        remove_remote(self.storage, directory)
 
     def set_aside(self, directory: str, aside: str) -> bool:
         """Objects cannot be renamed."""

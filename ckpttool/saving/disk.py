@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpttool.saving.blocks import BlockWriter, write_all
-from ckpttool.saving.protocol import PARTIAL
-from ckpttool.storage import LOCAL, remove_directory, reserve, sync_directory, translate_os_errors
+from ckpttool.saving.protocol import PARTIAL, TAKEN, TakenError
+from ckpttool.storage import (
+    LOCAL,
+    MANIFEST,
+    MARK,
+    REMOVED,
+    remove_directory,
+    rename_new,
+    reserve,
+    sync_directory,
+    translate_os_errors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,9 +70,40 @@ class Disk:
         Raises:
             StorageError: It cannot be written.
         """
-        self._write(path, lambda fd, _: write_all(fd, data, 0))
+        self._write(path, lambda fd, _: write_all(fd, data, 0), new=False)
         with translate_os_errors(path):
             sync_directory(os.path.dirname(path))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a small file where there is none.
+
+        Raises:
+            TakenError: There is one.
+            StorageError: It cannot be written.
+        """
+        self._write(path, lambda fd, _: write_all(fd, data, 0), new=True)
+        with translate_os_errors(path):
+            sync_directory(os.path.dirname(path))
+
+    def take_over(self, directory: str, mark: bytes) -> None:
+        """Clear away what a save that has died left of a directory, and claim it.
+
+        Raises:
+            TakenError: It was committed meanwhile, or somebody else has claimed it.
+            StorageError: It cannot be cleared.
+        """
+        above, name = os.path.split(directory)
+        aside = os.path.join(above, f".{name}.{secrets.token_hex(4)}{REMOVED}")
+        with translate_os_errors(directory):
+            os.rename(directory, aside)  # from here on, whoever still writes there finds none of its files
+            sync_directory(above)
+            if os.path.lexists(os.path.join(aside, MANIFEST)):
+                os.rename(aside, directory)
+                sync_directory(above)
+                raise TakenError(directory, "was committed by another process meanwhile", TAKEN)
+        remove_directory(aside)
+        self.prepare(directory)
+        self.put_new(os.path.join(directory, MARK), mark)
 
     def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
         """Write a rank's files; their checksums, in order.
@@ -87,11 +129,11 @@ class Disk:
             reserve(fd, file.nbytes, path)
             self._blocks.write(fd, partial, file.nbytes, file.stream(pool.map))
 
-        self._write(path, fill)
+        self._write(path, fill, new=True)
 
     @staticmethod
-    def _write(path: str, fill: Callable[[int, str], None]) -> None:
-        partial = f"{path}{PARTIAL}"
+    def _write(path: str, fill: Callable[[int, str], None], *, new: bool) -> None:
+        partial = f"{path}.{secrets.token_hex(4)}{PARTIAL}"  # another process may be writing the same
         with translate_os_errors(path):
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
@@ -100,7 +142,10 @@ class Disk:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                os.rename(partial, path)
+                if new:
+                    _rename_new(partial, path)
+                else:
+                    os.rename(partial, path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(partial)
@@ -135,3 +180,10 @@ class Disk:
             os.rename(directory, aside)
             sync_directory(os.path.dirname(directory))
         return True
+
+
+def _rename_new(partial: str, path: str) -> None:
+    try:
+        rename_new(partial, path)
+    except FileExistsError as error:
+        raise TakenError(path, "is there already: another process saves the same", TAKEN) from error

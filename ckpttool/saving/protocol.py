@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import posixpath
 import secrets
-import socket
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.manifest import Manifest, commits, is_commit
+from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
+from ckpttool.saving.marks import ALIVE, identity, is_alive
 from ckpttool.saving.ranks import RankError
-from ckpttool.storage import MANIFEST, MARK, is_url
+from ckpttool.storage import MANIFEST, MARK, is_url, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +47,15 @@ SEEN_WITHIN = 60.0
 """Seconds that file systems of networks may take to show one node what another wrote."""
 
 
+TAKEN = "see that no other run saves there; choose another root or tag"
+WATCHED = 20.0
+"""Seconds for which a directory that another machine saves is watched: if nothing changes in it, that has died."""
+
+
+class TakenError(StorageError):
+    """Another process has the same directory."""
+
+
 class Place(Protocol):
     """What a save does to a storage. Every call is durable when it returns."""
 
@@ -64,8 +72,14 @@ class Place(Protocol):
     def put(self, path: str, data: bytes) -> None:
         """Write a small file as a whole, or leave what is there."""
 
+    def put_new(self, path: str, data: bytes) -> None:
+        """As ``put``, but raise TakenError where there is a file."""
+
+    def take_over(self, directory: str, mark: bytes) -> None:
+        """Clear away what a dead save has left of a directory, and claim it: or raise TakenError."""
+
     def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
-        """Write files; their checksums, in order."""
+        """Write files; their checksums, in order. None replaces another."""
 
     def delete(self, path: str) -> None:
         """Remove a file, if it is there."""
@@ -91,6 +105,8 @@ class Request:
     versions: Mapping[str, str] = field(default_factory=dict)
     overwrite: bool = False
     """Whether to replace a checkpoint of that name."""
+    groups: Sequence[Sequence[str]] = ()
+    """As in the manifest."""
 
 
 def place_for(url: str, options: Mapping[str, Any] | None) -> Place:
@@ -144,13 +160,31 @@ def save(
         "names": [f.name for f in files],
         "error": _as_text(failed),
     }
-    attempt = ranks.agree(
-        directory, said, lambda all_said: _claim(place, root, directory, request, all_said), timeout=timeout
-    )
+    claimed: list[str] = []
+    try:
+        attempt = ranks.agree(
+            directory,
+            said,
+            lambda all_said: _claim(place, root, directory, request, all_said, claimed),
+            timeout=timeout,
+        )
+        return _save(place, root, ranks, request, files, attempt, beside or {}, timeout)
+    finally:
+        ALIVE.difference_update(claimed)
+
+
+def _save(
+    place: Place, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
+    beside: Mapping[str, bytes], timeout: float,
+) -> Manifest:  # fmt: skip
+    """The part of a save behind the claim."""
+    directory = posixpath.join(root, request.tag)
     done: dict[str, Any] = {"files": {}, "error": None}
     try:
         if ranks.rank:
             _see_mark(place.storage, directory, attempt)
+        else:
+            _check_ours(place, directory, attempt)
         for file, sums in zip(files, place.write(directory, files), strict=True):
             done["files"][file.name] = [sums.nbytes, sums.chunk_bytes, list(sums.crcs)]
     except CkptError as error:
@@ -161,7 +195,7 @@ def save(
     found = ranks.agree(
         directory,
         done,
-        lambda all_said: _finish(place, root, directory, request, attempt, all_said, beside or {}),
+        lambda all_said: _finish(place, root, directory, request, attempt, all_said, beside),
         timeout=timeout,
         last=True,
     )
@@ -180,7 +214,7 @@ def _raise_failures(directory: str, said: list[Any]) -> None:
         raise RankError(directory, f"was not saved: rank {rank}: {text}{more}", "nothing was committed")
 
 
-def _claim(place: Place, root: str, directory: str, request: Request, said: list[Any]) -> str:
+def _claim(place: Place, root: str, directory: str, request: Request, said: list[Any], claimed: list[str]) -> str:
     """See that a save can begin, and mark its directory; what the mark says."""
     _raise_failures(directory, said)
     for rank, one in enumerate(said):
@@ -192,43 +226,86 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
         twice = next(name for name in names if names.count(name) > 1)
         raise RankError(directory, f"two ranks would write {twice}", "this is a bug in ckpttool")
     place.prepare(root)
-    replaces = _look(place, directory, request)
+    found = _look(place, directory, request)
     needed, free = int(ROOM * sum(one["nbytes"] for one in said)), place.free_bytes(root)
     if free is not None and free < needed:
         problem = f"takes {needed:,} bytes, and only {free:,} are free"
         raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
     attempt = secrets.token_hex(8)
-    mark = {"key": f"save {attempt}", "files": [], "host": socket.gethostname(), "process": os.getpid()}
-    if replaces:
+    mark = json.dumps({"key": f"save {attempt}", "files": [], **identity()}).encode()
+    claimed.append(attempt)
+    ALIVE.add(attempt)
+    if found == "unfinished":
+        place.take_over(directory, mark)
+        return attempt
+    if found == "replaced":
         _make_way(place, root, directory)
     try:
         place.prepare(directory)
-        place.put(posixpath.join(directory, MARK), json.dumps(mark).encode())
+        place.put_new(posixpath.join(directory, MARK), mark)
+    except TakenError:
+        raise
     except CkptError:
-        if replaces:
+        if found == "replaced":
             _try_each([partial(_remove_if_there, place, directory), partial(_put_back, place, directory)])
         raise
     return attempt
 
 
-def _look(place: Place, directory: str, request: Request) -> bool:
-    """See to what lies where a checkpoint is to be; whether something there is to be replaced."""
+def _see_that_it_is_dead(place: Place, directory: str) -> None:
+    """Make sure that nobody saves into a directory any more.
+
+    Raises:
+        TakenError: Somebody does.
+    """
+    path = posixpath.join(directory, MARK)
+    try:
+        mark = json.loads(place.storage.read_text(path)) if place.storage.exists(path) else {}
+    except (StorageError, ValueError):
+        mark = {}
+    if not isinstance(mark, dict):
+        mark = {}
+    who = f"process {mark.get('process')} of {mark.get('host')}"
+    taken = TakenError(directory, f"is being saved by {who}", TAKEN)
+    alive = is_alive(mark)
+    if alive:
+        raise taken
+    if alive is False:
+        return
+    before = _snapshot(place, directory)
+    end = time.monotonic() + WATCHED
+    while time.monotonic() < end:
+        time.sleep(1.0)
+        if _snapshot(place, directory) != before:
+            raise taken
+
+
+def _snapshot(place: Place, directory: str) -> list[tuple[Any, ...]]:
+    place.storage.refresh([])
+    try:
+        return [(name, entry.nbytes, entry.version) for name, entry in walk(place.storage, directory)]
+    except StorageError:
+        return []
+
+
+def _look(place: Place, directory: str, request: Request) -> str:
+    """See to what lies where a checkpoint is to be: "", "unfinished" or "replaced"."""
     storage = place.storage
     if not storage.is_dir(directory):
         if storage.exists(directory):
             raise StorageError(directory, "is in the way and no directory", "move it, or choose another tag")
-        return False
+        return ""
     if not storage.listing(directory):
-        return False
+        return ""
     if is_unfinished(storage, directory):
-        place.remove(directory)  # a run that was killed has left it
-        return False
+        _see_that_it_is_dead(place, directory)
+        return "unfinished"
     if not request.overwrite:
         what = "is saved already" if is_commit(storage, directory) else "holds files that are none of this save's"
         raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
     if commits(storage, directory):
         raise StorageError(directory, "holds other checkpoints", "choose another tag")
-    return True
+    return "replaced"
 
 
 def _make_way(place: Place, root: str, directory: str) -> None:
@@ -255,7 +332,25 @@ def is_unfinished(storage: Storage, directory: str) -> bool:
     """Whether a save into a directory has begun, and was not committed."""
     names = {entry.name for entry in storage.listing(directory)}
     # The mark is the first that is written: who was killed at that has left nothing else.
-    return (MARK in names or names == {f"{MARK}{PARTIAL}"}) and not is_commit(storage, directory)
+    begun = bool(names) and all(n.startswith(MARK) and n.endswith(PARTIAL) for n in names)
+    return (MARK in names or begun) and not is_commit(storage, directory)
+
+
+def _is_ours(place: Place, directory: str, attempt: str) -> bool:
+    """Whether the mark still bears an attempt."""
+    path = posixpath.join(directory, MARK)
+    place.storage.refresh([])
+    return place.storage.exists(path) and attempt in place.storage.read_text(path)
+
+
+def _check_ours(place: Place, directory: str, attempt: str) -> None:
+    """Make sure that nobody has taken a directory over, who thought that we were dead.
+
+    Raises:
+        TakenError: Somebody has.
+    """
+    if not _is_ours(place, directory, attempt):
+        raise TakenError(directory, "was taken over by another process while it was being saved", TAKEN)
 
 
 def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
@@ -299,15 +394,21 @@ def _finish(
             "stage": request.stage,
             "metrics": dict(request.metrics),
             "versions": dict(request.versions),
+            "groups": [list(names) for names in request.groups],
         }
         for name, data in beside.items():
             if not storage.exists(posixpath.join(root, name)):
                 place.put(posixpath.join(root, name), data)
+        _check_ours(place, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
-        place.put(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
+        values |= _descent(storage, root, named, request.tag)
+        place.put_new(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
+        _check_ours(place, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
         written = True
         place.put(latest, request.tag.encode())
     except CkptError:
+        if not _is_still_ours(place, directory, attempt):
+            raise  # what lies there is another's
         # All ranks have ended: nobody writes there any more.
         undo = [partial(place.remove, directory), partial(_put_back, place, directory)]
         if written:
@@ -317,6 +418,26 @@ def _finish(
     # It is committed, whatever becomes of the rest: ``tidy`` sees to that again.
     _try_each([partial(place.delete, posixpath.join(directory, MARK)), partial(_forget_replaced, place, directory)])
     return values
+
+
+def _descent(storage: Storage, root: str, named: str | None, tag: str) -> dict[str, Any]:
+    """What a manifest says of the commit before it."""
+    before = (named or "").strip()
+    for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
+        try:
+            if (before != tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
+                parent = read_manifest(storage, directory)
+                return {"parent": parent.attempt, "number": parent.number + 1}
+        except CkptError:  # it may be none of ours
+            continue
+    return {"parent": "", "number": 1}
+
+
+def _is_still_ours(place: Place, directory: str, attempt: str) -> bool:
+    try:
+        return _is_ours(place, directory, attempt)
+    except CkptError:
+        return False  # nobody knows: what is left has a mark
 
 
 def _remove_if_there(place: Place, directory: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.errors import CkptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SHORTEST_PAUSE = 0.001
 """Seconds between two looks at the store: at first,"""
@@ -97,7 +97,7 @@ class Ranks:
         self._say_goodbye(key, what, wait=last)
         if "error" in decision:
             kind, arguments = decision["error"]
-            raise _kinds(CkptError).get(kind, RankError)(*arguments)
+            raise kinds_of_errors().get(kind, RankError)(*arguments)
         return decision["value"]
 
     def _decide(self, key: str, what: str, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
@@ -167,6 +167,60 @@ class Alone(Ranks):
         return decide([said])
 
 
+def agree_to_begin(
+    ranks: Ranks,
+    what: str,
+    arguments: Mapping[str, Any],
+    check: Callable[[], None],
+    *,
+    timeout: float,
+    decide: Callable[[], Any] | None = None,
+) -> Any:
+    """Make sure that all ranks are here, ready, and ask for the same, before any of them waits in a collective.
+
+    Args:
+        ranks: Who takes part.
+        what: What is being done, for errors.
+        arguments: What must be the same on all ranks; plain data.
+        check: Raises on a rank that is not ready.
+        timeout: Seconds that a rank may be behind the others.
+        decide: Called on the first rank if all are ready; returns plain data, which all get.
+
+    Raises:
+        RankError: Another rank is late, is not ready or asks for something else.
+        Exception: What ``check`` raised on this rank.
+    """
+    own: Exception | None = None
+    try:
+        check()
+    except Exception as error:  # raised below, when the others know
+        own = error
+    said = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
+
+    def look(all_said: list[Any]) -> Any:
+        for rank, one in enumerate(all_said):
+            if one["error"]:
+                raise RankError(what, f"rank {rank}: {one['error']}", "nothing was changed")
+        first = all_said[0]["arguments"]
+        for rank, one in enumerate(all_said):
+            for name, value in one["arguments"].items():
+                if value != first[name]:
+                    problem = f"rank 0 has {name} {first[name]!r}, rank {rank} has {value!r}"
+                    raise RankError(what, problem, "give all ranks the same")
+        return None if decide is None else decide()
+
+    try:
+        return ranks.agree(what, said, look, timeout=timeout)
+    except CkptError:
+        if own is not None:
+            raise own from None
+        raise
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+
+
 def late_error(what: str, late: list[int]) -> RankError:
     """Ranks were not heard of in time."""
     names = ", ".join(map(str, late[:20])) + (" ..." if len(late) > 20 else "")
@@ -182,8 +236,9 @@ def _as_data(error: CkptError) -> list[Any]:
     return [type(error).__name__, [error.path, error.problem, error.hint]]
 
 
-def _kinds(base: type[CkptError]) -> dict[str, type[CkptError]]:
+def kinds_of_errors(base: type[CkptError] = CkptError) -> dict[str, type[CkptError]]:
+    """Every class of errors by its name."""
     found = {base.__name__: base}
     for kind in base.__subclasses__():
-        found |= _kinds(kind)
+        found |= kinds_of_errors(kind)
     return found

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import posixpath
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpttool.candidates import open_whole
 from ckpttool.catalog import committed
 from ckpttool.errors import CkptError
-from ckpttool.manifest import commits, is_commit
+from ckpttool.manifest import commits, directories, is_commit
 from ckpttool.retention import decide, parse_best
-from ckpttool.saving.protocol import REPLACED, is_unfinished
+from ckpttool.saving.protocol import PARTIAL, REPLACED, is_unfinished
 from ckpttool.storage import MARK, is_half_removed, walk
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
             doomed += _not_kept(place, root, rules)
         marks = (posixpath.join(directory, MARK) for directory in commits(place.storage, root))
         marks_left = [mark for mark in marks if place.storage.exists(mark)]
+        marks_left += _partial_files(place, root, grace=grace)
     except CkptError as error:
         LOG.warning("old checkpoints were not looked at: %s", error)
         return
@@ -52,25 +55,44 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
 
 def _not_kept(place: Place, root: str, rules: Rules) -> list[str]:
     entries = committed(place.storage, root)
-    if rules.best is not None and not any(e.whole and parse_best(rules.best)[0] in e.metrics for e in entries):
-        if rules.last is None and rules.every is None:
-            return []
-        rules = replace(rules, best=None)  # none is known to be better than another
-    return [d.entry.path for d in decide(entries, rules, root=root) if not d.keep]
+    if rules.best is not None:
+        metric = parse_best(rules.best)[0]
+        if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
+            if rules.last is None and rules.every is None:
+                return []
+            rules = replace(rules, best=None)  # none is known to be better than another
+    doomed = [d.entry.path for d in decide(entries, rules, root=root) if not d.keep]
+    newest = max((e for e in entries if e.whole), key=lambda e: e.order, default=None)
+    if not doomed or newest is None:
+        return []
+    try:
+        for path in dict.fromkeys([newest.path, *(e.path for e in entries if e.latest)]):
+            open_whole(place.storage, path)
+    except CkptError as error:
+        LOG.warning("no checkpoint was removed, for the newest one cannot be read: %s", error)
+        return []
+    return doomed
 
 
 def left_over(place: Place, root: str, *, grace: float) -> list[str]:
     """Directories that killed saves and removals have left."""
     storage = place.storage
     found = []
-    for entry in storage.listing(root) if storage.is_dir(root) else []:
-        directory = posixpath.join(root, entry.name)
-        if not entry.is_dir or not _is_left_over(place, directory):
+    here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
+    for directory in dict.fromkeys([*here, *directories(storage, root)]):
+        if not _is_left_over(place, directory):
             continue
         newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
         if time.time() - newest >= grace:
             found.append(directory)
     return found
+
+
+def _partial_files(place: Place, root: str, *, grace: float) -> list[str]:
+    """Small files that were being written into a root when a process was killed."""
+    entries = place.storage.listing(root) if place.storage.is_dir(root) else []
+    found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
+    return [posixpath.join(root, e.name) for e in found if time.time() - (e.modified or 0.0) >= grace]
 
 
 def _is_left_over(place: Place, directory: str) -> bool:

@@ -9,12 +9,13 @@ from ckpttool.storage.local import (
     LocalReader,
     LocalStorage,
     copy_range,
+    rename_new,
     reserve,
     sync_directory,
     write_at,
     write_new,
 )
-from ckpttool.storage.removal import HALF_REMOVED, is_half_removed, remove_directory
+from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed, remove_directory
 from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_secrets
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LOCAL",
     "MANIFEST",
     "MARK",
+    "REMOVED",
     "WAIT",
     "Entry",
     "LocalReader",
@@ -36,6 +38,7 @@ __all__ = [
     "open_storage",
     "parent",
     "remove_directory",
+    "rename_new",
     "reserve",
     "scheme_of",
     "storage_error",

@@ -179,6 +179,46 @@ class LocalStorage:
 
 
 LOCAL = LocalStorage()
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_NO_SUCH_RENAME = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+"""What answers where a kernel or file system cannot rename without replacing."""
+
+
+def rename_new(before: str, after: str) -> None:
+    """Give a file a name that no other has.
+
+    Source: Linux, renameat2(2), ``RENAME_NOREPLACE``; elsewhere link(2), which replaces nothing.
+
+    Raises:
+        FileExistsError: One has it.
+        OSError: It cannot be renamed.
+    """
+    call = _renameat2()
+    if call is not None:
+        if not call(_AT_FDCWD, os.fsencode(before), _AT_FDCWD, os.fsencode(after), _RENAME_NOREPLACE):
+            return
+        code = ctypes.get_errno()
+        if code not in _NO_SUCH_RENAME:
+            raise OSError(code, os.strerror(code), after)
+    try:
+        os.link(before, after)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(after):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), after) from None
+        os.rename(before, after)
+        return
+    os.unlink(before)
+
+
+@functools.cache
+def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return found
 
 
 def copy_range(source: LocalReader, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:

@@ -301,6 +301,24 @@ class RemoteStorage:
             raise StorageError(path, problem, "create the bucket or directory first, or check the name") from error
         self.forget()
 
+    def put_new(self, path: str, data: bytes, *, over: str | None = None) -> bool:
+        """Write a small file where there is none, or over a known one; whether it was.
+
+        Args:
+            path: The file.
+            data: Its bytes, which nobody else would write.
+            over: Version of the file that it is to replace; None: there is to be none.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self.forget()  # fsspec has no conditional writes: this only makes a collision unlikely
+        there = self.entry(path).version if self.exists(path) else None
+        if there != over:
+            return False
+        self.put(path, data)
+        return True
+
     def create(self, path: str, nbytes: int, key: str = "") -> Upload:
         """Begin to write a file that is too large to write in one go."""
         return StreamUpload(self, path, self.part_bytes(nbytes))

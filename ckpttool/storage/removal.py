@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage.base import MARK, walk
@@ -37,6 +38,7 @@ REMOVED = ".removed"
 """What a directory that is being removed is called: its name with a dot before it and this behind it."""
 
 
+MAX_NAME_BYTES = 255
 _ASIDE = re.compile(rf"\..+{re.escape(REMOVED)}")
 REMOVAL_MARK = '{"key": "removed", "files": []}'
 """What the mark in a bucket says where a directory is being removed."""
@@ -56,6 +58,14 @@ def is_half_removed(storage: Storage, path: str) -> bool:
     return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK
 
 
+def _aside_name(name: str) -> str:
+    """What a directory is called while it is being removed."""
+    aside = f".{name}{REMOVED}"
+    if len(os.fsencode(aside)) <= MAX_NAME_BYTES:
+        return aside
+    return f".{zlib.crc32(os.fsencode(name)):08x}{REMOVED}"
+
+
 def remove_local(path: str) -> None:
     """Remove a directory on local disk.
 
@@ -63,7 +73,7 @@ def remove_local(path: str) -> None:
         StorageError: It cannot be removed.
     """
     above, name = os.path.split(path)
-    aside = path if _ASIDE.fullmatch(name) else os.path.join(above, f".{name}{REMOVED}")
+    aside = path if _ASIDE.fullmatch(name) else os.path.join(above, _aside_name(name))
     with translate_os_errors(path):
         if aside != path:
             if os.path.isdir(aside):

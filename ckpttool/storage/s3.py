@@ -45,6 +45,10 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "config_kwargs": config}
 
 
+CONFLICT, PRECONDITION_FAILED, NOT_IMPLEMENTED = 409, 412, 501
+"""Status of answers to conditional writes."""
+
+
 class S3Storage(RemoteStorage):
     """A bucket.
 
@@ -181,6 +185,35 @@ class S3Storage(RemoteStorage):
         call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data)))
         self.forget()
 
+    def put_new(self, path: str, data: bytes, *, over: str | None = None) -> bool:
+        """Write a small object where there is none, or over a known version; whether it was.
+
+        Source: Amazon S3, PutObject (``If-None-Match``, ``If-Match``); where a server knows neither, it is
+        looked at first.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        bucket, name = self._names(path)
+        only = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
+
+        def write() -> bool:
+            try:
+                self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **only)
+            except OSError as error:
+                code = _status_of(error)
+                if code == NOT_IMPLEMENTED:
+                    return super(S3Storage, self).put_new(path, data, over=over)
+                if code not in {CONFLICT, PRECONDITION_FAILED}:
+                    raise
+                return False
+            return True
+
+        written = call(path, write)
+        self.forget()
+        # The answer to an attempt before may have been lost: then what is there is ours.
+        return written or (self.exists(path) and self.read_text(path) == data.decode())
+
     def part_bytes(self, nbytes: int) -> int:
         """How large the parts of an object of this size are."""
         return part_bytes(nbytes)
@@ -238,6 +271,12 @@ class S3Storage(RemoteStorage):
     def _names(self, path: str) -> tuple[str, str]:
         bucket, key, _ = self.fs.split_path(self.key(path))
         return bucket, key
+
+
+def _status_of(error: BaseException) -> int:
+    """The status of the answer behind an error; 0 if there was none."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def part_bytes(nbytes: int) -> int:

@@ -44,16 +44,18 @@ def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
     common.leave()
 
 
-def _build(job: dict[str, Any]) -> Any:
+def build(job: dict[str, Any]) -> Any:
     from recipes import common
 
-    from tests.parallel_engines import build
+    from tests.parallel_engines import build as build_parallel
 
     config = {"scheduler": None, "gradient_clipping": None, **job.get("config", {})}
     case = common.Case(job["id"], job["stage"], job["world_size"], common.leave, job.get("dtype", "bf16"), {}, config)
     if job["model"] == "plain":
         return _plain(common.ds_config(case))
-    return build(job["model"], common.ds_config(case), tensor=1, stages=job.get("stages", 1), experts=job["experts"])
+    return build_parallel(
+        job["model"], common.ds_config(case), tensor=1, stages=job.get("stages", 1), experts=job["experts"]
+    )
 
 
 def _plain(config: dict[str, Any]) -> Any:
@@ -84,7 +86,7 @@ def _save(job: dict[str, Any], directory: Path) -> None:
 
     from ckpttool import CheckpointManager
 
-    parallel = _build(job)
+    parallel = build(job)
     engine, first = parallel.engine, torch.distributed.get_rank() == 0
     for _ in range(TRAINED):
         parallel.step()
@@ -111,7 +113,7 @@ def _resume(job: dict[str, Any], directory: Path) -> None:
 
     from ckpttool import CheckpointManager
 
-    parallel = _build(job)
+    parallel = build(job)
     manager = CheckpointManager(job["root"])
     before = _kept(parallel.whole())
     preview = manager.preview(parallel.engine)
@@ -138,7 +140,7 @@ def _life(job: dict[str, Any], directory: Path) -> None:
     from ckpttool import CheckpointManager, CkptError
 
     rank = torch.distributed.get_rank()
-    parallel = _build(job)
+    parallel = build(job)
     engine, root = parallel.engine, directory / "root"
     facts: dict[str, Any] = {}
     reports: list[Any] = []
@@ -167,8 +169,7 @@ def _life(job: dict[str, Any], directory: Path) -> None:
     facts["after an error"] = told(manager.wait)
     manager.save(engine, tag="pickled", client_state={"f": (lambda: 0) if rank == 0 else 0})
     facts["unpicklable"] = told(manager.wait)
-    manager.save(engine, tag=f"of rank {rank}")
-    facts["tags"] = told(manager.wait)
+    facts["tags"] = told(lambda: manager.save(engine, tag=f"of rank {rank}"))
     facts["no tag"] = told(lambda: manager.restore(engine, tag="nowhere"))
     facts["left"] = sorted(p.name for p in root.iterdir() if p.is_dir())
     blocking: Any = CheckpointManager(directory / "second")
@@ -183,7 +184,7 @@ def _life(job: dict[str, Any], directory: Path) -> None:
     manager.save(engine, tag="last", overwrite=True)  # and nobody waits for it
     torch.save(facts, directory / f"facts-{rank}.pt")
     parallel.engine.destroy()
-    manager._thread.join()  # which the interpreter does at its end; these ranks have none
+    manager.wait()  # which the interpreter does at its end; these ranks have none
 
 
 def _persistent(job: dict[str, Any], directory: Path) -> None:
@@ -192,7 +193,7 @@ def _persistent(job: dict[str, Any], directory: Path) -> None:
 
     from ckpttool import CheckpointManager
 
-    parallel = _build(job)
+    parallel = build(job)
     engine = parallel.engine
     parallel.step()
     persistent = engine.optimizer.persistent_parameters

@@ -199,7 +199,7 @@ def test_the_life_of_a_manager(done: Path) -> None:
             f"{root}/pickled: was not saved: rank 0: mp_rank_00_model_states.pt: cannot be pickled: "
         )
         assert facts["unpicklable"].endswith("see what client_state holds; nothing was committed")
-        assert facts["tags"].startswith(f"{root}/of rank 0: rank 0 saves it at step 5, rank 1 'of rank 1' at step 5")
+        assert facts["tags"].startswith(f"{root}/of rank 0: rank 0 has tag 'of rank 0', rank 1 has 'of rank 1'")
         assert facts["no tag"].startswith(
             f"{root}: holds no checkpoint of tag 'nowhere'; these are there: global_step5, "
         )

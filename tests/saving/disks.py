@@ -192,6 +192,7 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (blocks, direct, disk, local, removal):
         monkeypatch.setattr(module, "os", _Os(machine))
     monkeypatch.setattr(removal, "shutil", _Shutil(machine))
+    monkeypatch.setattr(disk, "rename_new", partial(machine.do, "rename", local.rename_new))
 
 
 # ---------------------------------------------------------------------------------------------------- power failures

@@ -318,7 +318,9 @@ def test_commit_that_latest_does_not_know_yet(root: str) -> None:
     put(root, "step2", 2)
     with open(f"{root}/latest", "w") as file:
         file.write("step1")
-    aged(root, f"step1/{MANIFEST}", "latest", f"step2/{MANIFEST}")
+    with open(f"{root}/step2/{MARK}", "w") as file:  # which goes when latest is written
+        file.write("{}")
+    aged(root, f"step2/{MANIFEST}", f"step1/{MANIFEST}", "latest")
     assert order(root) == ["step2", "step1"]
 
 

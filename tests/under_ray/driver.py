@@ -45,7 +45,7 @@ def main(directory: Path) -> None:
     )  # fmt: skip
     for job in jobs:
         forked.end_if_stuck(SECONDS)
-        {"deaths": _deaths, "resume": _resume, "bucket": _bucket}[job](directory)
+        {"deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending}[job](directory)
     ray.shutdown()
 
 
@@ -90,6 +90,15 @@ def _resume(directory: Path) -> None:
     config = {"facts": str(directory), "sources": sources, "missing": str(directory / "nowhere")}
     second = fit(loops.resuming, config, 3, **here)
     loops.note(str(directory), "second.json", _told(second))
+
+
+def _ending(directory: Path) -> None:
+    for how in ("return", "exception", "fails"):
+        try:
+            told = _told(fit(loops.ending, {"how": how}, 2, name=f"ending-{how}", storage_path=str(directory)))
+        except Exception as error:
+            told = {"error": str(error)}
+        loops.note(str(directory), f"ending-{how}.json", told)
 
 
 def _bucket(directory: Path) -> None:

@@ -90,7 +90,7 @@ def will_die(where: str) -> None:
     from ckpttool.saving.disk import Disk
     from ckpttool.storage import MANIFEST
 
-    write, write_file, put, report = Disk.write, Disk._write_file, Disk.put, ray.train.report
+    write, write_file, put, report = Disk.write, Disk._write_file, Disk.put_new, ray.train.report
     written: list[str] = []
 
     def dying_write(self: Any, *arguments: Any) -> Any:
@@ -116,7 +116,7 @@ def will_die(where: str) -> None:
         if where == AFTER_REPORT:
             die()
 
-    Disk.write, Disk._write_file, Disk.put = dying_write, dying_write_file, dying_put  # type: ignore[method-assign,assignment]
+    Disk.write, Disk._write_file, Disk.put_new = dying_write, dying_write_file, dying_put  # type: ignore[method-assign,assignment]
     ray.train.report = dying_report
 
 
@@ -254,3 +254,30 @@ def in_background(config: dict[str, Any]) -> None:
             ray.train.report({"loss": 9.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
     if ray.train.get_context().get_world_rank() == 0:
         note(config["facts"], f"{config['name']}.json", found)
+
+
+def ending(config: dict[str, Any]) -> None:
+    """A save in the background that still runs when the train function ends."""
+    import shutil
+    import time
+
+    from ckpttool.integrations.ray_train import RayTrainCheckpoints
+    from ckpttool.saving.disk import Disk
+
+    engine, train = engine_of(2)
+    write = Disk.write
+
+    def slow_write(self: Any, directory: str, files: Any) -> Any:
+        time.sleep(2)
+        if config["how"] == "fails":
+            shutil.rmtree(directory, ignore_errors=True)
+        return write(self, directory, files)
+
+    Disk.write = slow_write  # type: ignore[method-assign]
+    train()
+    checkpoints = RayTrainCheckpoints(blocking=False, timeout=60)
+    if config["how"] == "exception":
+        with checkpoints:
+            checkpoints.report(engine, {"loss": 0.5}, client_state={"step": 1})
+            raise ArithmeticError("the loop failed")
+    checkpoints.report(engine, {"loss": 0.5}, client_state={"step": 1})

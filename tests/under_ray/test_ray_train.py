@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 def done(tmp_path_factory: TempPathFactory) -> Path:
     """What all runs have left; they share one cluster."""
     directory = tmp_path_factory.mktemp("ray")
-    forked.start("tests.under_ray.driver", [{"run": r} for r in ("deaths", "resume", "bucket")], directory)
+    forked.start("tests.under_ray.driver", [{"run": r} for r in ("deaths", "resume", "bucket", "ending")], directory)
     return directory
 
 
@@ -87,6 +87,25 @@ def test_prune_leaves_what_ray_counts_on(done: Path) -> None:
     decisions = ckpttool.prune(done / "deaths", keep_last=1)
     assert {d.entry.name for d in decisions if "Ray Train's snapshot lists it" in d.reason} == told
     assert all((done / "deaths" / name).is_dir() for name in told)
+
+
+# ------------------------------------------------------------------------------------------------- ending
+
+
+def test_a_save_in_the_background_is_committed_and_reported_when_the_train_function_returns(done: Path) -> None:
+    newest = _facts(done, "ending-return.json")["newest"]
+    assert os.path.basename(newest).startswith("ckpttool_00000001_")
+    assert ckpttool.inspect(newest).client_state["step"] == 1
+
+
+def test_a_save_in_the_background_is_committed_when_the_train_function_fails(done: Path) -> None:
+    assert "the loop failed" in _facts(done, "ending-exception.json")["error"]
+    (entry,) = ckpttool.ls(done / "ending-exception").entries
+    assert entry.whole
+
+
+def test_a_save_that_fails_when_the_train_function_has_returned_fails_the_run(done: Path) -> None:
+    assert "was not saved: " in _facts(done, "ending-fails.json")["error"]
 
 
 # ------------------------------------------------------------------------------------------------- resuming

@@ -142,6 +142,8 @@ class ZeroFiles:
     """At stage 0 with MoE: the whole optimizer of each expert-parallel rank."""
     swapped: tuple[dict[str, SwappedFile], ...] = ()
     """What was offloaded to NVMe: for each rank, file by name."""
+    recorded: tuple[tuple[str, ...], ...] = ()
+    """At stage 0 the parameters of each group in the optimizer's order, if the manifest has them."""
 
     @property
     def ranks(self) -> int:

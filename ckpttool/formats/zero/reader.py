@@ -11,6 +11,7 @@ from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_na
 from ckpttool.formats.zero.module import carried_storages, client_state
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.formats.zero.slices import Slice, read_slice
+from ckpttool.manifest import is_commit, read_manifest
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     if (mixed := mixed_types([layer.file for layer in found.layers])) is not None:
         report(mixed)
     pipeline, tensor = _degrees(found)
+    names = _recorded(storage, location) if not found.slices[0].stage else ()
     stages = []
     twins: list[Twin] = []
     remarks: list[str] = []
@@ -44,7 +46,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
             tied = slices[0].aliases if slices else {}
             own = layers[rank]
             in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
-            slices.append(read_slice(f, in_stage, shapes, tied, report))
+            slices.append(read_slice(replace(f, recorded=names), in_stage, shapes, tied, report))
         stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
     for own in layers:
         twins += own.twins if own else []
@@ -94,6 +96,13 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
     from ckpttool.formats.zero.pipeline import Layers  # what few checkpoints need is imported for them alone
 
     return Layers(found.layers, found.slices[rank::tensor], rank)
+
+
+def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each group by the checkpoint's manifest; none without one."""
+    if not is_commit(storage, location.directory):
+        return ()
+    return read_manifest(storage, location.directory).groups
 
 
 def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:

@@ -56,7 +56,8 @@ def read_partitions(
     result = Partitions()
     candidates = _candidates(module, copies, buffer_names)
     if not files.expert_optimizer:
-        _join(files.model[0], candidates, {}, module, copies, result, remarks, report)
+        recorded = [[n for n in names if n in candidates] for names in files.recorded]
+        _join(files.model[0], candidates, {}, module, recorded, result, remarks, report)
         return result
     # Each expert-parallel rank saves its own experts and, over and over, what all of them share.
     parallel = len(files.expert_optimizer)
@@ -64,7 +65,7 @@ def read_partitions(
     for rank, file in enumerate(files.expert_optimizer):
         own = local_names(experts, rank, parallel)
         part = Partitions()
-        _join(file, candidates, {n: experts[g] for n, g in own.items()}, module, copies, part, remarks, report)
+        _join(file, candidates, {n: experts[g] for n, g in own.items()}, module, (), part, remarks, report)
         renamed = global_names(part.states, rank)
         for name, states in part.states.items():
             result.states.setdefault(renamed.get(name, name), states)
@@ -124,12 +125,23 @@ def _join(
     candidates: Mapping[str, State],
     experts: Mapping[str, State],
     module: Mapping[str, TensorRef],
-    copies: Mapping[str, State],
+    recorded: Sequence[list[str]],
     result: Partitions,
     remarks: list[str],
     report: Report,
 ) -> None:
-    """Read the optimizer of one file into ``result``."""
+    """Read the optimizer of one file into ``result``.
+
+    Args:
+        file: The file.
+        candidates: What may be a parameter.
+        experts: The experts of a mixture.
+        module: The state dict.
+        recorded: The names of each group, if they are known.
+        result: Takes what is found.
+        remarks: Takes what a user should know.
+        report: Takes findings.
+    """
     if file.fields.values.get("optimizer") is None:
         remarks.append("the optimizer was not saved")
         return
@@ -153,7 +165,9 @@ def _join(
         raise optimizer.error("fp32_groups", "is not a list of lists")
     states = base.child("state")
     names: list[list[str] | None]
-    if flat is not None:
+    if _fit_recorded(recorded, groups, flat, candidates):
+        names = [*recorded]
+    elif flat is not None:
         names = [_in_storage(module, f, candidates) for f in flat]
     else:
         possible = {state.shape for state in (*candidates.values(), *experts.values())}
@@ -190,6 +204,19 @@ def _join(
         remarks.append(
             "the optimizer numbers its parameters, and several orders of names would fit; weights are the model's own"
         )
+
+
+def _fit_recorded(
+    recorded: Sequence[list[str]], groups: Sequence[Mapping[str, Any]], flat: Sequence[TensorRef] | None,
+    candidates: Mapping[str, State],
+) -> bool:  # fmt: skip
+    """Whether recorded names are as many as the optimizer's numbers; of flat masters, as many elements."""
+    if not recorded or len(recorded) != len(groups):
+        return False
+    if flat is not None:
+        sizes = [sum(math.prod(candidates[n].shape) for n in names) for names in recorded]
+        return sizes == [f.numel for f in flat]
+    return [len(names) for names in recorded] == [len(group["params"]) for group in groups]
 
 
 def _match(

@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import LayoutError
+from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths
 from ckpttool.integrations.deepspeed.live import look
 from ckpttool.integrations.deepspeed.preparing import keeps_loss_scale, prepare
 from ckpttool.integrations.deepspeed.report import LoadReport
-from ckpttool.integrations.deepspeed.together import agree_on_all_ranks, open_together
+from ckpttool.integrations.deepspeed.together import agree_on_all_ranks, open_together, own_ranks
 from ckpttool.model import MASTER, MODULE
+from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.storage import open_storage
 from ckpttool.transfer import memory_bytes
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.preparing import Prepared
     from ckpttool.model import Checkpoint
 
+TIMEOUT = 1800.0
+"""Seconds that a rank may be behind, if nothing else is asked for."""
 Agree = Callable[[BaseException | None], None]
 """Called on every rank with what the first half of a load raised there, or None: raises on all if any failed."""
 
@@ -44,6 +48,7 @@ def load(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
+    timeout: float = TIMEOUT,
 ) -> LoadReport:
     """Load a checkpoint into a DeepSpeed engine, whatever the ranks and the ZeRO stage that it was saved with.
 
@@ -63,6 +68,7 @@ def load(
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
         memory: Bytes, or a text like "256MB", that requests in flight may take on each rank where the checkpoint is
             distant; default: 256 MB.
+        timeout: Seconds that a rank may be behind the others.
 
     Returns:
         What was restored; ``client_state`` is what the user's code saved along.
@@ -72,15 +78,37 @@ def load(
         ValueError: ``memory`` is no size.
     """
     began = time.perf_counter()
-    room = memory_bytes(memory)
-    paths = source_paths(src)
+    paths: list[str] = []
+
+    def check() -> None:
+        memory_bytes(memory)
+        paths.extend(source_paths(src))
+        open_storage(paths[0], storage_options)
+        look(engine)
+
+    ranks = own_ranks("load")
+    asked = {"tag": tag, "strict": strict, "weights_only": weights_only, "dry_run": dry_run}
+    agree_to_begin(ranks, _named(src), {**asked, "src": _named(src)}, check, timeout=timeout)
     checkpoint = open_together(
         paths[0],
         open_storage(paths[0], storage_options),
         lambda: open_checkpoint(paths, tag=tag, options=storage_options),
+        ranks,
+        timeout=timeout,
     )
-    report = restore_engine(engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
+    report = restore_engine(
+        engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=memory_bytes(memory),
+        agree=partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout),
+    )  # fmt: skip
     return replace(report, seconds=time.perf_counter() - began)
+
+
+def _named(src: Source) -> str:
+    """What errors call a source."""
+    try:
+        return ", ".join(source_paths(src))
+    except (TypeError, ValueError):
+        return repr(src)[:200]
 
 
 def preview(
@@ -91,6 +119,7 @@ def preview(
     strict: bool = True,
     weights_only: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    timeout: float = TIMEOUT,
 ) -> LoadReport:
     """Say what ``load`` would do; no weights are read, and the engine stays as it is.
 
@@ -101,13 +130,15 @@ def preview(
         strict: As for ``load``.
         weights_only: As for ``load``.
         storage_options: As for ``load``.
+        timeout: As for ``load``.
 
     Raises:
         CkptError: The checkpoint is not sound or does not fit the engine; the same on every rank.
     """
     return load(
-        engine, src, tag=tag, strict=strict, weights_only=weights_only, dry_run=True, storage_options=storage_options
-    )
+        engine, src, tag=tag, strict=strict, weights_only=weights_only, dry_run=True, storage_options=storage_options,
+        timeout=timeout,
+    )  # fmt: skip
 
 
 def restore_engine(
@@ -129,7 +160,7 @@ def restore_engine(
         weights_only: As for ``load``.
         dry_run: As for ``load``.
         memory: As for ``load``.
-        agree: Lets the ranks agree between the halves; default: ``agree_on_all_ranks``.
+        agree: Lets the ranks agree between the halves; default: ``agree_on_all_ranks`` of the process group.
 
     Raises:
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, and no engine was touched.
@@ -144,19 +175,36 @@ def restore_engine(
         prepared = prepare(live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
-    (agree or agree_on_all_ranks)(error)
+    if agree is None:
+        agree = partial(agree_on_all_ranks, own_ranks("restore"), checkpoint.location, timeout=TIMEOUT)
+    agree(error)
     if error is not None or live is None or prepared is None:
         raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
+    prepared = replace(prepared, notes=(*prepared.notes, *_pending(live)))
     client_state: Mapping[str, Any] = {} if weights_only else checkpoint.client_state
     if not dry_run:
         from ckpttool.integrations.deepspeed import handing
 
-        if weights_only:
-            handing.hand_over_weights(live, prepared)
-        else:
-            returned = handing.hand_over(live, prepared)
-            client_state = {key: returned[key] for key in checkpoint.client_state if key in returned}
+        try:
+            if weights_only:
+                handing.hand_over_weights(live, prepared)
+            else:
+                returned = handing.hand_over(live, prepared)
+                client_state = {key: returned[key] for key in checkpoint.client_state if key in returned}
+        except Exception as failed:
+            told = f"could not be handed to the engine, which is half loaded now: {type(failed).__name__}: {failed}"
+            raise PlanError(checkpoint.location, told, "build the engine anew") from failed
     return _report(live, prepared, client_state, weights_only, dry_run, time.perf_counter() - began)
+
+
+def _pending(live: LiveEngine) -> list[str]:
+    """What is said of gradients that wait in the engine for the end of a step: a load leaves them there."""
+    engine = live.engine
+    count = int(engine.micro_steps) % max(1, int(engine.gradient_accumulation_steps()))
+    if not count:
+        return []
+    batches = "a micro batch" if count == 1 else f"{count} micro batches"
+    return [f"{batches} had been accumulated: those gradients go into the next step; load between two steps"]
 
 
 def _report(

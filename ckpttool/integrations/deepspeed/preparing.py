@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.torch_zip import MAGIC
 from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError
 from ckpttool.formats.zero.experts import NATIVE
+from ckpttool.integrations.deepspeed import whole
 from ckpttool.integrations.deepspeed.live import LiveEngine, version
+from ckpttool.integrations.deepspeed.states import check_states
 from ckpttool.model import MASTER, MODULE, Parameter
 from ckpttool.planned import PlannedFile, RangeFile, StoredFile
 from ckpttool.proofs import sample_proofs, source_files
@@ -106,8 +108,10 @@ def prepare(
     else:
         fitted = _fit(live, checkpoint, live.model, strict=strict, weights_only=weights_only)
         why_not = _why_not_native(live, checkpoint, fitted, weights_only)
+    if not weights_only:
+        check_states(live, checkpoint)
     if not why_not:
-        return _native(live, checkpoint, fitted, dry_run=dry_run, memory=memory)
+        return _native(live, checkpoint, fitted, strict=strict, dry_run=dry_run, memory=memory)
     if live.stage == 0 and not weights_only:
         problem = f"{why_not}, and the engine has no ZeRO stage"
         raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
@@ -210,7 +214,9 @@ def _without_moments(p: Parameter) -> Parameter:
 # ------------------------------------------------------------------------------------------------------- native road
 
 
-def _native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, *, dry_run: bool, memory: int) -> Prepared:
+def _native(
+    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, *, strict: bool, dry_run: bool, memory: int
+) -> Prepared:
     if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.distant:
         problem = "lies on a distant storage, and what was offloaded to NVMe must be copied from a disk"
         raise PlanError(checkpoint.location, problem, "copy it with ckpttool cp")
@@ -226,28 +232,24 @@ def _native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, *, 
             sources.check_unchanged()
         return found
 
-    files = {} if dry_run else {name: later(name) for name in wanted}
-    for held in files.values():
-        _check_whole(live, checkpoint, held)
-    notes = (*map(str, checkpoint.notes), *checkpoint.remarks)
-    return Prepared(
-        road="native", checkpoint=checkpoint, fitted=fitted, notes=notes, nbytes_read=nbytes, files=files, later=later
+    # Without ZeRO it may take the weights themselves to tell what the optimizer's numbers stand for.
+    by_name = (
+        not live.stage and live.model is not None and not live.engine.has_moe_layers and live.optimizer is not None
     )
-
-
-def _check_whole(live: LiveEngine, checkpoint: Checkpoint, held: Any) -> None:
-    """Make sure that masters without ZeRO were kept by the wrapper that the engine has.
-
-    Source: DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py (``state_dict``).
-    """
-    saved = held.get("optimizer") if isinstance(held, dict) else None
-    if live.stage or not isinstance(saved, dict):
-        return
-    kept = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}.get(live.wrapper, "state")
-    if kept not in saved:
-        problem = f"keeps no {kept}, which the engine's {live.wrapper or type(live.optimizer).__name__} loads"
-        hint = "build the optimizer as it was when it was saved, or pass weights_only=True"
-        raise PlanError(checkpoint.location, problem, hint)
+    files: dict[str, Any] = {}
+    if not dry_run or (not live.stage and (not by_name or whole.needs_weights(live, checkpoint))):
+        files = {name: later(name) for name in wanted}
+    if by_name and live.model is not None:
+        fitted = whole.prepare_whole(live, checkpoint, live.model, files.get(wanted[0]), strict=strict)
+    for held in files.values() if not live.stage and not by_name else ():
+        if isinstance(held, dict) and held.get("optimizer") is not None:
+            whole.check_wrapper(live, checkpoint, held)
+            whole.check_places(live, checkpoint, held)
+    own = () if fitted is None else fitted.notes
+    return Prepared(
+        road="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, later=later,
+        notes=(*own, *map(str, checkpoint.notes), *checkpoint.remarks),
+    )  # fmt: skip
 
 
 def native_files(live: LiveEngine, names: Sequence[str]) -> list[str]:
@@ -352,8 +354,6 @@ def _planned(
     prepared = Prepared(
         road="planned", checkpoint=checkpoint, fitted=fitted, notes=tuple(notes), nbytes_read=nbytes, replicas=replicas
     )
-    if live.stage and not weights_only:
-        _check_optimizer(live, fitted)
     if dry_run:
         return prepared
     with Sources(source_files(checkpoint)) as sources:
@@ -388,25 +388,6 @@ def _alike(live: LiveEngine, fitted: Fitted) -> dict[str, State]:
             if state is not None:
                 alike[p.name] = state
     return alike
-
-
-def _check_optimizer(live: LiveEngine, fitted: Fitted) -> None:
-    """Make sure that the optimizer keeps what the checkpoint has, as far as it keeps anything yet."""
-    held = {key for master in live.masters for key, value in _state(live, master).items() if _is_flat(value, master)}
-    saved = {key for p in fitted.checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
-    if held and saved and not held & saved:
-        problem = f"holds {', '.join(sorted(saved))}, and the engine's optimizer keeps {', '.join(sorted(held))}"
-        hint = "build the optimizer as it was when it was saved, or pass weights_only=True"
-        raise PlanError(fitted.checkpoint.location, problem, hint)
-
-
-def _state(live: LiveEngine, master: Any) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = live.optimizer.optimizer.state.get(master, {})
-    return state
-
-
-def _is_flat(value: Any, master: Any) -> bool:
-    return bool(getattr(value, "shape", None) == master.shape)
 
 
 def _masters(states: Mapping[str, Any]) -> list[Any]:

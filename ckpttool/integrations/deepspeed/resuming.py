@@ -1,32 +1,35 @@
-"""Which checkpoint of a root the ranks go on from, looked for by the first and told to the others."""
+"""Which checkpoint of a root to go on from."""
 
 from __future__ import annotations
 
+import logging
 import posixpath
 from typing import TYPE_CHECKING
 
-from ckpttool.candidates import Candidate, candidates
-from ckpttool.errors import LayoutError
-from ckpttool.integrations.deepspeed.together import told_by_the_first
+from ckpttool.candidates import Candidate, candidates, contradiction
+from ckpttool.errors import LayoutError, StorageError
 from ckpttool.manifest import is_commit
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
+LOG = logging.getLogger("ckpttool")
 
-def find_together(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
-    """The checkpoints to try, best first; the same on every rank.
+
+def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
+    """The checkpoints to try, best first.
 
     Raises:
         CkptError: The root cannot be read, or there is none of that tag.
     """
-    return told_by_the_first(root, lambda: _find(storage, root, tag))
-
-
-def _find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
     storage.refresh([])
+    if storage.exists(root) and not storage.is_dir(root):
+        raise StorageError(root, "is a file", "pass a directory")
     if tag is None:
-        return candidates(storage, root)
+        found = candidates(storage, root)
+        if against := contradiction(storage, root, found):
+            LOG.warning("%s: %s; it is gone on from", root, against)
+        return found
     path = posixpath.join(root, tag)
     if not storage.is_dir(path):
         there = ", ".join(c.tag for c in candidates(storage, root)) or "none"

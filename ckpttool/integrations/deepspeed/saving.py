@@ -6,6 +6,7 @@ Source: DeepSpeed 0.19.8, runtime/engine.py (``save_checkpoint``) and runtime/ch
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import posixpath
@@ -16,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ckpttool.errors import CkptError, PlanError
+from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
+from ckpttool.containers.unpickler import Truncated, unpickle
+from ckpttool.errors import CkptError, ContainerError, PlanError
+from ckpttool.integrations.deepspeed.live import look
 from ckpttool.integrations.pickling import describe
 from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
 from ckpttool.saving.upkeep import SCRATCH
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.saving.outgoing import OutgoingFile
+
+
+LOG = logging.getLogger("ckpttool")
 
 
 @dataclass(slots=True)
@@ -40,6 +47,29 @@ class Collected:
     """Why they are not all."""
     scratch: str = ""
     """Holds some of them."""
+
+    def prove(self) -> None:
+        """Read what is to be written, as every reader of it will; notes a failure, which it does not raise."""
+        for file in self.files if self.failed is None else ():
+            if not isinstance(file, TorchFile):
+                continue
+            try:
+                found = unpickle(file.pickled, path=file.name)
+            except (ContainerError, Truncated) as error:
+                problem = getattr(error, "problem", "its pickle ends too early")
+                self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
+                return
+            odd = [
+                k
+                for k, ref in found.storages.items()
+                if k not in file.payloads or file.payloads[k].nbytes != ref.nbytes
+            ]
+            if odd or len(file.pickled) > MAX_PICKLE_BYTES:
+                problem = (
+                    f"storage {odd[0]} has another size than its tensors say" if odd else "its pickle is too large"
+                )
+                self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
+                return
 
     def release(self) -> None:
         """Forget them."""
@@ -159,6 +189,14 @@ def check_engine(engine: Any) -> None:
         raise PlanError("engine", problem, "pass what deepspeed.initialize returned")
 
 
+def groups_without_zero(engine: Any) -> list[list[str]]:
+    """The parameters of each group of the optimizer, in its order, where no file will name them; else none."""
+    if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
+        return []
+    live = look(engine)
+    return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
+
+
 def collect(
     engine: Any, *, tag: str, client_state: Mapping[str, Any], memory: HostMemory | None, exclude_frozen: bool,
     scratch_root: str | None,
@@ -193,12 +231,17 @@ def collect(
             )  # fmt: skip
         if memory is not None:
             memory.settle()
-    except BaseException:
+    except BaseException as error:
         if memory is not None:
             with contextlib.suppress(RuntimeError):  # the device itself may be what failed
                 memory.settle()
         found.release()
-        raise
+        if not isinstance(error, Exception):
+            raise
+        LOG.exception("DeepSpeed could not save")
+        problem = f"DeepSpeed could not save: {type(error).__name__}: {error}"
+        found.failed = PlanError(tag, problem, "see the log of that rank")  # which the others are told
+        return found
     for entry in os.scandir(scratch):
         if entry.is_file():
             with open(entry.path, "rb") as file:

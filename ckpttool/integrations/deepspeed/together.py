@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.guarded import GuardedStorage, guard
+from ckpttool.saving.ranks import kinds_of_errors
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckpttool.model import Checkpoint
+    from ckpttool.saving.ranks import Ranks
     from ckpttool.storage import Storage
 
-T = TypeVar("T")
+LOG = logging.getLogger("ckpttool")
+_numbers = itertools.count()
 
 
-def told_by_the_first(path: str, function: Callable[[], T]) -> T:
-    """What a function returns on the first rank; what it raises there is raised on all.
+def own_ranks(what: str) -> Ranks:
+    """The ranks of the process group, for one thing that all of them are about to do."""
+    from ckpttool.integrations.process_group import ranks_of_process_group
 
-    Raises:
-        CkptError: What the function raised.
-    """
-    import torch.distributed as dist
-
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            told = [function()]
-        except Exception as error:  # told to all below
-            told = [error if isinstance(error, CkptError) else LayoutError(path, repr(error), "see the log of rank 0")]
-    dist.broadcast_object_list(told)
-    found = told[0]
-    if isinstance(found, CkptError):
-        raise found
-    result: T = found
-    return result
+    return ranks_of_process_group(f"{what} {next(_numbers)}")
 
 
-def open_together(path: str, storage: Storage, look: Callable[[], Checkpoint]) -> Checkpoint:
+def open_together(
+    path: str, storage: Storage, look: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
+) -> Checkpoint:
     """The layout of a checkpoint, read by the first rank: N ranks do not ask for M files each.
 
     Where it has a manifest, what is read of it is compared with that.
@@ -49,36 +41,58 @@ def open_together(path: str, storage: Storage, look: Callable[[], Checkpoint]) -
         path: What errors call it.
         storage: This rank's own way to it.
         look: Opens it; called on the first rank.
+        ranks: Who takes part.
+        timeout: Seconds that a rank may be behind the first.
 
     Raises:
+        RankError: A rank was not heard of in time.
         CkptError: There is no sound checkpoint; the same on every rank.
-    """
-
-    def opened() -> tuple[Checkpoint, Any]:
-        checkpoint = look()
-        guarded = guard(checkpoint.storage, checkpoint.location)
-        # A storage holds connections: every rank has its own.
-        return replace(checkpoint, storage=LOCAL), getattr(guarded, "checksums", None)
-
-    checkpoint, checksums = told_by_the_first(path, opened)
-    return replace(checkpoint, storage=storage if checksums is None else GuardedStorage(storage, checksums))
-
-
-def agree_on_all_ranks(error: BaseException | None) -> None:
-    """Raise on every rank what was raised on any; the same on all, so that all do the same about it.
-
-    Raises:
-        CkptError: What the first of those that failed raised, and which it was.
     """
     import torch.distributed as dist
 
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if error is None else _told(error))
-    for rank, (kind, path, problem, hint) in ((r, t) for r, t in enumerate(told) if t is not None):
-        raise kind(path, problem if len(told) == 1 else f"rank {rank}: {problem}", hint) from error
+    told: list[Any] = [None]
+
+    def opened(_: list[Any]) -> None:
+        try:
+            checkpoint = look()
+            guarded = guard(checkpoint.storage, checkpoint.location)
+        except CkptError:
+            raise
+        except Exception as error:
+            LOG.exception("a checkpoint could not be opened")
+            raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
+        # A storage holds connections: every rank has its own.
+        told[0] = replace(checkpoint, storage=LOCAL), getattr(guarded, "checksums", None)
+
+    ranks.agree(path, None, opened, timeout=timeout)
+    if ranks.size > 1:
+        dist.broadcast_object_list(told)  # all are there
+    checkpoint: Checkpoint = told[0][0]
+    checksums = told[0][1]
+    return replace(checkpoint, storage=storage if checksums is None else GuardedStorage(storage, checksums))
 
 
-def _told(error: BaseException) -> tuple[type[CkptError], str, str, str]:
+def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, timeout: float) -> None:
+    """Raise on every rank what was raised on any; the same on all, so that all do the same about it.
+
+    Raises:
+        RankError: A rank was not heard of in time.
+        CkptError: What the first of those that failed raised, and which it was.
+    """
+
+    def look(told: list[Any]) -> None:
+        for rank, one in enumerate(told):
+            if one is not None:
+                kind, where, problem, hint = one
+                raise kinds_of_errors()[kind](where, problem if len(told) == 1 else f"rank {rank}: {problem}", hint)
+
+    try:
+        ranks.agree(path, None if error is None else _told(error), look, timeout=timeout)
+    except CkptError as raised:
+        raise raised from error
+
+
+def _told(error: BaseException) -> tuple[str, str, str, str]:
     if isinstance(error, CkptError):
-        return type(error), error.path, error.problem, error.hint
-    return LayoutError, "loading", f"{type(error).__name__}: {error}", "see the output of that rank"
+        return type(error).__name__, error.path, error.problem, error.hint
+    return "LayoutError", "loading", f"{type(error).__name__}: {error}", "see the output of that rank"

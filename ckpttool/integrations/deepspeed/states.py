@@ -1,0 +1,112 @@
+"""Whether the optimizer of an engine keeps the same states as the one whose checkpoint is loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpttool.errors import PlanError
+from ckpttool.model import MASTER, MODULE
+
+REBUILD = "build the optimizer as it was when it was saved, or pass weights_only=True"
+_OF_NO_CLASS = frozenset({
+    "params", "param_names", "name", "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "step",
+    "moe", "use_muon", "bias_correction", "decoupled_weight_decay", "foreach", "maximize", "capturable",
+    "differentiable", "fused",
+})  # fmt: skip
+"""What schedulers, DeepSpeed, users and later releases of torch add to groups."""
+_OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("exp_avg", "exp_avg_sq"))
+"""States of optimizers that cannot be tried: they count steps outside of Python."""
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.integrations.deepspeed.live import LiveEngine
+    from ckpttool.model import Checkpoint
+
+
+def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
+    """Compare by name what both keep of each parameter; what either keeps as one number does not matter.
+
+    Raises:
+        PlanError: One keeps what the other does not: they are of other classes, or were told to keep other things.
+    """
+    if live.optimizer is None or not checkpoint.groups:
+        return
+    saved = {key for p in checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
+    # What is not cut into parameters, as the blocks of 8-bit optimizers, is there all the same.
+    known = saved | {text.rpartition(": ")[2] for text in checkpoint.unsliceable}
+    untold = any(not g.parameters for g in checkpoint.groups)
+    kept = _kept(live)
+    if kept is None or (not saved and (untold or not checkpoint.step)):
+        # Nothing tells, or it was saved before the first step.
+        _check_options(live, checkpoint)
+        return
+    needed, held = kept
+    if any("use_muon" in options for options in live.hyperparameters):  # matrices have other states than the rest
+        lacking, surplus = (needed, saved) if needed and saved and not held & known else (set(), set())
+    else:
+        lacking, surplus = needed - known, saved - held
+    if lacking or surplus:
+        there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
+        problem = f"holds {there}, and the engine's optimizer keeps {here}"
+        raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
+    """Compare what groups say: each class of optimizer has hyper-parameters of its own, even where it has no states.
+
+    Raises:
+        PlanError: Neither has all hyper-parameters of the other; those that came with a release of torch do not count.
+    """
+    saved = {key for group in checkpoint.groups for key in group.hyperparameters}
+    own = {key for options in live.hyperparameters for key in options}
+    lacking, surplus = sorted(own - saved - _OF_NO_CLASS), sorted(saved - own - _OF_NO_CLASS)
+    if lacking and surplus:
+        problem = f"has an optimizer with {', '.join(surplus)}, and the engine's has {', '.join(lacking)}"
+        raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def _kept(live: LiveEngine) -> tuple[set[str], set[str]] | None:
+    """States that have a value for each element of a parameter, and all; None if nothing tells."""
+    inner = getattr(live.optimizer, "optimizer", live.optimizer)
+    owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
+    states = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
+    if not owners:
+        return None
+    if not states:  # they are made in the first step
+        known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
+        if known:
+            return set(known[0]), set(known[0])
+        probed = _probed(inner)
+        if probed is None:
+            return None
+        states = [probed]
+    needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
+    return needed, {key for _, state in states for key in state}
+
+
+def _is_flat(value: Any, parameter: Any) -> bool:
+    # A parameter that is one number has states like steps, which are one as well.
+    return bool(parameter.dim() and getattr(value, "shape", None) == parameter.shape)
+
+
+def _probed(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
+    """A parameter, and what an optimizer like this one keeps of it after a step; None if it cannot be tried."""
+    if type(optimizer).__module__.partition(".")[0] == "deepspeed":
+        return None  # its own keep counts outside of Python
+    try:
+        probe = copy.copy(optimizer)
+        parameter = torch.nn.Parameter(torch.zeros(2, 3))
+        parameter.grad = torch.zeros(2, 3)
+        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in {"params", "param_names"}}
+        probe.state = defaultdict(dict)
+        probe.param_groups = [{**copy.deepcopy(options), "params": [parameter]}]
+        with torch.random.fork_rng(devices=[]):
+            type(optimizer).step(probe)
+        return parameter, dict(probe.state[parameter])
+    except Exception:  # an optimizer may ask for anything
+        return None

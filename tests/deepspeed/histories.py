@@ -1,0 +1,206 @@
+"""Histories of real engines on gloo ranks: saves, restarts on other ranks and stages, and what goes wrong around them.
+
+A history is a list of lives. In each, so many ranks build an engine and do what was drawn, the same on all ranks; what
+each committed checkpoint must hold is noted beside it, from the live engine alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests import forked
+
+STATES = ("fp32/", "exp_avg/", "exp_avg_sq/", "lr/")
+
+
+def main(directory: Path) -> None:
+    """Live all histories, those of one number of ranks and one life together."""
+    import deepspeed  # noqa: F401  once, for all that are forked
+
+    jobs = forked.jobs_in(directory)
+    for number in range(max(len(job["lives"]) for job in jobs)):
+        for ranks in (1, 2, 3):
+            own = [
+                (job["id"], job["lives"][number])
+                for job in jobs
+                if number < len(job["lives"]) and job["lives"][number]["ranks"] == ranks
+            ]
+            if own:
+                forked.run_ranks(ranks, lambda own=own: _rank(own, directory))  # type: ignore[misc]
+
+
+def _rank(lives: list[tuple[str, dict[str, Any]]], directory: Path) -> None:
+    from recipes import common
+
+    common.start(seed=3)
+    for name, life in lives:
+        forked.end_if_stuck(240)
+        _Life(directory / name, life).live()
+    common.leave()
+
+
+class _Life:
+    def __init__(self, directory: Path, life: dict[str, Any]) -> None:
+        import torch
+
+        from ckpttool import CheckpointManager
+        from tests.deepspeed.optimizers import build
+
+        self.directory, self.life, self.root = directory, life, directory / "root"
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self.rank == 0:
+            directory.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        self.engine = build(life["stage"], "bf16", life["groups"], life["optimizer"], seed=7)
+        self.manager: Any = CheckpointManager(self.root, async_save=life["background"], timeout=20)
+        self.notes: dict[str, Any] = {}
+        if (directory / "notes.pt").exists():
+            self.notes = torch.load(directory / "notes.pt", weights_only=False)
+        self.pending = ""
+
+    def live(self) -> None:
+        import torch
+
+        self.restore()
+        for what in self.life["does"]:
+            getattr(self, what)()
+            torch.distributed.barrier()
+        self.settled()
+        if self.rank == 0:
+            torch.save(self.notes, self.directory / "notes.pt")
+            with open(self.directory / "done", "a") as file:
+                file.write(json.dumps([self.life["does"]]) + "\n")
+        torch.distributed.barrier()
+        self.engine.destroy()
+
+    def held(self) -> dict[str, Any]:
+        from tests.deepspeed.optimizers import held
+
+        return held(self.engine)
+
+    def settled(self) -> None:
+        """Wait for what is being saved: from then on it must be found."""
+        self.manager.wait()
+        self.pending = ""
+
+    def newest(self) -> str:
+        """The tag of the last commit that was not spoilt."""
+        sound = [tag for tag, note in self.notes.items() if note["sound"]]
+        return max(sound, key=lambda tag: self.notes[tag]["number"], default="")
+
+    def train(self) -> None:
+        from tests.deepspeed.optimizers import step
+
+        step(self.engine, 1)
+
+    def save(self) -> None:
+        tag = f"global_step{self.engine.global_steps}"
+        note = {"held": self.held(), "step": self.engine.global_steps, "sound": True, "number": len(self.notes) + 1}
+        note |= {"optimizer": self.life["optimizer"]}
+
+        def write() -> None:
+            self.manager.save(self.engine, client_state={"step": note["step"]})
+            self.settled()
+
+        if told := _told(write):
+            assert "is saved already" in told
+            assert tag in self.notes
+            return
+        assert tag not in self.notes
+        self.notes[tag] = note
+
+    def restore(self) -> None:
+        """What is restored is the newest commit, bit for bit, or the engine is as it was; as was foretold."""
+        from ckpttool import CkptError
+        from tests.deepspeed.optimizers import differing
+
+        self.settled()
+        before, tag = self.held(), self.newest()
+        told = []
+        for function in (self.manager.preview, self.manager.restore):
+            try:
+                found = function(self.engine)
+                told.append("" if found is not None else "nothing")
+            except CkptError as error:
+                told.append(str(error))
+            if function == self.manager.preview:
+                assert differing(before, self.held()) == []
+        assert told[0] == told[1], told
+        now = self.held()
+        if told[1]:
+            assert differing(before, now) == []
+            fits = tag and self.notes[tag]["optimizer"] == self.life["optimizer"]
+            assert not fits, told
+            return
+        note = self.notes[tag]
+        assert found == {"step": note["step"]}, (found, tag)
+        assert self.engine.global_steps == note["step"]
+        odd = [k for k in differing(note["held"], now) if k.startswith(STATES)]
+        if self.life["groups"] != "two":
+            odd = [k for k in odd if not k.startswith("lr/")]
+        assert odd == [], (tag, odd)
+
+    def clock(self) -> None:
+        """What was saved last seems to be old, or everything else new."""
+        if self.rank == 0 and self.root.exists():
+            for above, _, names in os.walk(self.root):
+                ahead = 1e7 if len(above) % 2 else -1e7
+                for name in names:
+                    os.utime(os.path.join(above, name), (time.time() + ahead,) * 2)
+
+    def bad(self) -> None:
+        """One rank asks for something else."""
+        from tests.deepspeed.optimizers import differing
+
+        before = self.held()
+        asked: list[Any] = [
+            lambda: self.manager.save(self.engine, tag="bad", metrics={"x": None if self.rank == self.ranks - 1 else 1})
+        ]
+        if self.ranks > 1:
+            asked.append(lambda: self.manager.restore(self.engine, weights_only=self.rank > 0))
+        for function in asked:
+            began = time.monotonic()
+            assert _told(function)
+            assert time.monotonic() - began < 20
+        assert differing(before, self.held()) == []
+
+    def spoil(self) -> None:
+        """The manifest of the newest is damaged: the one before it is taken."""
+        tag = self.newest()
+        if not tag:
+            return
+        if self.rank == 0:
+            (self.root / tag / "ckpttool.json").write_bytes(b"\x00" * 64)
+        self.notes[tag]["sound"] = False
+
+    def full(self) -> None:
+        """No room is left for a save."""
+        place = self.manager._place
+        room, place.free_bytes = place.free_bytes, lambda _: 10
+
+        def write() -> None:
+            self.manager.save(self.engine, tag="full")
+            self.manager.wait()
+
+        assert "are free" in _told(write)
+        place.free_bytes = room
+
+
+def _told(function: Any) -> str:
+    """What an error says that was raised on purpose; "" if there was none."""
+    from ckpttool import CkptError
+
+    try:
+        function()
+    except CkptError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,65 @@
+"""What one rank alone does otherwise is named on all ranks, in time, before any engine is touched."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import forked
+from tests.deepspeed.agreeing import LATE, TIMEOUT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+
+SLACK = 10.0
+"""Seconds that a busy machine may take."""
+TOLD = {
+    "metric": ("rank 1: metrics: cannot be saved", "PlanError: metrics: cannot be saved"),
+    "metric in the background": ("rank 1: metrics: cannot be saved", "PlanError: metrics: cannot be saved"),
+    "tag": ("rank 0 has tag 't0', rank 1 has 't1'",) * 2,
+    "bad tag": ("rank 1: ValueError: '../t' cannot be a tag", "ValueError: '../t' cannot be a tag"),
+    "client state": ("rank 1: client_state: is a list", "PlanError: client_state: is a list"),
+    "overwrite": ("rank 0 has overwrite False, rank 1 has True",) * 2,
+    "engine": ("rank 1: engine: is a NoneType", "PlanError: engine: is a NoneType"),
+    "root": ("rank 0 has root ",) * 2,
+    "weights only": ("rank 0 has weights_only True, rank 1 has False",) * 2,
+    "strict": ("rank 0 has strict False, rank 1 has True",) * 2,
+    "restored tag": ("rank 0 has tag None, rank 1 has 'good'",) * 2,
+    "restored engine": ("rank 1: DeepSpeed ", "PlanError: DeepSpeed "),
+    "source": ("rank 1: nowhere://root: nowhere:// is no storage", "StorageError: nowhere://root"),
+    "no source": ("rank 1: ", "Error: "),
+    "memory": ("rank 1: ValueError: ", "ValueError: "),
+    "late save": ("rank 1 was not heard of in time",) * 2,
+    "late restore": ("rank 1 was not heard of in time",) * 2,
+    "late preview": ("rank 1 was not heard of in time",) * 2,
+    "late load": ("rank 1 was not heard of in time",) * 2,
+    "url": ("rank 1 was not heard of in time", "StorageError: nowhere://root"),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: TempPathFactory) -> list[dict[str, Any]]:
+    directory: Path = tmp_path_factory.mktemp("agreeing")
+    forked.start("tests.deepspeed.agreeing", [], directory)
+    return [json.loads((directory / f"told-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_one_rank_alone(what: str, told: list[dict[str, Any]]) -> None:
+    for rank, expected in enumerate(TOLD[what]):
+        text, seconds, untouched = told[rank][what]
+        assert expected in text
+        assert "\n" not in text
+        assert untouched
+        is_late = what.startswith("late") or what == "url"
+        assert seconds < (max(LATE, TIMEOUT) if is_late else 0) + SLACK
+
+
+def test_the_ranks_go_on_as_if_nothing_had_been(told: list[dict[str, Any]]) -> None:
+    assert [one["after"] for one in told] == [[{}, []], [{}, []]]

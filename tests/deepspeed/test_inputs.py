@@ -1,0 +1,71 @@
+"""What a train loop may pass by mistake is one clear error; what is accepted comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import forked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+
+REFUSED = {
+    "module": "names that are DeepSpeed's own in the same file: module",
+    "counters": "names that are DeepSpeed's own in the same file: dp_world_size, global_steps",
+    "quantized": "could not be read again: pickle refused",
+    "nested": "could not be read again: its pickle nests containers more than 200 deep",
+    "huge number": "could not be read again: pickle refused",
+    "list": "client_state: is a list, not a mapping",
+    "names": "client_state: has the name 3, which is no text",
+    "metrics none": "metrics: cannot be saved",
+    "metrics huge": "metrics: cannot be saved",
+    "long tag": "ValueError: 'xxxx",
+    "tag of a script": "ValueError: 'zero_to_fp32.py' cannot be a tag",
+    "root is a file, save": "is not a directory",
+    "root is a file, restore": "is a file; pass a directory",
+    "source": "ValueError: a NoneType is no path or URL",
+    "weights": "ValueError: a NoneType is no path or URL",
+    "into a dict": "cannot be loaded into a dict; pass a torch.nn.Module",
+    "keep last": "ValueError: keep_last is 1.5, not a whole number above 0",
+    "signal": "ValueError: signals: SIGKILL cannot be watched",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+    directory: Path = tmp_path_factory.mktemp("inputs")
+    forked.start("tests.deepspeed.inputs", [], directory)
+    found: dict[str, Any] = json.loads((directory / "told.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str, told: dict[str, Any]) -> None:
+    assert REFUSED[what] in told[what]
+    assert "\n" not in told[what]
+
+
+def test_the_predecessor_is_still_there(told: dict[str, Any]) -> None:
+    assert told["restored"] == {"good": 1}
+    assert told["steps"] == 1
+
+
+def test_what_is_accepted_comes_back(told: dict[str, Any]) -> None:
+    assert told["accepted"]
+
+
+def test_a_signal_can_be_forgotten(told: dict[str, Any]) -> None:
+    assert told["preempted"] == [True, True, False]
+
+
+def test_gradients_that_wait_are_told(told: dict[str, Any]) -> None:
+    assert told["pending"] == [
+        "a micro batch had been accumulated: those gradients go into the next step; load between two steps"
+    ]

@@ -1,0 +1,117 @@
+"""An engine takes the states of its own parameters by name, or is left as it is: whatever its groups and optimizer."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import forked
+
+if TYPE_CHECKING:
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+
+
+def _job(
+    groups: tuple[str, str], optimizers: tuple[str, str] = ("adamw", "adamw"), stages: tuple[int, int] = (0, 0),
+    dtype: str = "fp32", *, plain: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    words = [*groups, *optimizers, *map(str, stages), dtype, *(["plain"] * plain)]
+    return {
+        "id": "-".join(words).replace(" ", "_"), "groups": groups, "optimizers": optimizers, "stage": stages[0],
+        "to": stages[1], "dtype": dtype, "plain": plain,
+    }  # fmt: skip
+
+
+KINDS = [("adamw", "fp32"), ("adamw", "bf16"), ("fused", "bf16")]
+"""Optimizer and type, of which each has another wrapper without ZeRO."""
+ORDERS = [
+    ("two", "two"), ("two", "swapped"), ("two", "reversed"), ("layers", "layers"), ("layers", "layers swapped"),
+    ("one", "layers"),
+]  # fmt: skip
+"""What was saved, and engines with the same learning rate for each parameter."""
+BY_NAME = [_job(order, (name, name), dtype=dtype) for name, dtype in KINDS for order in ORDERS]
+BY_NAME += [_job(("two", order), (n, n), dtype=d, plain=True) for n, d in KINDS for order in ("two", "reversed")]
+BY_NAME.append(_job(("layers", "layers"), dtype="bf16", plain=True))
+CUT = [_job(("two", "cut"), (name, name), dtype=dtype) for name, dtype in KINDS]
+FROZEN = [_job(("frozen a", "frozen b"), (name, name), dtype=dtype) for name, dtype in KINDS]
+UNTOLD = [
+    *(_job(("frozen a", "frozen b"), (n, n), dtype=d, plain=True) for n, d in KINDS[:2]),
+    *(_job(("layers", "layers swapped"), (n, n), dtype=d, plain=True) for n, d in KINDS),
+    _job(("layers", "layers"), plain=True),
+]
+STAGES = [(0, 0), (1, 1), (1, 2), (2, 2), (3, 3), (0, 2)]
+CLASSES = [
+    ("adamw", "momentum"), ("momentum", "adamw"), ("sgd", "adamw"), ("adamw", "sgd"), ("adamw", "amsgrad"),
+    ("amsgrad", "adamw"), ("rmsprop", "adamw"),
+]  # fmt: skip
+OTHERS = [_job(("one", "one"), pair, stages, "bf16") for stages in STAGES for pair in CLASSES]
+OTHERS += [_job(("two", "two"), pair) for pair in CLASSES]
+SAME = [_job(("one", "one"), (n, n), stages, "bf16") for stages in STAGES for n in ("momentum", "sgd", "amsgrad")]
+TWO_GROUPS = [
+    _job((groups, groups), (name, "adamw"), (0, stage), dtype)
+    for stage in (1, 2, 3) for name, dtype in KINDS for groups in ("two", "layers")
+]  # fmt: skip
+JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *OTHERS, *SAME, *TWO_GROUPS]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("optimizers")
+    forked.start("tests.deepspeed.optimizers", JOBS, directory)
+    found: dict[str, Any] = json.loads((directory / "told.json").read_text())
+    return found
+
+
+def _restored(told: dict[str, Any], job: dict[str, Any]) -> set[str]:
+    found = told[job["id"]]
+    assert (found["preview"], found["restore"], found["step"]) == ("", "", "")
+    return set(found["differing"])
+
+
+@pytest.mark.parametrize("job", BY_NAME, ids=lambda job: job["id"])
+def test_states_go_to_the_parameters_that_they_are_of(job: dict[str, Any], told: dict[str, Any]) -> None:
+    differing = _restored(told, job)
+    if job["groups"] == ("one", "layers"):
+        differing = {key for key in differing if not key.startswith("lr/")}
+    assert differing == set()
+
+
+@pytest.mark.parametrize("job", CUT, ids=lambda job: job["id"])
+def test_a_group_of_several_keeps_its_own_hyper_parameters(job: dict[str, Any], told: dict[str, Any]) -> None:
+    assert _restored(told, job) == {"lr/c.weight"}
+
+
+@pytest.mark.parametrize("job", FROZEN, ids=lambda job: job["id"])
+def test_what_was_frozen_begins_without_moments(job: dict[str, Any], told: dict[str, Any]) -> None:
+    differing = _restored(told, job)
+    assert {key.rpartition("/")[2].partition(".")[0] for key in differing} == {"a", "b"}
+    assert not any(key.startswith("module/") for key in differing)
+
+
+@pytest.mark.parametrize("job", [*UNTOLD, *OTHERS], ids=lambda job: job["id"])
+def test_what_does_not_fit_is_refused_before_the_engine_is_touched(job: dict[str, Any], told: dict[str, Any]) -> None:
+    found = told[job["id"]]
+    assert found["preview"] == found["restore"]
+    assert "weights_only=True" in found["restore"]
+    assert not found["restore"].startswith("raw")
+    assert found["untouched"]
+    assert found["step"] == ""
+
+
+@pytest.mark.parametrize("job", SAME, ids=lambda job: job["id"])
+def test_every_class_is_restored_into_its_own(job: dict[str, Any], told: dict[str, Any]) -> None:
+    differing = _restored(told, job)
+    if job["stage"] == job["to"]:
+        assert differing == set()
+    else:
+        assert not any(key.startswith(("fp32/", "momentum_buffer/", "max_exp_avg_sq/")) for key in differing)
+
+
+@pytest.mark.parametrize("job", TWO_GROUPS, ids=lambda job: job["id"])
+def test_several_groups_without_zero_go_on_with_it(job: dict[str, Any], told: dict[str, Any]) -> None:
+    differing = _restored(told, job)
+    assert not any(key.startswith(("fp32/", "exp_avg/", "exp_avg_sq/", "lr/")) for key in differing)

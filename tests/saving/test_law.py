@@ -1,0 +1,138 @@
+"""The law of saves: whatever happens around them, what was committed last is found whole, and nothing else is taken."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from ckpttool.errors import CkptError
+from ckpttool.saving import marks, protocol
+from ckpttool.saving.disk import Disk
+from ckpttool.saving.ranks import Alone, RankError, agree_to_begin
+from ckpttool.storage import MANIFEST
+from tests.saving import crew
+from tests.saving.checkpoints import save_version, whole
+from tests.saving.test_any_history import History, sizes, tags
+
+EXAMPLES = int(os.environ.get("CKPTTOOL_TEST_HISTORIES", "15"))
+"""10,000 were run once."""
+
+
+class Law(History):
+    """What the history of one root may hold besides saves, crashes and prunes."""
+
+    @rule(data=st.data(), days=st.sampled_from([-1000, -1, 1, 1000]))
+    def clock_jumps(self, data: Any, days: int) -> None:
+        """All that one save has written seems to be of another time, or ``latest`` does."""
+        names = sorted(os.listdir(self.root)) if os.path.isdir(self.root) else []
+        if not names:
+            return
+        path = f"{self.root}/{data.draw(st.sampled_from(names))}"
+        then = time.time() + 86400 * days
+        for above, _, files in os.walk(path):
+            for name in files:
+                os.utime(f"{above}/{name}", (then, then))
+        os.utime(path, (then, then))
+
+    @rule(tag=tags, size=st.integers(2, 3), overwrite=st.booleans())
+    def one_rank_asks_for_something_else(self, tag: str, size: int, overwrite: bool) -> None:
+        before = whole(self.root)
+        self.machine.reset()
+
+        def begin(ranks: Any) -> None:
+            asked = {"tag": tag if ranks.rank else f"{tag} of another", "overwrite": overwrite}
+            agree_to_begin(ranks, self.root, asked, lambda: None, timeout=crew.TIMEOUT)
+
+        outcomes = crew.Crew(size, self.machine, self.clock).do(begin)
+        assert all(isinstance(o.error, RankError) and "rank 1 has" in str(o.error) for o in outcomes)
+        assert whole(self.root) == before
+
+    @rule(size=st.integers(2, 3), rank=st.integers(0, 2), late=st.booleans())
+    def one_rank_is_late_or_fails(self, size: int, rank: int, late: bool) -> None:
+        self.machine.reset()
+        rank %= size
+        began = self.clock.monotonic()
+
+        def begin(ranks: Any) -> None:
+            def check() -> None:
+                if ranks.rank == rank and not late:
+                    raise ValueError("not ready")
+
+            if ranks.rank == rank and late:
+                self.clock.sleep(3 * crew.TIMEOUT)
+            agree_to_begin(ranks, self.root, {}, check, timeout=crew.TIMEOUT)
+
+        outcomes = crew.Crew(size, self.machine, self.clock).do(begin)
+        if rank or not late:  # for the first, who decides, the others wait longer
+            assert all(f"rank {rank}" in str(o.error) or "not ready" in str(o.error) for o in outcomes)
+        limit = 3 * crew.TIMEOUT + protocol.SEEN_WITHIN if late else crew.TIMEOUT
+        assert self.clock.monotonic() - began <= limit
+
+    @rule(tag=tags, when=st.sampled_from(["before", "after"]), overwrite=st.booleans())
+    def another_run_takes_over(self, tag: str, when: str, overwrite: bool) -> None:
+        """A run that was thought dead goes on when another has saved the same."""
+        if tag in self.sound or tag in self.unsure:
+            return
+        first, second = self.number % 7 + 1, (self.number + 1) % 7 + 1
+        self.number = second
+        self.machine.reset()
+        place: Any = Disk()
+        write = place.write
+
+        def other() -> None:
+            marks.ALIVE.clear()
+            save_version(Disk(), self.root, Alone(), tag, second, overwrite=overwrite)
+
+        def interrupted(directory: str, files: Any) -> Any:
+            if when == "before":
+                other()
+            sums = write(directory, files)
+            if when == "after":
+                other()
+            return sums
+
+        place.write = interrupted
+        try:
+            save_version(place, self.root, Alone(), tag, first, overwrite=overwrite)
+        except CkptError as error:
+            told = str(error)
+        else:
+            told = ""
+        assert "taken over" in told or "is there already" in told
+        self.sound[tag] = second
+        self.sound.pop(f"{tag}.replaced", None)
+        self.unsure.pop(f"{tag}.replaced", None)
+        self.newest = tag
+
+    @precondition(lambda self: self.sound)
+    @rule(data=st.data(), cut=st.booleans())
+    def manifest_cannot_be_read(self, data: Any, cut: bool) -> None:
+        tag = data.draw(st.sampled_from(sorted(self.sound)))
+        path = f"{self.root}/{tag}/{MANIFEST}"
+        if not os.path.exists(path):
+            return
+        if cut:
+            os.truncate(path, os.path.getsize(path) // 2)
+        else:
+            with open(path, "wb") as file:
+                file.write(b"\x00" * 100)
+        assert tag not in whole(self.root)
+        self.unsure[tag] = set()
+        del self.sound[tag]
+        self.newest = None
+
+    @rule(size=sizes)
+    def restarted_on_other_ranks(self, size: int) -> None:
+        """Saves anew what was found, under the next name that is free."""
+        free = [t for t in ("step1", "step2", "step3") if not os.path.exists(f"{self.root}/{t}")]
+        if free:
+            self.save(free[0], size, False)
+
+
+TestLaw = Law.TestCase
+TestLaw.settings = settings(max_examples=EXAMPLES, stateful_step_count=12, deadline=None)

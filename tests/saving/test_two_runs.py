@@ -1,0 +1,160 @@
+"""Two runs that save the same at once: at most one commits, and what is committed is its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import s3fs
+
+from ckpttool.errors import CkptError
+from ckpttool.saving import marks, protocol
+from ckpttool.saving.disk import Disk
+from ckpttool.saving.protocol import TakenError, place_for
+from ckpttool.saving.ranks import Alone
+from ckpttool.storage import MARK
+from tests.saving.checkpoints import chosen, save_version, version
+from tests.storage import server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from ckpttool.checksums import Checksums
+    from ckpttool.saving.outgoing import OutgoingFile
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def root(
+    request: pytest.FixtureRequest, tmp_path: Path, s3_server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Where two runs save."""
+    if request.param == "disk":
+        return str(tmp_path / "root")
+    endpoint, client = s3_server
+    for name, value in (server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()  # those of other tests may lead to a proxy that is gone
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    client.create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/root"
+
+
+def _place(root: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> Any:
+    """A run's own way to a root; something happens right before or after it writes its files."""
+    place: Any = place_for(root, None)
+    write = place.write
+
+    def interrupted(directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
+        if before is not None:
+            before()
+        sums: list[Checksums] = write(directory, files)
+        if after is not None:
+            after()
+        return sums
+
+    place.write = interrupted
+    return place
+
+
+def _seems_dead() -> None:
+    """As if the runs that save were processes that have ended."""
+    marks.ALIVE.clear()
+
+
+def test_a_live_save_is_not_cleared_away(root: str) -> None:
+    told: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(TakenError) as caught:
+            save_version(place_for(root, None), root, Alone(), "a", 2)
+        told.append(str(caught.value))
+
+    save_version(_place(root, after=other), root, Alone(), "a", 1)
+    assert "is being saved by process" in told[0]
+    assert chosen(root, place_for(root, None).storage) == ("a", version(1))
+
+
+def test_who_was_thought_dead_commits_nothing(root: str) -> None:
+    def other() -> None:
+        _seems_dead()
+        save_version(place_for(root, None), root, Alone(), "a", 2)
+
+    with pytest.raises(CkptError, match=r"taken over|is there already"):
+        save_version(_place(root, after=other), root, Alone(), "a", 1)
+    assert chosen(root, place_for(root, None).storage) == ("a", version(2))
+
+
+def test_who_was_thought_dead_writes_into_what_was_taken_over(root: str) -> None:
+    errors: list[CkptError] = []
+
+    def other() -> None:
+        _seems_dead()
+        threads = threading.Thread(target=second)
+        threads.start()
+        claimed.wait(30)
+
+    def second() -> None:
+        try:
+            save_version(_place(root, before=wait), root, Alone(), "a", 2)
+        except CkptError as error:
+            errors.append(error)
+        ended.set()
+
+    def wait() -> None:
+        claimed.set()
+        written.wait(30)
+
+    claimed, written, ended = threading.Event(), threading.Event(), threading.Event()
+    with pytest.raises(CkptError, match=r"taken over|is there already"):
+        save_version(_place(root, before=other), root, Alone(), "a", 1)
+    written.set()
+    assert ended.wait(30)
+    storage = place_for(root, None).storage
+    if errors:
+        assert chosen(root, storage) is None
+        _seems_dead()
+        save_version(place_for(root, None), root, Alone(), "a", 2)
+    assert chosen(root, storage) == ("a", version(2))
+
+
+def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
+    root, errors = str(tmp_path), []
+
+    def run(name: str) -> None:
+        for number in range(15):
+            try:
+                save_version(Disk(), root, Alone(), f"{name}{number}", 1)
+            except CkptError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    found = chosen(root)
+    assert found is not None
+    assert found[1] == version(1)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_another_machine_has_begun_is_watched(
+    changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "WATCHED", 2.0)
+    (tmp_path / "a").mkdir()
+    mark = {"key": "save 1", "files": [], "host": "elsewhere", "machine": "another", "process": 1, "began": "1"}
+    (tmp_path / "a" / MARK).write_text(json.dumps(mark))
+    timer = threading.Timer(0.5, lambda: (tmp_path / "a" / "file").write_text("x"))
+    if changes:
+        timer.start()
+        with pytest.raises(TakenError, match="is being saved by process 1 of elsewhere"):
+            save_version(Disk(), str(tmp_path), Alone(), "a", 1)
+        return
+    save_version(Disk(), str(tmp_path), Alone(), "a", 1)
+    assert chosen(str(tmp_path)) == ("a", version(1))
