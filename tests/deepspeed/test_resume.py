@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,9 @@ import torch
 import ckpttool
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.model import MASTER
+from tests.damage import flip
 from tests.deepspeed_engines import Load, Loaded, load_all
 from tests.truth import source, truth
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.deepspeed
 
@@ -96,6 +96,10 @@ def _loads(directory: Path) -> list[Load]:
 
     loads.append(plain("safetensors", root=str(directory / "safetensors"), resume={"weights_only": True}))
     loads.append(plain("preview", resume={"dry_run": True}))
+    flipped = _flipped(directory / "flipped")
+    loads.append(plain("flipped-native", root=flipped, resume={}))
+    loads.append(plain("flipped-planned", root=flipped, stage=3, world_size=3, resume={}))
+    loads.append(plain("flipped-unchecked", root=flipped, stage=3, world_size=3, resume={"check": "off"}))
     loads.append(plain("flag", universal=True, resume={}))
     loads.append(plain("no-masters", zero_options={"load_from_fp32_weights": False}, stage=1, resume={}))
     loads.append(plain("sgd", optimizer="adagrad", config={"scheduler": None}, resume={}))
@@ -110,6 +114,15 @@ def _loads(directory: Path) -> list[Load]:
         if change == "reversed":
             loads.append(plain(f"{change}-3", change=change, stage=3, world_size=3, resume={}))
     return loads
+
+
+def _flipped(root: Path) -> str:
+    """A copy of PLAIN in which one bit of a moment has flipped."""
+    shutil.copytree(source(PLAIN), root)
+    checkpoint = ckpttool.inspect(root)
+    moment = next(p for p in checkpoint.parameters if p.name == "up.weight").states["exp_avg"].extents[0]
+    flip(Path(checkpoint.path(int(moment["file"]))), int(moment["offset"]) + 3)
+    return str(root)
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +259,21 @@ def test_what_does_not_fit_is_one_clear_error_and_touches_nothing(
     assert told in engine.error
     assert "\n" not in engine.error
     assert engine.facts["untouched"]
+
+
+@pytest.mark.parametrize("kind", ["flipped-native", "flipped-planned"])
+def test_a_flipped_bit_is_found_before_the_engine_is_touched(kind: str, loaded: dict[str, Loaded]) -> None:
+    engine = _plain(loaded, kind)
+    assert engine.error.startswith("ChecksumError: ")
+    assert "up.weight" in engine.error
+    assert "was recorded when it was saved" in engine.error
+    assert engine.facts["untouched"]
+
+
+def test_without_checks_it_is_loaded(loaded: dict[str, Loaded]) -> None:
+    engine = _plain(loaded, "flipped-unchecked")
+    assert engine.error == ""
+    assert _differing(engine, PLAIN) == ["exp_avg/up.weight"]
 
 
 @pytest.mark.parametrize("kind", ["more-lax", "more-lax-3"])

@@ -8,7 +8,6 @@ that has given up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,13 @@ from ckpttool.formats import open_checkpoint, source_paths
 from ckpttool.integrations.deepspeed.live import look
 from ckpttool.integrations.deepspeed.preparing import keeps_loss_scale, prepare
 from ckpttool.integrations.deepspeed.report import LoadReport
-from ckpttool.integrations.deepspeed.together import agree_on_all_ranks, open_together, own_ranks
+from ckpttool.integrations.deepspeed.together import (
+    Agree,
+    agree_on_all_ranks,
+    check_on_all_ranks,
+    open_together,
+    own_ranks,
+)
 from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.storage import open_storage
@@ -31,11 +36,10 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.live import LiveEngine
     from ckpttool.integrations.deepspeed.preparing import Prepared
     from ckpttool.model import Checkpoint
+    from ckpttool.read_checks import Check
 
 TIMEOUT = 1800.0
 """Seconds that a rank may be behind, if nothing else is asked for."""
-Agree = Callable[[BaseException | None], None]
-"""Called on every rank with what the first half of a load raised there, or None: raises on all if any failed."""
 
 
 def load(
@@ -48,6 +52,8 @@ def load(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
+    check: Check = "read",
+    trust_names: bool = False,
     timeout: float = TIMEOUT,
 ) -> LoadReport:
     """Load a checkpoint into a DeepSpeed engine, whatever the ranks and the ZeRO stage that it was saved with.
@@ -68,6 +74,9 @@ def load(
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
         memory: Bytes, or a text like "256MB", that requests in flight may take on each rank where the checkpoint is
             distant; default: 256 MB.
+        check: Which recorded CRC-32 to compare with what all ranks read, before the engine is touched; as for
+            ``consolidate``. Where there is a manifest, every byte is compared with that.
+        trust_names: As for ``inspect``.
         timeout: Seconds that a rank may be behind the others.
 
     Returns:
@@ -80,25 +89,25 @@ def load(
     began = time.perf_counter()
     paths: list[str] = []
 
-    def check() -> None:
+    def ready() -> None:
         memory_bytes(memory)
         paths.extend(source_paths(src))
         open_storage(paths[0], storage_options)
         look(engine)
 
     ranks = own_ranks("load")
-    asked = {"tag": tag, "strict": strict, "weights_only": weights_only, "dry_run": dry_run}
-    agree_to_begin(ranks, _named(src), {**asked, "src": _named(src)}, check, timeout=timeout)
+    asked = {"tag": tag, "strict": strict, "weights_only": weights_only, "dry_run": dry_run, "check": check}
+    agree_to_begin(ranks, _named(src), {**asked, "src": _named(src)}, ready, timeout=timeout)
     checkpoint = open_together(
         paths[0],
         open_storage(paths[0], storage_options),
-        lambda: open_checkpoint(paths, tag=tag, options=storage_options),
+        lambda: open_checkpoint(paths, tag=tag, options=storage_options, trust_names=trust_names),
         ranks,
         timeout=timeout,
     )
     report = restore_engine(
         engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=memory_bytes(memory),
-        agree=partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout),
+        check=check, agree=partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout),
     )  # fmt: skip
     return replace(report, seconds=time.perf_counter() - began)
 
@@ -149,6 +158,7 @@ def restore_engine(
     weights_only: bool = False,
     dry_run: bool = False,
     memory: int | str | None = None,
+    check: Check = "read",
     agree: Agree | None = None,
 ) -> LoadReport:
     """Load a checkpoint that is open already; to be called on every rank with the same.
@@ -160,6 +170,7 @@ def restore_engine(
         weights_only: As for ``load``.
         dry_run: As for ``load``.
         memory: As for ``load``.
+        check: As for ``load``.
         agree: Lets the ranks agree between the halves; default: ``agree_on_all_ranks`` of the process group.
 
     Raises:
@@ -172,7 +183,9 @@ def restore_engine(
     try:
         room = memory_bytes(memory)
         live = look(engine)
-        prepared = prepare(live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room)
+        prepared = prepare(
+            live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room, check=check
+        )
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
     if agree is None:
@@ -180,6 +193,8 @@ def restore_engine(
     agree(error)
     if error is not None or live is None or prepared is None:
         raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
+    if prepared.checks is not None:
+        check_on_all_ranks(prepared.checks, checkpoint, agree)
     prepared = replace(prepared, notes=(*prepared.notes, *_pending(live)))
     client_state: Mapping[str, Any] = {} if weights_only else checkpoint.client_state
     if not dry_run:

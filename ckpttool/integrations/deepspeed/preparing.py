@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.torch_zip import MAGIC
 from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError
 from ckpttool.formats.zero.experts import NATIVE
+from ckpttool.guarded import GuardedStorage
 from ckpttool.integrations.deepspeed import whole
 from ckpttool.integrations.deepspeed.live import LiveEngine, version
 from ckpttool.integrations.deepspeed.states import check_states
@@ -20,6 +21,7 @@ from ckpttool.model import MASTER, MODULE, Parameter
 from ckpttool.planned import PlannedFile, RangeFile, StoredFile
 from ckpttool.proofs import sample_proofs, source_files
 from ckpttool.proving import failed_proofs
+from ckpttool.read_checks import checks_for
 from ckpttool.sources import Sources
 from ckpttool.targets.packed import ALIGNMENT, Packed, plan_packed
 from ckpttool.targets.zero.fitting import Fitted, fit, listed
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from ckpttool.model import Checkpoint, State
     from ckpttool.plan import CopyPlan
+    from ckpttool.read_checks import Check, ReadChecks
 
 CONVERT = "ckpttool convert --to universal writes what engine.load_checkpoint reads with load_universal"
 LEAST_SLICE_BYTES = 1 << 22
@@ -73,6 +76,8 @@ class Prepared:
     model: dict[str, Any] = field(default_factory=dict)
     """On the planned road, this rank's model states; without what follows from the masters or all ranks hold alike."""
     replicas: Replicas | None = None
+    checks: ReadChecks | None = None
+    """On the planned road, checksums of what this rank has read, to be compared when all ranks have read."""
 
     def forget(self) -> None:
         """Free what has been handed over."""
@@ -82,7 +87,14 @@ class Prepared:
 
 
 def prepare(
-    live: LiveEngine, checkpoint: Checkpoint, *, strict: bool, weights_only: bool, dry_run: bool, memory: int
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    *,
+    strict: bool,
+    weights_only: bool,
+    dry_run: bool,
+    memory: int,
+    check: Check = "read",
 ) -> Prepared:
     """Match a checkpoint with an engine, choose the road, and read what this rank needs.
 
@@ -93,10 +105,13 @@ def prepare(
         weights_only: Leave out what the optimizer keeps.
         dry_run: Read nothing.
         memory: Bytes that windows in flight may take together where the checkpoint is distant.
+        check: Which recorded CRC-32 to compare with what is read; a storage that checks by itself needs none.
 
     Raises:
         CkptError: They do not fit, or reading failed.
     """
+    if isinstance(checkpoint.storage, GuardedStorage):
+        check = "off"  # its manifest has all checksums
     if live.model is None or live.topology.tensor_parallel > 1:
         fitted = None
         if weights_only or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
@@ -111,14 +126,14 @@ def prepare(
     if not weights_only:
         check_states(live, checkpoint)
     if not why_not:
-        return _native(live, checkpoint, fitted, strict=strict, dry_run=dry_run, memory=memory)
+        return _native(live, checkpoint, fitted, strict=strict, dry_run=dry_run, memory=memory, check=check)
     if live.stage == 0 and not weights_only:
         problem = f"{why_not}, and the engine has no ZeRO stage"
         raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
     if fitted is None or live.engine.zero_nvme_offload_optimizer():
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
-    return _planned(live, checkpoint, fitted, weights_only=weights_only, dry_run=dry_run, memory=memory)
+    return _planned(live, checkpoint, fitted, weights_only=weights_only, dry_run=dry_run, memory=memory, check=check)
 
 
 # ------------------------------------------------------------------------------------------------------- which road
@@ -215,7 +230,14 @@ def _without_moments(p: Parameter) -> Parameter:
 
 
 def _native(
-    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, *, strict: bool, dry_run: bool, memory: int
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    fitted: Fitted | None,
+    *,
+    strict: bool,
+    dry_run: bool,
+    memory: int,
+    check: Check,
 ) -> Prepared:
     if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.distant:
         problem = "lies on a distant storage, and what was offloaded to NVMe must be copied from a disk"
@@ -227,9 +249,11 @@ def _native(
     def later(name: str) -> Any:
         if name not in numbers:
             raise LayoutError(f"{checkpoint.location}/{name}", "is not there", "restore it from a copy")
-        with Sources(source_files(checkpoint)) as sources:
+        sums = checks_for(source_files(checkpoint), checkpoint, check)
+        with Sources(source_files(checkpoint), sums) as sources:
             found = unpickled(StoredFile(sources[numbers[name]], memory=memory))
             sources.check_unchanged()
+            sources.finish_checks()
         return found
 
     # Without ZeRO it may take the weights themselves to tell what the optimizer's numbers stand for.
@@ -329,7 +353,14 @@ def _shape(live: LiveEngine) -> Shape:
 
 
 def _planned(
-    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, *, weights_only: bool, dry_run: bool, memory: int
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    fitted: Fitted,
+    *,
+    weights_only: bool,
+    dry_run: bool,
+    memory: int,
+    check: Check,
 ) -> Prepared:
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
@@ -356,7 +387,9 @@ def _planned(
     )
     if dry_run:
         return prepared
-    with Sources(source_files(checkpoint)) as sources:
+    checks = checks_for(source_files(checkpoint), checkpoint, check)
+    prepared = replace(prepared, checks=checks)
+    with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
             for problem in failed_proofs(sample_proofs(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem

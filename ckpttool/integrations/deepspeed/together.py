@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.guarded import GuardedStorage, guard
+from ckpttool.proofs import source_files
+from ckpttool.read_checks import FRAGMENT
 from ckpttool.saving.ranks import kinds_of_errors
+from ckpttool.sources import Sources
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckpttool.model import Checkpoint
+    from ckpttool.read_checks import ReadChecks
     from ckpttool.saving.ranks import Ranks
     from ckpttool.storage import Storage
 
 LOG = logging.getLogger("ckpttool")
 _numbers = itertools.count()
+Agree = Callable[[BaseException | None], None]
+"""Called on every rank with what the first half of a load raised there, or None: raises on all if any failed."""
 
 
 def own_ranks(what: str) -> Ranks:
@@ -70,6 +77,37 @@ def open_together(
     checkpoint: Checkpoint = told[0][0]
     checksums = told[0][1]
     return replace(checkpoint, storage=storage if checksums is None else GuardedStorage(storage, checksums))
+
+
+def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree) -> None:
+    """Compare what all ranks have read together with the recorded checksums: each rank a share of the files.
+
+    Args:
+        checks: What this rank has read.
+        checkpoint: Where from.
+        agree: Raises on all ranks what was raised on any.
+
+    Raises:
+        ChecksumError: Bytes are not what was saved; on every rank.
+        StorageError: The rest of a record cannot be read; on every rank.
+    """
+    import torch.distributed as dist
+
+    size, own = dist.get_world_size(), dist.get_rank()
+    told: list[Any] = [None] * size
+    dist.all_gather_object(told, checks.take_fragments().tobytes())  # all are there: they have just agreed
+    error: BaseException | None = None
+    try:
+        for data in told:
+            rows = np.frombuffer(data, dtype=FRAGMENT)
+            checks.add(rows[rows["file"] % np.uint64(size) == own])
+        with Sources(source_files(checkpoint), checks) as sources:
+            sources.finish_checks()
+    except CkptError as problem:
+        error = problem
+    agree(error)
+    if error is not None:
+        raise error
 
 
 def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, timeout: float) -> None:
