@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.errors import CkptError, LayoutError
+from ckpttool.containers import torch_zip
+from ckpttool.errors import CkptError, ContainerError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
@@ -21,6 +22,7 @@ from ckpttool.storage import MANIFEST, MARK, walk
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpttool.containers.torch_zip import Record
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -67,7 +69,8 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     for directory in directories:
         for name, entry in walk(checkpoint.storage, directory):
             path = posixpath.join(directory, name)
-            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, records.get(path, ()))
+            held = records[path] if path in records else _records(checkpoint.storage, path)
+            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
             if found.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
                 raise LayoutError(path, problem, "two saves are mixed: pass directories of one")
@@ -79,6 +82,17 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
             copy[0] = (number, 0, found[name].nbytes, 0, 0)
         files.append(TargetFile(name, found[name].nbytes, (), copy))
     return CopyPlan(tuple(found[name] for name in names), (("U8", "U8"),), tuple(files))
+
+
+def _records(storage: Storage, path: str) -> tuple[Record, ...]:
+    """The records of an archive that the checkpoint is not read from: a replica, or what is left over."""
+    if not path.endswith(".pt"):
+        return ()
+    try:
+        with storage.open(path) as reader:
+            return tuple(torch_zip.parse(reader).values())
+    except ContainerError:
+        return ()  # of another form, or damaged: it is copied as it is
 
 
 def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:

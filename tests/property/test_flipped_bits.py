@@ -20,7 +20,7 @@ import ckpttool
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError
 from ckpttool.storage import LocalReader
-from tests.truth import HERE, NAMES, source, tag_directory
+from tests.truth import HERE, NAMES, raw_bytes, source, tag_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ def _extract(src: str, out: Path) -> tuple[Any, Any]:
 
 def _load_state_dict(src: str, out: Path) -> tuple[Any, Any]:
     weights = ckpttool.load_state_dict(src)
-    held = {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
+    held = {name: raw_bytes(tensor) for name, tensor in weights.items()}
     return held, weights.checks()
 
 
