@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 WEIGHTS = "weights"
-"""What counts as a parameter's value: its master, or where there is none the model's own copy; and every buffer."""
+"""A parameter's value (the master, or the model's own copy where that is newer or alone), or a buffer's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +34,7 @@ def contents(checkpoint: Checkpoint) -> list[Content]:
     """Every tensor that counts, in the order of the module; second copies and tied names are left out."""
     result = []
     for parameter in checkpoint.parameters:
-        value = parameter.states.get(MASTER) or parameter.states[MODULE]
-        result.append(Content(parameter.name, WEIGHTS, value))
+        result.append(Content(parameter.name, WEIGHTS, checkpoint.weights(parameter)))
         result += [Content(parameter.name, k, s) for k, s in parameter.states.items() if k not in {MASTER, MODULE}]
     result += [Content(b.name, WEIGHTS, b.state) for b in checkpoint.buffers]
     return result
@@ -58,7 +57,8 @@ def find(checkpoint: Checkpoint, name: str, key: str) -> State:
         raise PlanError(
             checkpoint.location, f"holds no parameter {name}", "see ckpttool inspect --params for the names"
         )
-    state = held.get(key) or (held.get(MASTER) or held.get(MODULE) or held.get("buffer") if key == WEIGHTS else None)
+    order = (MODULE, MASTER, "buffer") if checkpoint.ahead else (MASTER, MODULE, "buffer")
+    state = next((held[k] for k in (order if key == WEIGHTS else (key,)) if k in held), None)
     if state is None:
         raise PlanError(checkpoint.location, f"holds no {key} of {name}", f"choose one of {', '.join(held)}")
     return state

@@ -44,7 +44,8 @@ MASTER = "fp32"
 MODULE = "module"
 """The copy that the model computes with: 16-bit under mixed precision."""
 
-
+AHEAD = "the module's copies are newer than the masters (ZenFlow)"
+"""What users are told where that is so."""
 UNKNOWN_GROUP = -1
 """Instead of a group's index: without ZeRO an optimizer only numbers its parameters."""
 
@@ -325,6 +326,9 @@ class Checkpoint:
     """Where the bytes of tensors inside ``client_state`` and ``scheduler`` lie: storage key to the whole storage."""
     twins: tuple[Twin, ...] = ()
     """What is stored twice."""
+    ahead: bool = False
+    """Whether the module's copies of trained parameters have been trained since they were cast from the masters, as
+    under ZenFlow. Then the copies are the weights."""
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
     notes: tuple[LayoutError, ...] = ()
@@ -366,6 +370,11 @@ class Checkpoint:
                 yield parameter.name, key, state
         for buffer in self.buffers:
             yield buffer.name, "buffer", buffer.state
+
+    def weights(self, parameter: Parameter) -> State:
+        """What counts as a parameter's weights: its master, or the module's copy where that is newer or alone."""
+        first, second = (MODULE, MASTER) if self.ahead else (MASTER, MODULE)
+        return parameter.states.get(first) or parameter.states[second]
 
     def path(self, file: int) -> str:
         """Full path of a file by its index."""

@@ -33,7 +33,7 @@ def build(model: str, config: dict[str, Any], *, tensor: int, stages: int, exper
 
     Args:
         model: "pipeline", "pipeline-by-hand", "megatron", "megatron-uneven", "autotp", "autotp-uneven", "autotp-fused",
-            "moe", "moe-residual", "autoep", "ulysses", "repeated"; or "plain".
+            "moe", "moe-residual", "autoep", "ulysses", "repeated", "zenflow"; or "plain".
         config: DeepSpeed's configuration.
         tensor: Slices of each layer.
         stages: Of the pipeline.
@@ -45,6 +45,8 @@ def build(model: str, config: dict[str, Any], *, tensor: int, stages: int, exper
         return _plain(config)
     if model == "repeated":
         return _repeated(config)
+    if model == "zenflow":
+        return _zenflow(config)
     if model == "ulysses":
         return _ulysses(config)
     if model.startswith("moe"):
@@ -166,6 +168,32 @@ def _repeated(config: dict[str, Any]) -> Parallel:
     for buffer in model.buffers():
         buffer.zero_()
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+    return Parallel(engine, lambda: common.live_tensors(engine), _stepper(engine, lambda: _loss(engine(_tokens()))))
+
+
+def _zenflow(config: dict[str, Any]) -> Parallel:
+    """With ZenFlow at stages 1 and 2, as it needs a GPU at stage 3."""
+    import deepspeed
+    import torch
+    from recipes import common, zenflow
+
+    class Adam(torch.optim.AdamW):  # type: ignore[misc]  # torch is untyped here
+        """Takes what ZenFlow gives its own Adam, which needs a compiled op and counts steps in Python."""
+
+        def step(self, closure: Any = None, *, step_id: int | None = None) -> Any:
+            for state in self.state.values():
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
+            return super().step(closure)
+
+    model = zenflow.build_model()
+    for buffer in model.buffers():
+        buffer.zero_()
+    options = {"lr": 0.5, "betas": [0.5, 0.5], "weight_decay": 0.25}
+    config = {**config, "optimizer": {"type": "AdamW", "params": options}, "zero_force_ds_cpu_optimizer": False}
+    if (zero := config["zero_optimization"])["stage"] < 3:
+        config["zero_optimization"] = {**zero, **zenflow.ZERO}
+    optimizer = Adam([{"params": list(model.parameters()), **options}], eps=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return Parallel(engine, lambda: common.live_tensors(engine), _stepper(engine, lambda: _loss(engine(_tokens()))))
 
 

@@ -168,11 +168,15 @@ class Truth:
     # ------------------------------------------------------------------------------------- what is made of it
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """What consolidation must give: masters, or else the model's copies, in one type; buffers as they are."""
+        """What consolidation must give: masters, or else the model's copies, in one type; buffers as they are.
+
+        Under ZenFlow the copies are newer.
+        """
         weights = {}
+        first, second = ("module", "fp32") if "-zenflow" in self.name else ("fp32", "module")
         for key, tensor in self.states.items():
             kind, _, name = key.partition("/")
-            if kind == "fp32" or (kind == "module" and f"fp32/{name}" not in self.states):
+            if kind == first or (kind == second and f"{first}/{name}" not in self.states):
                 weights[name] = tensor.to(dtype)
             elif kind == "buffer":
                 weights[name] = tensor

@@ -32,6 +32,7 @@ from ckpttool.formats.zero.module import (
     read_buffer_names,
     read_module,
     read_param_shapes,
+    zenflow,
 )
 from ckpttool.formats.zero.partitions import check_agreement, read_group
 from ckpttool.formats.zero.stage3 import read_frozen
@@ -143,8 +144,13 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
             raise LayoutError(first.path, f"names parameter {name}, but nothing holds its values", "convert again")
     if opener.errors:
         raise opener.errors[0]
-    twins = [Twin(n, states[n][MASTER], copies[n]) for n in states if n in copies]
-    twins += [Twin(a, states[aliases[a]][MASTER], copy) for a, copy in duplicates.items() if aliases[a] in states]
+    ahead = zenflow(first)
+    twins = [Twin(n, states[n][MASTER], copies[n]) for n in states if n in copies and not ahead]
+    twins += [
+        Twin(a, copies[aliases[a]] if ahead and aliases[a] in copies else states[aliases[a]][MASTER], copy)
+        for a, copy in duplicates.items()
+        if aliases[a] in states
+    ]
     return Checkpoint(
         storage=storage,
         location=location.directory,
@@ -168,6 +174,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         ds_config=first.fields.optional("ds_config", dict) or {},
         carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
         twins=tuple(twins),
+        ahead=ahead,
         files=tuple(opener.files),
         remarks=(*_remarks(files, first), *trusted_names(opener.renamed)),
     )

@@ -127,7 +127,7 @@ def plan_dcp(checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, pr
 
 def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_Entry]:
     for parameter in checkpoint.parameters:
-        state = parameter.states.get(MASTER) or parameter.states[MODULE]
+        state = checkpoint.weights(parameter)
         dtype = "F32" if MASTER in parameter.states and castable(state.dtype, "F32") else state.dtype
         yield _tensor(builder, ("model", parameter.name), state, dtype)
     for buffer in checkpoint.buffers:

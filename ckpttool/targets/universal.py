@@ -20,7 +20,7 @@ from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, wal
 from ckpttool.errors import PlanError
 from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
-from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State, one_extent
+from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State, one_extent
 from ckpttool.plan import CopyPlan
 from ckpttool.targets.copies import CopyBuilder
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file, view
@@ -111,7 +111,7 @@ def _check_groups(checkpoint: Checkpoint) -> dict[str, int]:
                 raise PlanError(checkpoint.location, problem, "convert the checkpoint that it was made from")
             group = 0
         result[parameter.name] = group
-        value = _value(parameter)
+        value = checkpoint.weights(parameter)
         if not castable(value.dtype, "F32"):
             problem = f"{parameter.name} is {value.dtype}, which cannot be cast to fp32"
             raise PlanError(checkpoint.location, problem, "it cannot be part of a universal checkpoint")
@@ -120,11 +120,6 @@ def _check_groups(checkpoint: Checkpoint) -> dict[str, int]:
                 problem = f"{name!r:.300} cannot name a directory, as universal checkpoints need"
                 raise PlanError(checkpoint.location, problem, "convert it with --to zero")
     return result
-
-
-def _value(parameter: Parameter) -> State:
-    """What the optimizer updates, or where that is not kept apart the model's own copy."""
-    return parameter.states.get(MASTER) or parameter.states[MODULE]
 
 
 def _optimizer_states(parameter: Parameter) -> dict[str, State]:
@@ -145,7 +140,7 @@ def _parameter_files(
             extra |= _slicing(parameter)
             # Masters that the run kept in 16 bit stay so, as DeepSpeed's converter leaves them.
             dtype = parameter.states[MASTER].dtype if MASTER in parameter.states else "F32"
-            yield _state_file(builder, f"{folder}/{MASTER}.pt", _value(parameter), dtype, extra)
+            yield _state_file(builder, f"{folder}/{MASTER}.pt", checkpoint.weights(parameter), dtype, extra)
             for key, state in _optimizer_states(parameter).items():
                 yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, extra)
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
@@ -307,9 +302,9 @@ def _model_file(
 
 
 def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Parameter) -> TensorRef:
-    """What the model computes with: the master, cast; frozen parameters as they are."""
+    """What the model computes with: the master, cast; frozen parameters, and copies that are newer, as they are."""
     copy = parameter.states.get(MODULE)
-    if MASTER not in parameter.states and copy is not None:
+    if copy is not None and (checkpoint.ahead or MASTER not in parameter.states):
         return file.whole(copy)
     dtype = copy.dtype if copy is not None else checkpoint.dtype
     master = parameter.states[MASTER]
@@ -374,6 +369,8 @@ def _losses(checkpoint: Checkpoint) -> Iterator[str]:
     for what, count in (("buffers", len(checkpoint.buffers)), ("frozen parameters", len(frozen))):
         if count:
             yield f"DeepSpeed's universal load leaves {what} ({count}) at their initial values; --to zero restores them"
+    if checkpoint.ahead:
+        yield f"{AHEAD}: masters are made of them, as ZenFlow itself does when it selects columns anew"
     groups = checkpoint.groups
     if any(dict(g.hyperparameters) != dict(groups[0].hyperparameters) for g in groups[1:]):
         yield (

@@ -9,7 +9,7 @@ from ckpttool.casts import castable
 from ckpttool.contents import matcher
 from ckpttool.dtypes import DTYPES, SHORT_NAMES, itemsize
 from ckpttool.errors import PlanError
-from ckpttool.model import MASTER, MODULE
+from ckpttool.model import MODULE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,11 +103,10 @@ def select_weights(
 
 
 def _weights_of(checkpoint: Checkpoint, parameter: Parameter, source: str) -> State:
-    first, second = (MASTER, MODULE) if source == "masters" else (MODULE, MASTER)
     if source == "module" and MODULE not in parameter.states:
         problem = f"keeps no copy of {parameter.name} but the master: stage 3 saves none"
         raise PlanError(checkpoint.location, problem, "leave --weights at masters")
-    return parameter.states.get(first) or parameter.states[second]
+    return checkpoint.weights(parameter) if source == "masters" else parameter.states[MODULE]
 
 
 def _all_names(checkpoint: Checkpoint) -> list[str]:

@@ -162,12 +162,13 @@ def _the_script_reads(name: str) -> bool:
 
     It knows one model-parallel rank, no experts, no file but the two kinds of ZeRO, one layout for a release, and what
     ``DeepSpeedZeroOptimizer`` writes, not ``BF16_Optimizer``; it cannot divide by the size of what is empty; and of a
-    module that is registered several times under one parent it knows one name.
+    module that is registered several times under one parent it knows one name; and under ZenFlow it takes the
+    older masters.
     """
     expected = truth(name)
     ranks = expected.topology
     spread = ranks.tensor_parallel > 1 or ranks.pipeline_parallel > 1 or "num_experts" in expected.facts
-    odd = ("-legacy", "-nvme", "-grad-fp32", "-empty", "-mics", "-repeated")
+    odd = ("-legacy", "-nvme", "-grad-fp32", "-empty", "-mics", "-repeated", "-zenflow")
     return bool(expected.stage) and not spread and not any(o in name for o in odd) and expected.release >= (0, 14)
 
 

@@ -216,6 +216,17 @@ def carried_storages(file: RankFile, *values: object) -> dict[str, State]:
     return result
 
 
+def zenflow(file: RankFile) -> bool:
+    """Whether the run used ZenFlow, which trains the module's copies of selected columns ahead of their masters.
+
+    Source: DeepSpeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py (``selective_optimizer_step``,
+    ``sync_fp32_param_from_gpu``).
+    """
+    config = file.fields.optional("ds_config", dict) or {}
+    zero = config.get("zero_optimization")
+    return isinstance(zero, dict) and isinstance(zero.get("zenflow"), dict)
+
+
 def client_state(file: RankFile) -> dict[str, Any]:
     """What the user's code saved along with the model."""
     return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}

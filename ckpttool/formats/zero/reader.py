@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import LayoutError
 from ckpttool.formats.zero.files import RESTORE, AllFiles, ZeroFiles, read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
-from ckpttool.formats.zero.module import carried_storages, client_state
+from ckpttool.formats.zero.module import carried_storages, client_state, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.formats.zero.slices import Slice, read_slice
 from ckpttool.manifest import is_commit, read_manifest
@@ -80,6 +80,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         ds_config=first.fields.optional("ds_config", dict) or {},
         carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
         twins=(*whole.twins, *twins),
+        ahead=zenflow(first) and files.stage != 3,
         files=found.files,
         notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped), *_group_notes(files, whole.groups)),
         remarks=(
@@ -264,6 +265,8 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
     DeepSpeed writes model states first: a save that was killed under a tag that is used again and again (Lightning's
     and Accelerate's are) leaves new model states beside old optimizer files.
     """
+    if zenflow(files.model[0]):  # which counts micro steps
+        return []
     for i, group in enumerate(groups):
         step = group.scalars.get("step")
         # Up to 0.9 or so, and at stage 0, DeepSpeed counts the step without gradients that sets the optimizer up.

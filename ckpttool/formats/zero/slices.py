@@ -16,9 +16,10 @@ from ckpttool.formats.zero.module import (
     read_module,
     read_param_shapes,
     without_groups,
+    zenflow,
 )
 from ckpttool.formats.zero.partitions import Partitions
-from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, State, Twin
+from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, State, Twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,7 +109,12 @@ def read_slice(
     elif lost:
         remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
     buffers = {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others}
-    twins = [*_twins(parameters, aliases, duplicates), *partitions.twins]
+    ahead = zenflow(first) and files.stage != 3
+    twins = [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins]
+    if ahead:
+        remarks.append(f"{AHEAD}: the copies are the weights")
+    elif zenflow(first):
+        remarks.append("at stage 3 ZenFlow's masters alone are saved: they are the weights")
     return Slice(files, parameters, buffers, aliases, partitions.groups, partitions.unsliceable, twins, dtype, remarks)
 
 
@@ -236,15 +242,18 @@ def _parameters(
 
 
 def _twins(
-    parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State]
+    parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
 ) -> Iterator[Twin]:
+    """What must be equal; a copy that is ahead of its master equals only the copies under other names."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
-        if master is not None and copy is not None:
+        if master is not None and copy is not None and not ahead:
             yield Twin(name, master, copy)
     for alias, copy in duplicates.items():
         if aliases[alias] in parameters:
-            yield Twin(alias, next(iter(parameters[aliases[alias]].states.values())), copy)
+            states = parameters[aliases[alias]].states
+            own = states.get(MODULE) if ahead else None
+            yield Twin(alias, own or next(iter(states.values())), copy)
 
 
 def _module_dtype(

@@ -18,7 +18,7 @@ from ckpttool.formats.fields import Fields
 from ckpttool.formats.zero.experts import Experts
 from ckpttool.formats.zero.files import RESTORE, partition_counts
 from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
-from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups
+from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
 from ckpttool.formats.zero.partitions import (
     FRAGMENT,
     Partitions,
@@ -65,6 +65,7 @@ def read_partitions(
         check_listed(files.model[0], module, [name for group in mapped for name in group])
     else:
         param_shapes = read_param_shapes(files)
+    _check_order_of_elements(files.model[0], module, param_shapes)
     masters = [files.states(r).tensors("single_partition_of_fp32_groups") for r in range(files.ranks)]
     check_agreement(files.optimizer, "number of parameter groups", [len(m) for m in masters], report)
     if without_groups(files):
@@ -89,6 +90,24 @@ def read_partitions(
             read = [_read_group(part, {}, g, shapes, report) for part in parts]
             result.add(experts.joined(read, f"group {g}", report))
     return result
+
+
+def _check_order_of_elements(
+    file: RankFile, module: Mapping[str, TensorRef], param_shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> None:
+    """Refuse ZenFlow's flat buffers that hold matrices column by column; their copies are views with strides.
+
+    Source: DeepSpeed up to 0.19, runtime/zenflow/zenflow_utils.py (``_unflatten_dense_tensors``); 0.19.8 views the flat
+    buffer row by row.
+
+    Raises:
+        LayoutError: A trained matrix is such a view.
+    """
+    names = [name for group in param_shapes for name in group if name in module] if zenflow(file) else []
+    odd = next((name for name in names if not module[name].contiguous), None)
+    if odd is not None:
+        problem = f"was trained with ZenFlow, which kept {odd!r:.200} column by column in its flat buffers"
+        raise LayoutError(file.path, problem, "that layout is not supported: resume with the DeepSpeed that saved it")
 
 
 def _grouped(

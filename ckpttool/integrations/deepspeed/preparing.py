@@ -211,7 +211,7 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, *, strict: bool, 
     buffers = {b.name: b.state for b in checkpoint.buffers if b.name in model.buffers}
     fitted = checkpoint
     if weights_only:
-        parameters = tuple(p if p.frozen else _without_moments(p) for p in checkpoint.parameters)
+        parameters = tuple(p if p.frozen else _without_moments(checkpoint, p) for p in checkpoint.parameters)
         groups = tuple(replace(g, scalars={}) for g in checkpoint.groups)
         fitted = replace(checkpoint, parameters=parameters, groups=groups)
     there = {b.name for b in checkpoint.buffers} | {p.name for p in checkpoint.parameters if p.frozen}
@@ -222,8 +222,8 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, *, strict: bool, 
     return Fitted(checkpoint=fitted, buffers=buffers, missing=missing)
 
 
-def _without_moments(p: Parameter) -> Parameter:
-    return Parameter(p.name, p.shape, p.group, {MASTER: p.states.get(MASTER) or p.states[MODULE]})
+def _without_moments(checkpoint: Checkpoint, p: Parameter) -> Parameter:
+    return Parameter(p.name, p.shape, p.group, {MASTER: checkpoint.weights(p)})
 
 
 # ------------------------------------------------------------------------------------------------------- native road

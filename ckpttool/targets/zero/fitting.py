@@ -171,10 +171,9 @@ class _Fit:
             raise PlanError(self.checkpoint.location, problem, "build the model as it was when it was saved")
         return found
 
-    @staticmethod
-    def _weights(found: Parameter | State | None) -> State | None:
+    def _weights(self, found: Parameter | State | None) -> State | None:
         if isinstance(found, Parameter):
-            return found.states.get(MASTER) or found.states.get(MODULE)
+            return self.checkpoint.weights(found) if found.states else None
         return found
 
     def _trained(self, name: str, found: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
@@ -183,7 +182,7 @@ class _Fit:
             fresh.add(name)
             return {} if weights is None else {MASTER: weights}
         if isinstance(found, Parameter) and MASTER in found.states and not found.frozen:
-            return {key: state for key, state in found.states.items() if key != MODULE}
+            return {**{key: state for key, state in found.states.items() if key != MODULE}, MASTER: weights}
         self.notes.append(f"{name} was not trained there: it starts without moments")
         fresh.add(name)
         return {MASTER: weights}

@@ -19,7 +19,7 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.formats.zero.round_robin import round_robin
-from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, ParamGroup
+from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, ParamGroup
 from ckpttool.plan import CopyPlan
 from ckpttool.proofs import sample_proofs
 from ckpttool.targets.copies import CopyBuilder, Piece
@@ -193,6 +193,10 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
     if layers:
         spread = " and ".join(map(str, sorted({layer.parallel for layer in layers})))
         losses.append(f"experts are for an expert-parallel size of {spread}: the run that loads it must have that")
+    if checkpoint.ahead and shape.stage == 3:
+        losses.append(f"{AHEAD}: stage 3 keeps no copies, and masters are made of them")
+    elif checkpoint.ahead:
+        losses.append(f"{AHEAD}: the run that loads it must use ZenFlow too, or its first step takes that back")
     if checkpoint.format == "dcp" and checkpoint.groups:
         losses.append(
             "there was no scheduler, loss scale or client state to carry over: load it with "
@@ -459,9 +463,14 @@ class _Writer:
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
     def _state(self, name: str, key: str) -> State:
-        """A state of a parameter; of weights alone, the weights for the master."""
-        states = self.parameters[name].states
-        return states.get(key) or states[MODULE]
+        """A state of a parameter; of weights alone, the weights for the master.
+
+        Stage 3 keeps no copies of its own: where they are newer than the masters, these are made of them.
+        """
+        parameter = self.parameters[name]
+        if key == MASTER and self.checkpoint.ahead and self.shape.stage == 3:
+            return self.checkpoint.weights(parameter)
+        return parameter.states.get(key) or parameter.states[MODULE]
 
     def _whole(self, file: TorchFileBuilder, key: str, fragments: Sequence[Fragment], share: Share) -> TensorRef:
         """Every parameter that a partition touches, whole."""
@@ -525,7 +534,7 @@ class _Writer:
             for layer, expert in experts
         }
         modules: dict[tuple[int, int], OrderedDict] = {key: OrderedDict() for key in files}
-        tensors = [(p.name, self._state(p.name, MASTER), self.shape.dtype) for p in self.checkpoint.parameters]
+        tensors = [(p.name, self.checkpoint.weights(p), self.shape.dtype) for p in self.checkpoint.parameters]
         tensors += [(b.name, b.state, b.state.dtype) for b in self.checkpoint.buffers]
         for name, state, dtype in tensors:
             for layer, expert, held in self.experts.parts(name, state.shape):
@@ -601,7 +610,7 @@ class _Writer:
                 continue  # experts have files of their own
             offsets = flat.offsets()
             width = itemsize(dtype)
-            pieces = [Piece(self._state(n, MASTER), dtype, offsets[n] * width) for n in names]
+            pieces = [Piece(self.checkpoint.weights(self.parameters[n]), dtype, offsets[n] * width) for n in names]
             storage = file.storage(dtype, flat.partition * flat.ranks, pieces)
             views |= {n: view(storage, dtype, offsets[n], self.parameters[n].shape) for n in names}
         module = OrderedDict()
