@@ -132,7 +132,7 @@ def _optimizer_states(parameter: Parameter) -> dict[str, State]:
 def _parameter_files(
     checkpoint: Checkpoint, builder: CopyBuilder, tag: str, groups: Mapping[str, int]
 ) -> Iterator[TargetFile]:
-    experts = checkpoint.topology.expert_parallel > 1
+    experts, bare = _spreads_experts(checkpoint), _bare(checkpoint)
     for parameter in checkpoint.parameters:
         extra = _expert(parameter) if experts else {}
         folder = f"{tag}/{FOLDER}/{parameter.name}"
@@ -140,9 +140,10 @@ def _parameter_files(
             extra |= _slicing(parameter)
             # Masters that the run kept in 16 bit stay so, as DeepSpeed's converter leaves them.
             dtype = parameter.states[MASTER].dtype if MASTER in parameter.states else "F32"
-            yield _state_file(builder, f"{folder}/{MASTER}.pt", checkpoint.weights(parameter), dtype, extra)
+            told = None if bare and not _expert(parameter) else extra
+            yield _state_file(builder, f"{folder}/{MASTER}.pt", checkpoint.weights(parameter), dtype, told)
             for key, state in _optimizer_states(parameter).items():
-                yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, extra)
+                yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, told)
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
         elif parameter.numel == 0 and _is_name(parameter.name):
             # DeepSpeed saves it as if it were frozen, but looks for its states if it is not.
@@ -159,9 +160,31 @@ def _parameter_files(
             yield file.build(_number(file, step))
 
 
-def _state_file(builder: CopyBuilder, name: str, state: State, dtype: str, extra: Mapping[str, Any]) -> TargetFile:
+def _state_file(
+    builder: CopyBuilder, name: str, state: State, dtype: str, extra: Mapping[str, Any] | None
+) -> TargetFile:
+    """One state of one parameter, with what an engine must know; None for a tensor of one dimension and no more."""
     file = TorchFileBuilder(name, builder)
+    if extra is None:
+        return file.build(view(file.whole(state, dtype).storage, dtype, 0, (state.numel,)))
     return file.build({"param": file.whole(state, dtype), "cat_dim": 0, **extra})
+
+
+def _spreads_experts(checkpoint: Checkpoint) -> bool:
+    section = checkpoint.ds_config.get("expert_parallel")
+    configured = isinstance(section, dict) and section.get("enabled") is True
+    return configured or checkpoint.topology.expert_parallel > 1
+
+
+def _bare(checkpoint: Checkpoint) -> bool:
+    """Whether states of all but experts have no description, as DeepSpeed's own converter has it for AutoEP at stage 3.
+
+    Other sources of stage 3 keep theirs, which every stage loads.
+
+    Source: DeepSpeed 0.19.8, checkpoint/ds_to_universal.py (``merge_zero3_slices``,
+    ``_save_zero3_autoep_universal_tensor``).
+    """
+    return checkpoint.stage == 3 and _spreads_experts(checkpoint) and any(_expert(p) for p in checkpoint.parameters)
 
 
 def _slicing(parameter: Parameter) -> dict[str, Any]:
@@ -369,6 +392,8 @@ def _losses(checkpoint: Checkpoint) -> Iterator[str]:
     for what, count in (("buffers", len(checkpoint.buffers)), ("frozen parameters", len(frozen))):
         if count:
             yield f"DeepSpeed's universal load leaves {what} ({count}) at their initial values; --to zero restores them"
+    if _bare(checkpoint):
+        yield "states of all but experts are bare tensors, as DeepSpeed has them: it loads them at stage 3 alone"
     if checkpoint.ahead:
         yield f"{AHEAD}: masters are made of them, as ZenFlow itself does when it selects columns anew"
     groups = checkpoint.groups
