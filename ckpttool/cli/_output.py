@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SECONDS_BEFORE_BAR = 0.5
 """Work that is over sooner needs no bar."""
-SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 60.0
 """How often progress is told where there is no terminal to draw a bar on."""
 
 
@@ -131,7 +131,7 @@ def _write(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Progress]:
-    """A bar on a terminal, a line every few seconds elsewhere; nothing for work that is over at once."""
+    """A bar on a terminal, a line every minute elsewhere; nothing for work that is over at once, or that fails then."""
     if sys.stderr.isatty():
         with _bar(what) as progress:
             yield progress

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, LayoutError, StorageError
-from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished
+from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.zero.files import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
 from ckpttool.guarded import with_manifest
@@ -96,6 +96,8 @@ def _open(
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
     if not others and (found := _without_tags(storage, first.rstrip("/") or first, tag)) is not None:
         return found
+    if not others and tag is None and (newest := _newest_whole(storage, first, unfinished, trust_names)) is not None:
+        return newest
     try:
         location = locate(storage, first, tag)
     except NoCheckpointError:
@@ -125,6 +127,25 @@ def _open(
     else:
         checkpoint = read_zero(checked or storage, location, report)
     return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
+
+
+def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: bool) -> Checkpoint | None:
+    """In the output directory of a Hugging Face Trainer, the newest checkpoint that is whole.
+
+    None if it is no such directory, or none is whole: then what is wrong with the newest is told.
+    """
+    torn: list[CkptError] = []
+    for directory in trainer_directories(storage, src) if storage.exists(src) else ():
+        try:
+            found = _open([directory], storage, None, raise_at_once, unfinished, trust_names)
+        except StorageError:
+            raise
+        except CkptError as error:
+            torn.append(error)
+            continue
+        passed = tuple(f"{e.path}: {e.problem}; the newest whole checkpoint was opened instead" for e in torn)
+        return replace(found, remarks=(*passed, *found.remarks))
+    return None
 
 
 def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report) -> Checkpoint:

@@ -131,13 +131,30 @@ def _newest_of_trainer(storage: Storage, src: str, entries: list[Entry]) -> Loca
 
     Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``).
     """
-    names = (e.name for e in entries if e.is_dir and re.fullmatch(r"checkpoint-\d+", e.name))
-    for name in sorted(names, key=natural_order, reverse=True):
-        directory = posixpath.join(src, name)
-        if _is_file(storage, posixpath.join(directory, LATEST)):
-            with contextlib.suppress(LayoutError):
-                return locate(storage, directory, None)
+    for directory in _of_trainer(storage, src, entries):
+        with contextlib.suppress(LayoutError):
+            return locate(storage, directory, None)
     return None
+
+
+def _of_trainer(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
+    names = (e.name for e in entries if e.is_dir and re.fullmatch(r"checkpoint-\d+", e.name))
+    directories = (posixpath.join(src, name) for name in sorted(names, key=natural_order, reverse=True))
+    return [directory for directory in directories if _is_file(storage, posixpath.join(directory, LATEST))]
+
+
+def trainer_directories(storage: Storage, src: str) -> list[str]:
+    """The checkpoints in the output directory of a Hugging Face Trainer, newest first; none if it is no such directory.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    src = src.rstrip("/") or src
+    if not storage.is_dir(src) or any(storage.exists(posixpath.join(src, n)) for n in (LATEST, LATEST_UNIVERSAL)):
+        return []
+    entries = storage.listing(src)
+    found = _of_trainer(storage, src, entries) if not any(parse_name(e.name) for e in entries if not e.is_dir) else []
+    return found if len(found) > 1 and not _tags(storage, src, entries) else []
 
 
 def _look_elsewhere(entries: list[Entry]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpttool
 from ckpttool.errors import CkptError
 from ckpttool.formats.locate import locate, natural_order
 from ckpttool.formats.zero.names import parse_name
@@ -138,3 +139,19 @@ def test_a_tag_may_have_parts(tmp_path: Path) -> None:
 def test_the_root_of_the_current_directory_is_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tag_directory("zero3-dp2-bf16-trainer"))
     assert locate(STORAGE, ".", None).root == source("zero3-dp2-bf16-trainer")
+
+
+def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) -> None:
+    for number in (8, 9, 10):
+        shutil.copytree(source("zero2-dp2-bf16-trainer"), tmp_path / f"checkpoint-{number}")
+    next((tmp_path / "checkpoint-10").rglob("*rank_1*optim_states.pt")).unlink()
+    (tmp_path / "checkpoint-9" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
+    found = ckpttool.inspect(tmp_path)
+    assert found.root == str(tmp_path / "checkpoint-8")
+    assert [e.whole for e in ckpttool.ls(tmp_path).entries] == [True, False, False]
+    remarks = [r for r in found.remarks if "the newest whole checkpoint was opened instead" in r]
+    assert ["checkpoint-10" in remarks[0], "checkpoint-9" in remarks[1], len(remarks)] == [True, True, 2]
+    next((tmp_path / "checkpoint-8").rglob("*rank_1*optim_states.pt")).unlink()
+    with pytest.raises(CkptError, match="found only rank 0") as caught:
+        ckpttool.inspect(tmp_path)
+    assert "checkpoint-10" in caught.value.path  # none is whole: the newest is told of
