@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DATA = Path(os.environ.get("CKPTTOOL_BENCHMARK_DATA") or Path(__file__).resolve().parent / ".data")
 """Where checkpoints are made and results written."""
+TRIAL = "CKPTTOOL_BENCHMARK_DATA" in os.environ
+"""Whether this only tries a benchmark out, in a place of its own: fewer ranks, no run to warm up."""
 SCALES = {"large": "253M", "small": "24M", "tiny": "a few thousand"}
 """Parameters of the checkpoints; tiny is for trying a benchmark out."""
 
@@ -66,7 +68,7 @@ def run_once(command: Command) -> Usage:
     os.sync()  # what the command before left to be written is not this one's work
     if command.reads is not None:
         _read(command.reads)
-    if not os.environ.get("CKPTTOOL_BENCHMARK_DATA"):
+    if not TRIAL:
         _touch_free_memory()
     wall = cpu = peak = 0.0
     for step in command.steps:
@@ -87,7 +89,7 @@ def alternate(commands: Sequence[Command], runs: int) -> dict[str, Usage]:
     """Run each command once to warm up, then all in turn, and take the medians. No runs, no figures."""
     if not runs:
         return {}
-    for command in commands:
+    for command in commands if not TRIAL else ():
         run_once(command)
     taken: dict[str, list[Usage]] = {c.name: [] for c in commands}
     for _ in range(runs):

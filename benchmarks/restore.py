@@ -17,7 +17,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-from consolidate import HERE, PYTHON, checkpoint
+from consolidate import HERE, PYTHON, RANKS, checkpoint
 from measure import DATA, SCALES, Command, run_once
 
 if TYPE_CHECKING:
@@ -39,9 +39,11 @@ def restore(root: Path, stage: int, scale: str, ranks: int, way: str, runs: int)
 
 def bench_other_ranks(stage: int, scale: str, runs: int) -> None:
     """The one comparison that matters most: 4 ranks' checkpoint on 2."""
-    native = restore(checkpoint(stage, scale, ranks=2), stage, scale, 2, "native", runs)
-    _row("engine.load_checkpoint, 2 on 2", native, native)
-    _row("ckpttool.load, 4 on 2", restore(checkpoint(stage, scale), stage, scale, 2, "ckpttool", runs), native)
+    half = RANKS // 2
+    native = restore(checkpoint(stage, scale, ranks=half), stage, scale, half, "native", runs)
+    _row(f"engine.load_checkpoint, {half} on {half}", native, native)
+    changed = restore(checkpoint(stage, scale), stage, scale, half, "ckpttool", runs)
+    _row(f"ckpttool.load, {RANKS} on {half}", changed, native)
 
 
 def bench_stage(stage: int, scale: str, runs: int) -> None:
