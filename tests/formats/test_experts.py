@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpttool
 from ckpttool.formats.zero.experts import global_names, local_names, with_experts
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 LAYERS = st.lists(st.sampled_from(["a", "b.c", "layers.0.mlp"]), min_size=1, max_size=3, unique=True)
 
@@ -49,3 +58,14 @@ def test_experts_stand_behind_what_is_nearest_to_them() -> None:
 @given(st.lists(st.sampled_from("abcd.0"), max_size=8).map("".join), st.integers(0, 3))
 def test_what_is_no_expert_keeps_its_name(name: str, rank: int) -> None:
     assert global_names([name], rank) == local_names([name], rank, 2) == {}
+
+
+def test_further_names_beside_experts_are_told_of(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("moe-zero2-dp2-bf16")
+    (path,) = root.rglob("mp_rank_00_model_states.pt")
+    file = torch.load(path, weights_only=False)
+    file["module"]["again.weight"] = file["module"]["dense.weight"].clone()  # as DeepSpeed saves [dense] * 2
+    torch.save(file, path)
+    remarks = ckpttool.inspect(root).remarks
+    assert any("1 tensors are neither" in r and "again.weight" in r for r in remarks)
+    assert not any("are neither" in r for r in ckpttool.inspect(source("moe-zero2-dp2-bf16")).remarks)

@@ -110,6 +110,7 @@ def read_slice(
         remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
     buffers = {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others}
     ahead = zenflow(first) and files.stage != 3
+    remarks += _untied(files, others, buffer_names)
     twins = [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins]
     if ahead:
         remarks.append(f"{AHEAD}: the copies are the weights")
@@ -177,6 +178,24 @@ def _frozen_names(
     if files.stage == 3 or listed is not None:
         return {n for n in [*partitions.frozen, *(listed or {})] if isinstance(n, str)} - others
     return {n for n in names if n not in partitions.states and n not in others and copies[n].dtype == dtype}
+
+
+def _untied(files: ZeroFiles, names: Sequence[str], buffer_names: set[str]) -> list[str]:
+    """What to tell of further names of modules that are registered several times, in a mixture of experts.
+
+    DeepSpeed clones every tensor that it saves beside experts' files, so that no storage tells which are tied.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``_get_shared_params``).
+    """
+    stray = [n for n in names if n not in buffer_names and not n.endswith("_extra_state")]
+    if not files.experts or not stray or "buffer_names" not in files.model[0].fields:
+        return []
+    shown = f"{', '.join(stray[:3])}{', ...' if len(stray) > 3 else ''}"
+    return [
+        f"{len(stray)} tensors are neither parameters that the run listed nor buffers, such as other names of a module "
+        f"that is registered several times: beside experts nothing tells what they are tied to, and they are kept as "
+        f"they are, experts of other ranks left out: {shown}"
+    ]
 
 
 def _lost(
