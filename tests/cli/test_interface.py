@@ -150,6 +150,7 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
 def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     """--json and --debug are about printing, and so are inspect's views; the library knows no such thing."""
     printing = {"as_json", "debug", "view", "digest"} | ({"name"} if name == "inspect" else set())
+    printing |= {"no_check"}  # another way to say --check off
     function = python_inspect.signature(getattr(api, {"extract": "extract_to_file"}.get(name, name))).parameters
     command = {p.name for p in cli.commands[name].params}
     assert command - printing == set(function) - {"progress"}
@@ -191,7 +192,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
     assert list(written) == [
         "out", "dry_run", "files", "tensors", "elements", "dtype", "nbytes_read", "nbytes_written", "seconds", "tied",
-        "companions", "overflowed", "notes", "digest",
+        "companions", "overflowed", "notes", "digest", "checks",
     ]  # fmt: skip
 
 

@@ -219,6 +219,8 @@ def test_dry_run_writes_nothing_and_tells_the_same(tmp_path: Path) -> None:
     assert planned.pop("dry_run")
     assert not done.pop("dry_run")
     assert (planned.pop("seconds"), done.pop("seconds")) > (0, 0)
+    assert planned.pop("checks") is None
+    assert done.pop("checks")["unchecked"] == []
     assert planned == done
     assert {f["name"]: f["nbytes"] for f in done["files"]} == {p.name: p.stat().st_size for p in out.iterdir()}
 
