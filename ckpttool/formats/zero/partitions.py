@@ -272,9 +272,16 @@ def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
 
 
 def _plain(value: Any, file: RankFile) -> Any:
-    """A hyper-parameter with numbers in the place of 0-dim tensors: torch takes some for lr and betas."""
-    if type(value) in {list, tuple} and any(isinstance(v, TensorRef | list | tuple) for v in value):
-        return type(value)(_plain(v, file) for v in value)
+    """A hyper-parameter with numbers in the place of 0-dim tensors: torch takes some for lr and betas.
+
+    No deeper than that: lists that hold one list twice, again and again, are read in no time and copied in no end.
+    """
+    if type(value) in {list, tuple} and any(isinstance(v, TensorRef) for v in value):
+        return type(value)(_number(v, file) for v in value)
+    return _number(value, file)
+
+
+def _number(value: Any, file: RankFile) -> Any:
     number = file.scalar(value) if isinstance(value, TensorRef) else None
     return value if number is None else tensor_number(number)
 
