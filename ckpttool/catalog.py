@@ -40,6 +40,8 @@ OWN_ROOT = "is a root of its own"
 """What begins the problem of a directory that holds checkpoints and is none."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
 """What trainers call a directory that is one checkpoint and holds DeepSpeed's as a tag within it."""
+_OF_TRAINER = re.compile(r"checkpoint-\d+")
+"""What the Hugging Face Trainer calls them in its output folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,12 @@ def _look(
         except CkptError as error:
             if error not in errors:  # the first that was reported ends the reading
                 errors.append(error)
+        if (
+            checkpoint is not None
+            and parent(checkpoint.root) == path
+            and _OF_TRAINER.fullmatch(posixpath.basename(checkpoint.root))
+        ):
+            return None  # a Trainer's output folder: what it holds is not this root's to keep or to remove
         if checkpoint is None or checkpoint.root == path:
             errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
