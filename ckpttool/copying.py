@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.containers import torch_zip
-from ckpttool.errors import CkptError, ContainerError, LayoutError
+from ckpttool.checksums import crc32
+from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
 from ckpttool.manifest import is_commit, read_manifest
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.read_checks import chunk_records
+from ckpttool.read_checks import archive_records, chunk_records
 from ckpttool.storage import MANIFEST, MARK, walk
 
 if TYPE_CHECKING:
@@ -86,13 +86,10 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
 
 def _records(storage: Storage, path: str) -> tuple[Record, ...]:
     """The records of an archive that the checkpoint is not read from: a replica, or what is left over."""
-    if not path.endswith(".pt"):
-        return ()
     try:
-        with storage.open(path) as reader:
-            return tuple(torch_zip.parse(reader).values())
+        return archive_records(storage, path)
     except ContainerError:
-        return ()  # of another form, or damaged: it is copied as it is
+        return ()  # damaged: it is copied as it is
 
 
 def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:
@@ -136,8 +133,14 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _content(storage: Storage, path: str) -> bytes:
+    records = archive_records(storage, path)
     with storage.open(path) as reader:
-        return reader.read(0, reader.nbytes)
+        data = reader.read(0, reader.nbytes)
+    for record in records:
+        if record.crc_recorded and crc32(data[record.where.start : record.where.end]) != record.crc32:
+            problem = f"record {record.name} does not match its checksum"
+            raise ChecksumError(path, problem, "restore it from a copy, or remove it")
+    return data
 
 
 def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapping[str, Any] | None) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ckpttool.checksums import combine, crc32, cuts
-from ckpttool.containers.torch_zip import Record
+from ckpttool.containers.torch_zip import MAGIC, Record, parse
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ChecksumError
 from ckpttool.model import stored_blocks
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
+    from ckpttool.storage import Storage
 
 FRAGMENT = np.dtype([("file", "<u8"), ("start", "<u8"), ("end", "<u8"), ("crc", "<u8")])
 """One row: the CRC-32 of the bytes [start, end) of a file (its index among the sources), inside one record."""
@@ -41,6 +42,8 @@ ALLOWANCE_BYTES = 1 << 20
 """Bytes of a record that no output needs, and that are read all the same to check it: padding, mostly."""
 ALLOWANCE_SHARE = 16
 """For a longer record, this part of it."""
+ARCHIVES = (".pt", ".pth", ".pkl", ".bin")
+"""How names of files end that ``torch.save`` may have written."""
 READ_BYTES = 1 << 23
 """Bytes that are read at a time to complete a record."""
 RESTORE = "its bytes have changed since: restore the file from a copy, or use another tag"
@@ -260,6 +263,21 @@ def chunk_records(sums: Checksums) -> tuple[Record, ...]:
     """The chunks of a file, as a manifest has them."""
     chunks = zip(cuts(0, sums.nbytes, sums.chunk_bytes), sums.crcs, strict=True)
     return tuple(Record(f"chunk {n}", ByteRange(*where), crc) for n, (where, crc) in enumerate(chunks))
+
+
+def archive_records(storage: Storage, path: str) -> tuple[Record, ...]:
+    """The records of a file beside a checkpoint, if ``torch.save`` wrote it as an archive; else none.
+
+    Raises:
+        ContainerError: It begins as an archive, and is cut off or damaged.
+        StorageError: It cannot be read.
+    """
+    if not path.endswith(ARCHIVES):
+        return ()
+    with storage.open(path) as reader:
+        if reader.read(0, min(reader.nbytes, len(MAGIC))) != MAGIC:
+            return ()
+        return tuple(parse(reader).values())
 
 
 def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Check) -> ReadChecks | None:

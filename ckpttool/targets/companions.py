@@ -11,6 +11,7 @@ import numpy as np
 from ckpttool.dtypes import DTYPES
 from ckpttool.formats.companions import BESIDE, OWN, POSITION, RANDOM, STEPS_OF_RANKS, find_companions
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.read_checks import archive_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +72,10 @@ def with_companions(plan: CopyPlan, companions: Sequence[Companion], dtype: str 
 
     ``config.json`` gets the type that the weights are written in, where it names one; with None it stays as it is.
     """
-    sources = (*plan.sources, *(SourceFile(c.path, c.nbytes, c.version, c.storage) for c in companions))
+    sources = (
+        *plan.sources,
+        *(SourceFile(c.path, c.nbytes, c.version, c.storage, archive_records(c.storage, c.path)) for c in companions),
+    )
     casts = (*plan.casts, ("U8", "U8"))
     files = []
     for number, companion in enumerate(companions):

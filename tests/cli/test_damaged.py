@@ -313,3 +313,21 @@ def test_flipped_bit_really_changes_what_is_written(checkpoint_copy: Callable[[s
     assert ckpttool("consolidate", root, tmp_path / "out", "--to", "torch", "--no-check").code == 0
     written = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)["embed.weight"]
     assert (written != truth(ZERO3).tensors["fp32/embed.weight"]).sum() == 1
+
+
+@pytest.mark.parametrize("command", [("cp",), ("convert", "--to", "zero", "--world-size", "2")], ids=lambda c: c[0])
+def test_a_random_number_state_that_is_damaged_is_not_taken_along(
+    command: tuple[str, ...], checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16-trainer")
+    (path,) = root.glob("checkpoint-*/rng_state_0.pth")
+    whole = path.read_bytes()
+    flip(path, len(whole) // 2)
+    error = ckpttool(command[0], path.parent, tmp_path / "out", *command[1:]).error
+    assert error.startswith(f"Error: {path}: record ")
+    path.write_bytes(whole[:5000])
+    assert (
+        f"{path}: the zip directory at its end is missing"
+        in ckpttool(command[0], path.parent, tmp_path / "out", *command[1:]).error
+    )
+    assert not (tmp_path / "out/latest").exists()
