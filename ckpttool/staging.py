@@ -107,9 +107,14 @@ def staged(
     """
     out = os.path.realpath(out)
     staging = _staging(out)
+    existing = _existing_parent(out)
     with translate_os_errors(staging):
         os.makedirs(os.path.dirname(out), exist_ok=True)
-    lock = _enter(staging, key if resume else None)
+    try:
+        lock = _enter(staging, key if resume else None)
+    except BaseException:
+        _remove_empty(os.path.dirname(out), existing)
+        raise
     keep = False
     try:
         with translate_os_errors(staging), open(os.path.join(staging, MARK), "w", encoding="utf-8") as mark:
@@ -128,7 +133,16 @@ def staged(
         # Once it was moved, another run may have made a directory of that name.
         if not keep and _is_at(staging, lock):
             shutil.rmtree(staging, ignore_errors=True)
+            _remove_empty(os.path.dirname(out), existing)
         os.close(lock)
+
+
+def _remove_empty(path: str, existing: str) -> None:
+    """Remove the directories from a path up to one that was there before, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        while path != existing and path.startswith(existing):
+            os.rmdir(path)
+            path = os.path.dirname(path)
 
 
 class _NotPutBackError(StorageError):
