@@ -117,8 +117,8 @@ def compare(
         ) as results:
             found = {(d.name, d.state): d for d in results}
         for sources in (left, right):
-            sources.check_unchanged()
             sources.finish_checks(jobs=jobs)
+            sources.check_unchanged()
     tensors = [
         found[k] if k in found else Difference(*k, "only in a", (s.dtype, None), (s.shape, None))
         for k, s in ours.items()

@@ -81,8 +81,8 @@ def digest_of(
         tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=sources.distant))) as results:
             parts = sorted(results)
-        sources.check_unchanged()
         sources.finish_checks(jobs=jobs)
+        sources.check_unchanged()
     return "sha256:" + hashlib.sha256(b"".join(parts)).hexdigest()
 
 

@@ -83,8 +83,8 @@ def run(
             threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
                 overflowed = sum(results)
-        sources.check_unchanged()
         sources.finish_checks(jobs=jobs)
+        sources.check_unchanged()
     return Result(overflowed)
 
 

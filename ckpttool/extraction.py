@@ -56,8 +56,8 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadCheck
                 count = min(GATHER_ELEMENTS, run - begin)
                 gatherer.fill(state, first + begin, out[at + begin : at + begin + count])
             at += run
-        sources.check_unchanged()
         sources.finish_checks()
+        sources.check_unchanged()
     return out.reshape([n for d, n in enumerate(shape) if d not in dropped])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.errors import StorageError
+from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.ranges import ByteRange, coalesced
 from ckpttool.storage import WAIT
 from ckpttool.threads import default_jobs
@@ -205,12 +205,18 @@ class Sources:
 
         Raises:
             ChecksumError: Bytes are not what was saved.
+            StorageError: They are not, for the file was written anew while it was read.
         """
-        if self._checks is not None:
+        if self._checks is None:
+            return
+        try:
             self._checks.finish(
                 lambda file, start, buffer: self.raw(file).read_into(start, buffer),
                 jobs=jobs or default_jobs(distant=self.distant),
             )
+        except ChecksumError:
+            self.check_unchanged()  # which says more of a file that was rewritten meanwhile
+            raise
 
     def check_unchanged(self) -> None:
         """Make sure that no file was rewritten while it was read."""

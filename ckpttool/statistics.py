@@ -74,8 +74,8 @@ def statistics(
                 while following in ready:
                     yield ready.pop(following)
                     following += 1
-        sources.check_unchanged()
         sources.finish_checks(jobs=jobs)
+        sources.check_unchanged()
 
 
 def _one(sources: Sources, number: int, content: Content, advance: Advance) -> tuple[int, TensorStats]:

@@ -172,8 +172,8 @@ def run(
         tasks = _tasks(plan, sources, output, budget, advance, checks)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=True))) as results:
             overflowed = sum(results)
-        sources.check_unchanged()
         sources.finish_checks(jobs=jobs)
+        sources.check_unchanged()
     return overflowed
 
 

@@ -14,9 +14,7 @@ from ckpttool.containers.torch_zip import MAGIC
 from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.guarded import GuardedStorage
-from ckpttool.integrations.deepspeed import whole
 from ckpttool.integrations.deepspeed.live import LiveEngine, version
-from ckpttool.integrations.deepspeed.states import check_states
 from ckpttool.model import MASTER, MODULE, Parameter
 from ckpttool.planned import PlannedFile, RangeFile, StoredFile
 from ckpttool.proofs import sample_proofs, source_files
@@ -124,6 +122,8 @@ def prepare(
         fitted = _fit(live, checkpoint, live.model, strict=strict, weights_only=weights_only)
         why_not = _why_not_native(live, checkpoint, fitted, weights_only)
     if not weights_only:
+        from ckpttool.integrations.deepspeed.states import check_states  # imports torch
+
         check_states(live, checkpoint)
     if not why_not:
         return _native(live, checkpoint, fitted, strict=strict, dry_run=dry_run, memory=memory, check=check)
@@ -239,6 +239,8 @@ def _native(
     memory: int,
     check: Check,
 ) -> Prepared:
+    from ckpttool.integrations.deepspeed import whole  # imports torch
+
     if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.distant:
         problem = "lies on a distant storage, and what was offloaded to NVMe must be copied from a disk"
         raise PlanError(checkpoint.location, problem, "copy it with ckpttool cp")
@@ -252,8 +254,8 @@ def _native(
         sums = checks_for(source_files(checkpoint), checkpoint, check)
         with Sources(source_files(checkpoint), sums) as sources:
             found = unpickled(StoredFile(sources[numbers[name]], memory=memory))
-            sources.check_unchanged()
             sources.finish_checks()
+            sources.check_unchanged()
         return found
 
     # Without ZeRO it may take the weights themselves to tell what the optimizer's numbers stand for.
