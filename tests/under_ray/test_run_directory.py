@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
+from ckpttool.checksums import of_bytes
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.manifest import Manifest
 from ckpttool.ray_run import SNAPSHOT, directory_name, is_checkpoint_name, latest_of_ray, listed_by_ray, run_commits
@@ -35,7 +36,7 @@ def _commit(run: Path, step: int, token: str, created: float) -> str:
     directory = _save(run, name, f"global_step{step}")
     manifest = Manifest(
         tag=f"global_step{step}", step=step, created=created, attempt=token, world_size=2, stage=2,
-        metrics={"loss": 1.0 / step},
+        metrics={"loss": 1.0 / step}, files={p.name: of_bytes(p.read_bytes()) for p in directory.iterdir()},
     )  # fmt: skip
     (directory / MANIFEST).write_bytes(manifest.to_json())
     os.utime(directory / MANIFEST, (created, created))
