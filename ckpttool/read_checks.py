@@ -141,6 +141,11 @@ class ReadChecks:
             others, self._others = self._others, []
         return np.concatenate([*rows, *others, np.zeros(0, dtype=FRAGMENT)])
 
+    def note_files(self, files: Iterable[int]) -> None:
+        """Note files that another process has read, whether they have checksums or not."""
+        for file in files:
+            self._recorded_of(file)
+
     def add(self, fragments: NDArray[np.void]) -> None:
         """Take over what another process has noted, of files with the same numbers."""
         with self._lock:

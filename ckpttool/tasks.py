@@ -172,6 +172,7 @@ def run(
             opened |= done.opened
             if checks is not None and done.fragments is not None:
                 checks.add(done.fragments)
+                checks.note_files(done.opened)
             pieces = given.pop(done.number).pieces
             for target, piece, receipts in zip(begun.pop(done.number), pieces, done.receipts, strict=True):
                 for (start, end), receipt in zip(piece.windows, receipts, strict=True):
