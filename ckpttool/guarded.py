@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ckpttool.checksums import crc32
 from ckpttool.errors import ChecksumError, ContainerError
 from ckpttool.manifest import is_commit, read_manifest, size_problems
+from ckpttool.storage.wrapped import WrappedReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from ckpttool.checksums import Checksums
     from ckpttool.ranges import ByteRange
@@ -113,25 +113,13 @@ class GuardedStorage:
         self.inner.refresh(paths)
 
 
-class GuardedReader:
+class GuardedReader(WrappedReader):
     """An open file whose chunks are checked the first time that something of them is read."""
 
     def __init__(self, reader: Reader, checksums: Checksums, sound: bytearray) -> None:
-        self.reader = reader
+        super().__init__(reader)
         self._sums = checksums
         self._sound = sound
-        self.path = reader.path
-        self.nbytes = reader.nbytes
-        self.version = reader.version
-        self.distant = reader.distant
-
-    def __enter__(self) -> GuardedReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def widened(self, start: int, end: int) -> tuple[int, int]:
         """The range, and what else must be read to check it."""
@@ -179,10 +167,6 @@ class GuardedReader:
         """Return the bytes of each range, in order."""
         return [self.read(r.start, r.end) for r in ranges]
 
-    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Be ready to read these ranges."""
-        self.reader.read_ahead(ranges)
-
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on.
 
@@ -204,14 +188,6 @@ class GuardedReader:
             if a < b:
                 buffer[a - start : b - start] = self.read(a, b)
 
-    def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened."""
-        self.reader.check_unchanged()
-
-    def close(self) -> None:
-        """Release the file."""
-        self.reader.close()
-
 
 class StructureStorage(GuardedStorage):
     """Another storage, of which the structure of some files is checked as it is read.
@@ -230,7 +206,7 @@ class StructureStorage(GuardedStorage):
         return DirectoryReader(reader, *sums.directory)
 
 
-class DirectoryReader:
+class DirectoryReader(WrappedReader):
     """An open archive whose directory is checked before anything of it is returned.
 
     Args:
@@ -240,22 +216,10 @@ class DirectoryReader:
     """
 
     def __init__(self, reader: Reader, start: int, crc: int) -> None:
-        self.reader = reader
+        super().__init__(reader)
         self._start = start
         self._crc = crc
         self._directory: bytes | None = None
-        self.path = reader.path
-        self.nbytes = reader.nbytes
-        self.version = reader.version
-        self.distant = reader.distant
-
-    def __enter__(self) -> DirectoryReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -284,18 +248,6 @@ class DirectoryReader:
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on."""
         buffer[:] = self.read(start, start + len(buffer))
-
-    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Be ready to read these ranges."""
-        self.reader.read_ahead(ranges)
-
-    def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened."""
-        self.reader.check_unchanged()
-
-    def close(self) -> None:
-        """Release the file."""
-        self.reader.close()
 
 
 def _check_size(reader: Reader, sums: Checksums) -> None:

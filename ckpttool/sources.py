@@ -16,6 +16,7 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.ranges import ByteRange, coalesced
 from ckpttool.storage import WAIT
+from ckpttool.storage.wrapped import WrappedReader
 from ckpttool.threads import default_jobs
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ HASH_BYTES = 1 << 20
 """Bytes that are read at a time where they are hashed: they are still in the core's cache then."""
 
 
-class CheckedReader:
+class CheckedReader(WrappedReader):
     """An open file whose bytes are hashed as they are read.
 
     Args:
@@ -48,20 +49,8 @@ class CheckedReader:
     """
 
     def __init__(self, reader: Reader, note: Callable[[int, memoryview], None]) -> None:
-        self.reader = reader
+        super().__init__(reader)
         self._note = note
-        self.path = reader.path
-        self.nbytes = reader.nbytes
-        self.version = reader.version
-        self.distant = reader.distant
-
-    def __enter__(self) -> CheckedReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -91,22 +80,6 @@ class CheckedReader:
             part = buffer[at : at + step]
             self.reader.read_into(start + at, part)
             self._note(start + at, part)
-
-    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Be ready to read these ranges."""
-        self.reader.read_ahead(ranges)
-
-    def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened.
-
-        Raises:
-            StorageError: It was written anew since.
-        """
-        self.reader.check_unchanged()
-
-    def close(self) -> None:
-        """Release the file."""
-        self.reader.close()
 
 
 class Sources:
