@@ -138,6 +138,23 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def saves_everywhere(manager: ckpttool.CheckpointManager) -> bool:
+    """Whether a background save runs on every rank: each step is a collective, which all ranks must enter."""
+    saving = torch.tensor([int(manager.saving)])
+    dist.all_reduce(saving, op=dist.ReduceOp.MIN)
+    return bool(saving.item())
+
+
+def say_steps(quiet: list[float], busy: list[float]) -> None:
+    """Print what a step takes without and with a save that runs at the same time, in seconds."""
+    (a, error), (b, error_busy) = mean(quiet), mean(busy)
+    say(
+        f"a step: {a:.3f} s ({len(quiet)} steps), while a save runs {b:.3f} s ({len(busy)}): {100 * (b / a - 1):+.1f} %"
+    )
+    say(f"  standard error of that: {100 * math.hypot(error, error_busy) / a:.1f} %")
+    say(f"  medians: {statistics.median(quiet):.3f} s and {statistics.median(busy):.3f} s")
+
+
 def main(given: dict[str, Any], data: Path) -> None:
     """Measure everything."""
     engine = build(given["stage"], given["parameters"], given["width"])
@@ -225,20 +242,14 @@ def main(given: dict[str, Any], data: Path) -> None:
         # Before and after: what drifts with time falls on both.
         quiet += [timed(lambda: step(engine)) for _ in range(QUIET_STEPS)]
         background()
-        while asynchronous._thread is not None and asynchronous._thread.is_alive():
+        while saves_everywhere(asynchronous):
             busy.append(timed(lambda: step(engine)))
-            alive = torch.tensor([int(asynchronous._thread.is_alive())])
-            dist.all_reduce(alive, op=dist.ReduceOp.MIN)
-            if not alive.item():
-                break
         asynchronous.wait()
     quiet += [timed(lambda: step(engine)) for _ in range(QUIET_STEPS)]
-    (a, error), (b, error_busy) = mean(quiet), mean(busy)
-    say(
-        f"a step: {a:.3f} s ({len(quiet)} steps), while a save runs {b:.3f} s ({len(busy)}): {100 * (b / a - 1):+.1f} %"
-    )
-    say(f"  standard error of that: {100 * math.hypot(error, error_busy) / a:.1f} %")
-    say(f"  medians: {statistics.median(quiet):.3f} s and {statistics.median(busy):.3f} s")
+    if len(busy) < 2:
+        say("too few steps ran during a save: take more parameters")
+    else:
+        say_steps(quiet, busy)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

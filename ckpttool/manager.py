@@ -245,6 +245,11 @@ class CheckpointManager:
             raise PlanError(posixpath.join(root, request.tag), problem, "save before its end") from error
         return None
 
+    @property
+    def saving(self) -> bool:
+        """Whether this rank's background save is running now."""
+        return self._background.running
+
     def wait(self) -> None:
         """Wait until what is being saved in the background is committed.
 

@@ -66,7 +66,7 @@ def test_only_the_bytes_of_the_part_are_read(checkpoint: Checkpoint, monkeypatch
         plain(self, start, buffer)
 
     monkeypatch.setattr(LocalReader, "read_into", counted)
-    ckpttool.extract(checkpoint, "up.weight", part=(slice(4, 6), slice(2, 5)))
+    ckpttool.extract(checkpoint, "up.weight", part=(slice(4, 6), slice(2, 5)), check="off")
     assert sum(read) == 2 * 3 * 4
 
 

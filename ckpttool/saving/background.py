@@ -58,6 +58,11 @@ class Background:
         self._thread = thread
         _running[id(self)] = self
 
+    @property
+    def running(self) -> bool:
+        """Whether a save is running now."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until the save is over.
 
