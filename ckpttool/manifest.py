@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums
+from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.storage import MANIFEST, is_half_removed, walk
 
@@ -22,6 +22,11 @@ FORMAT = 1
 """The form of the file; readers refuse later ones."""
 MAX_BYTES = 1 << 28
 """A manifest of ten thousand ranks is smaller."""
+
+CHECKSUM = "manifest_crc32"
+"""The field that holds the CRC-32 of all other fields."""
+SINCE_CHECKSUM = "parent"
+"""A field that came with that checksum: a manifest that has it and lacks the checksum is damaged."""
 
 MAX_PARTS = 4
 """Directories that a tag may name, one within another."""
@@ -65,7 +70,14 @@ class Manifest:
         """The manifest's file."""
         files = {name: _entry(file) for name, file in sorted(self.files.items())}
         values = {k: v for k, v in _shallow(self).items() if k != "files"}
-        return json.dumps({"format": FORMAT, **values, "files": files}, indent=1).encode()
+        found = json.loads(json.dumps({"format": FORMAT, **values, "files": files}))
+        return json.dumps({**found, CHECKSUM: checksum(found)}, indent=1).encode()
+
+
+def checksum(found: Mapping[str, Any]) -> int:
+    """CRC-32 of what a manifest says, whatever the white space and the order of its fields."""
+    values = {k: v for k, v in found.items() if k != CHECKSUM}
+    return crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _entry(file: Checksums) -> dict[str, Any]:
@@ -133,6 +145,8 @@ def parse_manifest(data: bytes) -> Manifest:
     found = json.loads(data)
     if int(found["format"]) > FORMAT:
         raise _LaterError
+    if (CHECKSUM in found or SINCE_CHECKSUM in found) and found.get(CHECKSUM) != checksum(found):
+        raise ValueError("its checksum is not that of what it says")
     files = {str(name): _checksums(values) for name, values in found["files"].items()}
     if any(part in {"", ".", ".."} for name in files for part in name.split("/")):
         raise ValueError("a name leads out of the directory")

@@ -234,15 +234,13 @@ class ReadChecks:
         for record in records:
             gaps = record.gaps()
             wanted = sum(end - start for start, end in gaps)
-            allowed = max(ALLOWANCE_BYTES, (record.end - record.start) // ALLOWANCE_SHARE)
-            if wanted > allowed and not (self._full or record.required):
+            if wanted > record.allowance and not (self._full or record.required):
                 unchecked.append(record)
                 continue
             checked.append(record)
             missing += [(record, a, b) for start, end in gaps for a, b in _steps(start, end)]
-        tasks = (partial(_hash, read_into, record, start, end) for record, start, end in missing)
-        for record, piece in in_threads(tasks, jobs):
-            record.pieces.append(piece)
+        _read_pieces(read_into, missing, jobs)
+        self._compare_loose(checked, read_into, jobs)
         for record in checked:
             known = self._recorded_of(record.file)
             crc = record.crc32()
@@ -250,6 +248,21 @@ class ReadChecks:
                 self._refuse(record.file, known, record.number, crc)
             self._checked.add((record.file, record.number))
         return unchecked
+
+    def _compare_loose(
+        self, records: Sequence[_OpenRecord], read_into: Callable[[int, int, memoryview], None], jobs: int
+    ) -> None:
+        """Read again, within the allowance, what was read twice and is compared with no checksum otherwise."""
+        again: list[tuple[_OpenRecord, int, int]] = []
+        for record in records:
+            left = record.allowance
+            for start, end, _ in record.loose():
+                left -= end - start
+                again += [(record, start, end)] if left >= 0 else []
+        _read_pieces(read_into, again, jobs)
+        for record, start, end in again:
+            if len({crc for first, last, crc in record.pieces if (first, last) == (start, end)}) > 1:
+                self._refuse(record.file, self._recorded_of(record.file), record.number, None)
 
     def _refuse(self, file: int, known: _Recorded, number: int, crc: int | None) -> None:
         path, start, end = self._files[file].path, known.starts[number], known.ends[number]
@@ -390,10 +403,20 @@ class _OpenRecord:
     required: bool
     """Whether it must be checked, however much of it is missing."""
 
+    @property
+    def allowance(self) -> int:
+        """Bytes that may be read of it for the check alone."""
+        return max(ALLOWANCE_BYTES, (self.end - self.start) // ALLOWANCE_SHARE)
+
     def gaps(self) -> list[tuple[int, int]]:
-        """The ranges to read so that a chain of pieces leads from the first byte to each border and to the end."""
-        reached, result = [self.start], []
+        """The ranges to read so that pieces lead from the first byte to the last; none if they do already."""
         known = {self.start}
+        for start, end, _ in sorted(self.pieces):
+            if start in known:
+                known.add(end)
+        if self.end in known:
+            return []
+        reached, known, result = [self.start], {self.start}, []
         for start, end, _ in sorted(self.pieces):
             if start not in known:
                 before = reached[bisect.bisect_right(reached, start) - 1]
@@ -406,6 +429,18 @@ class _OpenRecord:
         if reached[-1] < self.end:
             result.append((reached[-1], self.end))
         return result
+
+    def loose(self) -> list[tuple[int, int, int]]:
+        """The pieces that lie on no chain of pieces from the first byte to the last: a second read of some bytes."""
+        ordered = sorted(self.pieces)
+        from_start, to_end = {self.start}, {self.end}
+        for start, end, _ in ordered:
+            if start in from_start:
+                from_start.add(end)
+        for start, end, _ in sorted(ordered, key=lambda p: p[1], reverse=True):
+            if end in to_end:
+                to_end.add(start)
+        return [p for p in ordered if p[0] not in from_start or p[1] not in to_end]
 
     def joined(self) -> list[tuple[int, int, int]]:
         """The pieces, those that follow one another as one."""
@@ -422,6 +457,8 @@ class _OpenRecord:
         """CRC-32 of the whole, from those of the pieces; None if two chains of pieces disagree."""
         known = {self.start: 0}
         for start, end, crc in sorted(self.pieces):
+            if start not in known:
+                continue  # loose
             value = combine(known[start], crc, end - start)
             if known.setdefault(end, value) != value:
                 return None
@@ -431,6 +468,14 @@ class _OpenRecord:
 def _steps(start: int, end: int) -> Iterator[tuple[int, int]]:
     for at in range(start, end, READ_BYTES):
         yield at, min(at + READ_BYTES, end)
+
+
+def _read_pieces(
+    read_into: Callable[[int, int, memoryview], None], wanted: Iterable[tuple[_OpenRecord, int, int]], jobs: int
+) -> None:
+    """Read ranges of records, and add them to their pieces."""
+    for record, piece in in_threads((partial(_hash, read_into, *w) for w in wanted), jobs):
+        record.pieces.append(piece)
 
 
 def _hash(

@@ -73,6 +73,16 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def flip_in_master(path: Path) -> None:
+    """Change one bit in the middle of the largest master of an optimizer file, as a failing disk does."""
+    with LocalReader(str(path)) as reader:
+        file = read_torch_file(reader)
+    states = file.root["optimizer_state_dict"]
+    masters = states.get("fp32_flat_groups") or states["single_partition_of_fp32_groups"]
+    where = max((file.locate(master) for master in masters), key=lambda w: w.nbytes)
+    flip(path, (where.start + where.end) // 2)
+
+
 def seal(path: Path) -> None:
     """Record the checksums of what a file holds now: it is damaged, but was saved so."""
     with LocalReader(str(path)) as reader:

@@ -331,8 +331,9 @@ def _both(src: Any, out: Path, **given: Any) -> tuple[str, str]:
         lambda root: damage.truncate(damage.optimizer_file(root), 5000),
         lambda root: damage.optimizer_file(root).unlink(),
         lambda root: damage.resave(root, step=4),
+        lambda root: damage.flip_in_master(damage.optimizer_file(root, 1)),
     ],
-    ids=["torn", "missing", "mixed"],
+    ids=["torn", "missing", "mixed", "flipped bit"],
 )
 def test_damaged_sources_give_the_error_of_a_local_run(
     break_: Callable[[Path], object], checkpoint_copy: Callable[[str], Path], tmp_path: Path
