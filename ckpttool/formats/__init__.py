@@ -149,14 +149,17 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
 
 
 def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report) -> Checkpoint:
-    """A checkpoint whose files are those of its manifest: what has no checksum of its own gets the manifest's."""
+    """A checkpoint whose files are those of its manifest.
+
+    What has no checksum of its own gets the manifest's; so does an archive whose directory the manifest does not know.
+    """
     files = []
     for n, file in enumerate(checkpoint.files):
         sums = checked.checksums.get(checkpoint.path(n))
         if sums is None:
             hint = "remove it, or restore the checkpoint from a copy"
             report(LayoutError(checkpoint.path(n), "is not in the manifest: it is no part of this save", hint))
-        elif not (file.records and all(record.crc_recorded for record in file.records)):
+        elif sums.directory is None or not (file.records and all(record.crc_recorded for record in file.records)):
             file = replace(file, records=chunk_records(sums))
         files.append(file)
     return replace(checkpoint, storage=checked.inner, files=tuple(files))
@@ -172,7 +175,9 @@ def _without_tags(storage: Storage, src: str, tag: str | None) -> Checkpoint | N
         return None
     from ckpttool.formats.dcp import read_dcp
 
-    return read_dcp(storage, Location(src, src, posixpath.basename(src)))
+    checked = with_manifest(storage, src)
+    found = read_dcp(checked or storage, Location(src, src, posixpath.basename(src)))
+    return found if checked is None else _as_saved(found, checked, raise_at_once)
 
 
 def _weights(storage: Storage, src: str) -> Checkpoint | None:

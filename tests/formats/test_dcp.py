@@ -24,11 +24,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import ckpttool
+from ckpttool.checksums import of_bytes
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.boxes import put_together
 from ckpttool.formats.dcp import _boxes
+from ckpttool.manifest import Manifest
 from ckpttool.model import UNKNOWN_GROUP, ScalarState
+from ckpttool.storage import MANIFEST
 from tests.formats.layouts import Disk, counted
 from tests.truth import gather, gathered, raw_bytes
 
@@ -295,6 +298,44 @@ def test_a_missing_file_is_named(saved: Path) -> None:
     (saved / "__0_0.distcp").unlink()
     with pytest.raises(CkptError, match=r"__0_0\.distcp"):
         open_checkpoint(str(saved))
+
+
+def _swap(first: Path, second: Path) -> None:
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+def _copy(first: Path, second: Path) -> None:
+    second.write_bytes(first.read_bytes())
+
+
+@pytest.mark.parametrize("deed", [_swap, _copy])
+@pytest.mark.parametrize("shapes", [[(4, 3), (4, 3)], [(4, 3), (3, 4)], [(4, 3), (5, 3)]], ids=str)
+def test_no_file_takes_the_place_of_another(
+    shapes: list[tuple[int, int]], deed: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    """Files of two writers: shapes tell some apart, and a manifest tells the rest."""
+    state = {"model": {f"layer{n}.weight": torch.randn(shape) for n, shape in enumerate(shapes)}}
+    writer = dcp.FileSystemWriter(tmp_path / "saved", single_file_per_rank=True, thread_count=2)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    files = sorted((tmp_path / "saved").glob("*.distcp"))
+    assert len(files) == 2
+    right = ckpttool.digest(tmp_path / "saved")
+    manifest = Manifest("saved", 0, 0.0, "0", 1, 0, files={
+        p.name: of_bytes(p.read_bytes()) for p in (tmp_path / "saved").iterdir()
+    })  # fmt: skip
+    deed(*files)
+    if shapes[0] != shapes[1]:
+        with pytest.raises(CkptError):
+            ckpttool.digest(tmp_path / "saved")
+    else:  # as docs/damage.md says: nothing in the files tells
+        assert ckpttool.digest(tmp_path / "saved") != right
+    (tmp_path / "saved" / MANIFEST).write_bytes(manifest.to_json())
+    with pytest.raises(CkptError):
+        ckpttool.digest(tmp_path / "saved")
+    with pytest.raises(CkptError):
+        ckpttool.consolidate(tmp_path / "saved", tmp_path / "out", to="safetensors")
 
 
 def test_metadata_that_is_something_else_is_refused(saved: Path) -> None:
