@@ -26,7 +26,7 @@ from ckpttool.storage.failures import RETRIES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from types import TracebackType
 
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
@@ -100,6 +100,7 @@ class CheckpointManager:
         on_save: Called on every rank after each save, in the thread that saved.
         signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
         storage_options: What to tell the storage's fsspec class; default: what it finds itself.
+        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         place: Where to save, for who has it open already; default: what the root says.
 
     Raises:
@@ -119,6 +120,7 @@ class CheckpointManager:
         on_save: Callable[[SaveReport], None] | None = None,
         signals: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
+        allow: Collection[str] = (),
         place: Place | None = None,
     ) -> None:
         self.name = f"manager {next(_numbers)}"  # counted even if the rest fails here, for it may not on other ranks
@@ -133,6 +135,7 @@ class CheckpointManager:
         self._rules = None if given_rules == (None, None, None) else Rules(*given_rules)
         self.saves_in_background = async_save
         """Whether ``save`` returns before the checkpoint is committed."""
+        self._allow = tuple(sorted(allow))
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
@@ -332,7 +335,7 @@ class CheckpointManager:
                 )
                 report = restore_engine(
                     engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run,
-                    agree=partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout),
+                    allow=self._allow, agree=partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout),
                 )  # fmt: skip
             except PlanError:
                 raise  # it is whole, and does not fit: an older one will fit no better
@@ -394,7 +397,10 @@ class CheckpointManager:
         before, nbytes = RETRIES.count, sum(f.nbytes for f in collected.files)
         error: CkptError | None = None
         try:
-            collected.prove()
+            collected.prove(self._allow)
+            if collected.unknown and ranks.rank == 0:
+                names = list(dict.fromkeys(collected.unknown))
+                LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             save(
                 self._place, root, ranks, request, collected.files, beside=collected.beside,
                 failed=collected.failed, timeout=self._timeout,

@@ -70,12 +70,12 @@ def test_a_planned_file_reads_as_if_it_had_been_written(name: str, tmp_path: Pat
 def test_torch_loads_a_stored_file(name: str) -> None:
     """The form before ZIP too."""
     pytest.importorskip("deepspeed")
-    from ckpttool.integrations.deepspeed.preparing import unpickled
+    from ckpttool.integrations.objects import read_objects
 
     checkpoint = open_checkpoint(source(name))
     path = next(checkpoint.path(n) for n, f in enumerate(checkpoint.files) if f.name.endswith("model_states.pt"))
     with LOCAL.open(path) as reader:
-        found = unpickled(StoredFile(reader, memory=MEMORY))
+        found = read_objects(StoredFile(reader, memory=MEMORY))
     expected = torch.load(path, map_location="cpu", weights_only=False)
     assert found.keys() == expected.keys()
     module = expected.get("module") or {}

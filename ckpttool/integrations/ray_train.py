@@ -41,7 +41,7 @@ from ckpttool.saving.protocol import place_for, settle
 from ckpttool.storage import walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from types import TracebackType
 
     from ckpttool.manager import SaveReport
@@ -68,12 +68,15 @@ class RayTrainCheckpoints:
         timeout: Seconds that a worker may be behind the others before a save is given up.
         grace: Seconds after which a directory in which a killed worker has begun to save is removed, by the newest of
             its files.
+        allow: As for ``CheckpointManager``.
 
     Raises:
         PlanError: This is no worker of Ray Train V2.
     """
 
-    def __init__(self, *, blocking: bool = True, timeout: float = TIMEOUT, grace: float = GRACE) -> None:
+    def __init__(
+        self, *, blocking: bool = True, timeout: float = TIMEOUT, grace: float = GRACE, allow: Collection[str] = ()
+    ) -> None:
         storage = _run_storage()
         self._filesystem = storage.storage_filesystem
         self._run = storage.experiment_fs_path
@@ -81,11 +84,13 @@ class RayTrainCheckpoints:
         self._place = place_of(self._filesystem)
         self._grace = grace
         self._timeout = timeout
+        self._allow = allow
         if not blocking:
             _at_return(self.finish)
         self._manager = CheckpointManager(
-            self._root, async_save=not blocking, timeout=timeout, place=self._place, on_save=self._note
-        )
+            self._root, async_save=not blocking, timeout=timeout, place=self._place, on_save=self._note,
+            allow=allow,
+        )  # fmt: skip
         self._ranks = ranks_of_process_group(f"{self._manager.name} under Ray")
         self._pending: tuple[str, dict[str, Any]] | None = None
         self._leaving: set[str] = set()
@@ -197,7 +202,7 @@ class RayTrainCheckpoints:
             place, root = place_of(given.filesystem), url_of(given.filesystem, given.path)
         else:
             place, root = place_for(str(given), None), str(given)
-        manager = CheckpointManager(root, timeout=self._timeout, place=place)
+        manager = CheckpointManager(root, timeout=self._timeout, place=place, allow=self._allow)
         found = [
             Candidate(*one)
             for one in manager.begin_restore(

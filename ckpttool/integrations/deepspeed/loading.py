@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths
 from ckpttool.integrations.deepspeed.live import look
-from ckpttool.integrations.deepspeed.preparing import keeps_loss_scale, prepare
+from ckpttool.integrations.deepspeed.preparing import Reading, keeps_loss_scale, prepare
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.deepspeed.together import (
     Agree,
@@ -30,7 +30,7 @@ from ckpttool.storage import open_storage
 from ckpttool.transfer import memory_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from ckpttool.formats import Source
     from ckpttool.integrations.deepspeed.live import LiveEngine
@@ -54,13 +54,14 @@ def load(
     memory: int | str | None = None,
     check: Check = "read",
     trust_names: bool = False,
+    allow: Collection[str] = (),
     timeout: float = TIMEOUT,
 ) -> LoadReport:
     """Load a checkpoint into a DeepSpeed engine, whatever the ranks and the ZeRO stage that it was saved with.
 
     To be called on every rank, like ``engine.load_checkpoint``. Where ranks, stage and parameters are as they were,
-    DeepSpeed reads its own files; otherwise each rank reads the ranges that it owns, from the N ranks' files. Like
-    ``engine.load_checkpoint``, and unlike ``inspect``, it unpickles what is in them: load only what you trust.
+    DeepSpeed gets what its own files hold; otherwise each rank reads the ranges that it owns, from the N ranks' files.
+    Unlike ``engine.load_checkpoint`` it unpickles nothing: ckpttool reads the files and builds what is in them.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
@@ -77,6 +78,8 @@ def load(
         check: Which recorded CRC-32 to compare with what all ranks read, before the engine is touched; as for
             ``consolidate``. Where there is a manifest, every byte is compared with that.
         trust_names: As for ``inspect``.
+        allow: Classes ("module.Class") of objects in the client state that are built as the file says, which runs
+            their code. Plain data, tensors, numpy arrays, paths and dates need none.
         timeout: Seconds that a rank may be behind the others.
 
     Returns:
@@ -96,7 +99,14 @@ def load(
         look(engine)
 
     ranks = own_ranks("load")
-    asked = {"tag": tag, "strict": strict, "weights_only": weights_only, "dry_run": dry_run, "check": check}
+    asked: dict[str, Any] = {
+        "tag": tag,
+        "strict": strict,
+        "weights_only": weights_only,
+        "dry_run": dry_run,
+        "check": check,
+    }
+    asked["allow"] = sorted(allow)
     agree_to_begin(ranks, _named(src), {**asked, "src": _named(src)}, ready, timeout=timeout)
     checkpoint = open_together(
         paths[0],
@@ -107,7 +117,7 @@ def load(
     )
     report = restore_engine(
         engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=memory_bytes(memory),
-        check=check, agree=partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout),
+        check=check, allow=allow, agree=partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout),
     )  # fmt: skip
     return replace(report, seconds=time.perf_counter() - began)
 
@@ -128,6 +138,7 @@ def preview(
     strict: bool = True,
     weights_only: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    allow: Collection[str] = (),
     timeout: float = TIMEOUT,
 ) -> LoadReport:
     """Say what ``load`` would do; no weights are read, and the engine stays as it is.
@@ -139,6 +150,7 @@ def preview(
         strict: As for ``load``.
         weights_only: As for ``load``.
         storage_options: As for ``load``.
+        allow: As for ``load``.
         timeout: As for ``load``.
 
     Raises:
@@ -146,7 +158,7 @@ def preview(
     """
     return load(
         engine, src, tag=tag, strict=strict, weights_only=weights_only, dry_run=True, storage_options=storage_options,
-        timeout=timeout,
+        allow=allow, timeout=timeout,
     )  # fmt: skip
 
 
@@ -159,6 +171,7 @@ def restore_engine(
     dry_run: bool = False,
     memory: int | str | None = None,
     check: Check = "read",
+    allow: Collection[str] = (),
     agree: Agree | None = None,
 ) -> LoadReport:
     """Load a checkpoint that is open already; to be called on every rank with the same.
@@ -171,6 +184,7 @@ def restore_engine(
         dry_run: As for ``load``.
         memory: As for ``load``.
         check: As for ``load``.
+        allow: As for ``load``.
         agree: Lets the ranks agree between the halves; default: ``agree_on_all_ranks`` of the process group.
 
     Raises:
@@ -184,8 +198,9 @@ def restore_engine(
         room = memory_bytes(memory)
         live = look(engine)
         prepared = prepare(
-            live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run, memory=room, check=check
-        )
+            live, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run,
+            reading=Reading(room, check, tuple(allow)),
+        )  # fmt: skip
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
     if agree is None:

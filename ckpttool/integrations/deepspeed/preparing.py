@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-import io
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.containers.torch_zip import MAGIC
-from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError
+from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.guarded import GuardedStorage
 from ckpttool.integrations.deepspeed.live import LiveEngine, version
+from ckpttool.integrations.objects import read_objects, unknown_class, unknown_classes
 from ckpttool.model import MASTER, MODULE, Parameter
-from ckpttool.planned import PlannedFile, RangeFile, StoredFile
+from ckpttool.planned import PlannedFile, StoredFile
 from ckpttool.proofs import sample_proofs, source_files
 from ckpttool.proving import failed_proofs
 from ckpttool.read_checks import checks_for
@@ -36,6 +35,18 @@ if TYPE_CHECKING:
 CONVERT = "ckpttool convert --to universal writes what engine.load_checkpoint reads with load_universal"
 LEAST_SLICE_BYTES = 1 << 22
 """What all ranks hold alike is not cut into smaller slices to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How files are read."""
+
+    memory: int
+    """Bytes that requests in flight may take together where the checkpoint is distant."""
+    check: Check = "read"
+    """Which recorded CRC-32 to compare with what is read; a storage that checks by itself needs none."""
+    allow: tuple[str, ...] = ()
+    """Classes of objects that are built although ckpttool does not know them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,8 +102,7 @@ def prepare(
     strict: bool,
     weights_only: bool,
     dry_run: bool,
-    memory: int,
-    check: Check = "read",
+    reading: Reading,
 ) -> Prepared:
     """Match a checkpoint with an engine, choose the road, and read what this rank needs.
 
@@ -102,14 +112,17 @@ def prepare(
         strict: Whether all names must be on both sides.
         weights_only: Leave out what the optimizer keeps.
         dry_run: Read nothing.
-        memory: Bytes that windows in flight may take together where the checkpoint is distant.
-        check: Which recorded CRC-32 to compare with what is read; a storage that checks by itself needs none.
+        reading: How files are read.
 
     Raises:
         CkptError: They do not fit, or reading failed.
     """
     if isinstance(checkpoint.storage, GuardedStorage):
-        check = "off"  # its manifest has all checksums
+        reading = replace(reading, check="off")  # its manifest has all checksums
+    if weights_only:
+        checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # whatever they hold
+    for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], reading.allow)[:1]:
+        raise unknown_class(checkpoint.location, name)
     if live.model is None or live.topology.tensor_parallel > 1:
         fitted = None
         if weights_only or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
@@ -126,14 +139,14 @@ def prepare(
 
         check_states(live, checkpoint)
     if not why_not:
-        return _native(live, checkpoint, fitted, strict=strict, dry_run=dry_run, memory=memory, check=check)
+        return _native(live, checkpoint, fitted, strict=strict, dry_run=dry_run, reading=reading)
     if live.stage == 0 and not weights_only:
         problem = f"{why_not}, and the engine has no ZeRO stage"
         raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
     if fitted is None or live.engine.zero_nvme_offload_optimizer():
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
-    return _planned(live, checkpoint, fitted, weights_only=weights_only, dry_run=dry_run, memory=memory, check=check)
+    return _planned(live, checkpoint, fitted, weights_only=weights_only, dry_run=dry_run, reading=reading)
 
 
 # ------------------------------------------------------------------------------------------------------- which road
@@ -236,8 +249,7 @@ def _native(
     *,
     strict: bool,
     dry_run: bool,
-    memory: int,
-    check: Check,
+    reading: Reading,
 ) -> Prepared:
     from ckpttool.integrations.deepspeed import whole  # imports torch
 
@@ -251,9 +263,9 @@ def _native(
     def later(name: str) -> Any:
         if name not in numbers:
             raise LayoutError(f"{checkpoint.location}/{name}", "is not there", "restore it from a copy")
-        sums = checks_for(source_files(checkpoint), checkpoint, check)
+        sums = checks_for(source_files(checkpoint), checkpoint, reading.check)
         with Sources(source_files(checkpoint), sums) as sources:
-            found = unpickled(StoredFile(sources[numbers[name]], memory=memory))
+            found = read_objects(StoredFile(sources[numbers[name]], memory=reading.memory), reading.allow)
             sources.finish_checks()
             sources.check_unchanged()
         return found
@@ -361,8 +373,7 @@ def _planned(
     *,
     weights_only: bool,
     dry_run: bool,
-    memory: int,
-    check: Check,
+    reading: Reading,
 ) -> Prepared:
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
@@ -389,20 +400,20 @@ def _planned(
     )
     if dry_run:
         return prepared
-    checks = checks_for(source_files(checkpoint), checkpoint, check)
+    checks = checks_for(source_files(checkpoint), checkpoint, reading.check)
     prepared = replace(prepared, checks=checks)
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
             for problem in failed_proofs(sample_proofs(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem
         if own:
-            with PlannedFile(packing, packing.files[0], sources, memory=memory) as file:
+            with PlannedFile(packing, packing.files[0], sources, memory=reading.memory) as file:
                 file.seek(first)
                 file.readinto(own)
         read = []
         for target in plans[0].files if live.stage else ():
-            with PlannedFile(plans[0], target, sources, memory=memory) as file:
-                read.append(unpickled(file))
+            with PlannedFile(plans[0], target, sources, memory=reading.memory) as file:
+                read.append(read_objects(file, reading.allow))
         sources.check_unchanged()
     if not read:
         return prepared
@@ -473,25 +484,3 @@ def _complete(live: LiveEngine, checkpoint: Checkpoint, states: dict[str, Any]) 
 def keeps_loss_scale(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint's loss scale is one for this engine: it was saved, and by a run of the same type."""
     return checkpoint.loss_scaler is not None and checkpoint.dtype == live.dtype
-
-
-def unpickled(file: RangeFile) -> Any:
-    """What ``torch.load`` makes of a file; its tensors are in host memory.
-
-    Raises:
-        ContainerError: It cannot be loaded.
-        StorageError: It cannot be read.
-    """
-    import torch
-
-    zipped = file.read(len(MAGIC)) == MAGIC
-    file.seek(0)
-    # The form before ZIP is read line by line and value by value.
-    source: Any = file if zipped else io.BufferedReader(file, 1 << 20)
-    try:
-        return torch.load(source, map_location="cpu", weights_only=False)
-    except CkptError:
-        raise
-    except Exception as error:
-        problem = f"cannot be loaded: {type(error).__name__}: {error}"
-        raise ContainerError(str(file.name), problem, "restore it from a copy, or import what it needs") from error

@@ -21,12 +21,13 @@ from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import CkptError, ContainerError, PlanError
 from ckpttool.integrations.deepspeed.live import look
+from ckpttool.integrations.objects import unknown_classes
 from ckpttool.integrations.pickling import describe
 from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
 from ckpttool.saving.upkeep import SCRATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.saving.outgoing import OutgoingFile
@@ -47,9 +48,15 @@ class Collected:
     """Why they are not all."""
     scratch: str = ""
     """Holds some of them."""
+    unknown: tuple[str, ...] = ()
+    """Classes of objects in them that a restore builds only where it is told to."""
 
-    def prove(self) -> None:
-        """Read what is to be written, as every reader of it will; notes a failure, which it does not raise."""
+    def prove(self, allow: Collection[str] = ()) -> None:
+        """Read what is to be written, as every reader of it will; notes a failure, which it does not raise.
+
+        Args:
+            allow: Classes that a restore is told to build.
+        """
         for file in self.files if self.failed is None else ():
             if not isinstance(file, TorchFile):
                 continue
@@ -59,6 +66,7 @@ class Collected:
                 problem = getattr(error, "problem", "its pickle ends too early")
                 self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
                 return
+            self.unknown = (*self.unknown, *unknown_classes(found.value, allow))
             odd = [
                 k
                 for k, ref in found.storages.items()
