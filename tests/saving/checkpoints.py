@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import posixpath
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpttool.candidates import candidates, open_whole
@@ -84,24 +86,52 @@ def chosen(root: str, storage: Storage = LOCAL) -> tuple[str, Version] | None:
     """Name and files of what is to be gone on from: the first that can be opened, which must then be whole."""
     storage.refresh([])
     for candidate in candidates(storage, root):
-        try:
-            open_whole(storage, candidate.path)
-        except CkptError:
-            continue
-        return candidate.tag, content(storage, candidate.path)
+        opened, found = _read(storage, candidate.path)
+        if not isinstance(opened, CkptError):
+            if isinstance(found, CkptError):
+                raise found
+            return candidate.tag, found
     return None
 
 
 def whole(root: str, storage: Storage = LOCAL) -> dict[str, Version]:
     """All whole checkpoints of a root, by name."""
-    found = {}
-    for candidate in candidates(storage, root):
-        try:
-            open_whole(storage, candidate.path)
-            found[candidate.tag] = content(storage, candidate.path)
-        except CkptError:
-            continue
-    return found
+    read = {c.tag: _read(storage, c.path)[1] for c in candidates(storage, root)}
+    return {tag: files for tag, files in read.items() if not isinstance(files, CkptError)}
+
+
+Read = tuple["CkptError | None", "Version | CkptError"]
+_read_before: dict[bytes, Read] = {}
+"""What was found in directories that held these very bytes: histories look at each checkpoint after every step."""
+_MOST_READ = 512
+
+
+def _read(storage: Storage, path: str) -> Read:
+    """Why a checkpoint cannot be opened, if so; and its files, or why they are not whole."""
+    if storage is not LOCAL:
+        return _really_read(storage, path)
+    held = hashlib.blake2b()
+    for name, _ in sorted(walk(storage, path), key=lambda found: found[0]):
+        data = Path(path, name).read_bytes()
+        held.update(f"{len(name)} {name} {len(data)} ".encode())
+        held.update(data)
+    key = held.digest()
+    if key not in _read_before:
+        if len(_read_before) >= _MOST_READ:
+            _read_before.clear()
+        _read_before[key] = _really_read(storage, path)
+    return _read_before[key]
+
+
+def _really_read(storage: Storage, path: str) -> Read:
+    try:
+        open_whole(storage, path)
+    except CkptError as error:
+        return error, error
+    try:
+        return None, content(storage, path)
+    except CkptError as error:
+        return None, error
 
 
 def number_of(files: Version, numbers: Sequence[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from ckpttool.errors import CkptError
-from ckpttool.saving import marks, protocol
+from ckpttool.saving import background, marks, protocol
 from ckpttool.saving.disk import Disk
 from ckpttool.saving.ranks import Alone, RankError, agree_to_begin
 from ckpttool.storage import MANIFEST
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, whole
+from tests.saving.disks import Fault
 from tests.saving.test_any_history import History, sizes, tags
 
 EXAMPLES = int(os.environ.get("CKPTTOOL_TEST_HISTORIES", "15"))
@@ -25,6 +27,52 @@ EXAMPLES = int(os.environ.get("CKPTTOOL_TEST_HISTORIES", "15"))
 
 class Law(History):
     """What the history of one root may hold besides saves, crashes and prunes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = False
+        """Whether the program ends while it saves in the background."""
+        self.failed: list[bool] = []
+        self.patch.setattr(background, "_fail_process", lambda: self.failed.append(True))
+
+    def _save(self, tag: str, size: int, *, overwrite: bool, fault: Fault | None) -> list[crew.Outcome]:
+        if not self.ends:
+            return super()._save(tag, size, overwrite=overwrite, fault=fault)
+        outcomes: list[crew.Outcome] = []
+
+        def save() -> CkptError | None:
+            begun.wait(30)
+            outcomes.extend(super(Law, self)._save(tag, size, overwrite=overwrite, fault=fault))
+            if outcomes[0].error is not None and not isinstance(outcomes[0].error, CkptError):
+                raise outcomes[0].error  # as if the rank had been killed
+            return outcomes[0].error
+
+        begun, own = threading.Event(), background.Background()
+        self.failed.clear()
+        own.start(save)
+        begun.set()
+        background._end()  # what the interpreter calls when the main thread has ended
+        assert not own.running
+        assert len(outcomes) == size
+        assert bool(self.failed) == (not outcomes[0].succeeded)
+        return outcomes
+
+    @rule(tag=tags, size=sizes, overwrite=st.booleans())
+    def program_ends_while_it_saves(self, tag: str, size: int, overwrite: bool) -> None:
+        self.ends = True
+        self.save(tag, size, overwrite)
+        self.ends = False
+
+    @rule(
+        tag=tags, size=sizes, overwrite=st.booleans(), at=st.integers(0, 70), rank=st.integers(0, 2),
+        how=st.sampled_from(["before", "after", "EIO", "ENOSPC"]), everyone=st.booleans(),
+    )  # fmt: skip
+    def program_ends_while_a_save_breaks(
+        self, tag: str, size: int, overwrite: bool, at: int, rank: int, how: str, everyone: bool
+    ) -> None:
+        self.ends = True
+        self.broken_save(tag, size, overwrite, at, rank, how, everyone)
+        self.ends = False
 
     @rule(data=st.data(), days=st.sampled_from([-1000, -1, 1, 1000]))
     def clock_jumps(self, data: Any, days: int) -> None:
