@@ -122,9 +122,9 @@ def throttle(place: Any) -> None:
     """Let a place take no more than THROTTLE bytes a second."""
     write = place.write
 
-    def slow(directory: str, files: Any) -> Any:
+    def slow(directory: str, files: Any, check: Any) -> Any:
         began = time.perf_counter()
-        written = write(directory, files)
+        written = write(directory, files, check)
         due = sum(f.nbytes for f in files) * dist.get_world_size() / THROTTLE
         time.sleep(max(0.0, due - (time.perf_counter() - began)))
         return written

@@ -80,7 +80,10 @@ def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> st
     if not found:
         return ""
     steps = {c.tag: step_of(storage, c.path, c.tag) for c in found}
-    first = found[0].tag
+    first, named = found[0].tag, _named(storage, root) if storage.exists(posixpath.join(root, LATEST)) else ""
+    if named != first:
+        # Without a valid latest the last step comes first.
+        return f"latest names {named}, and {first} was committed on top of it" if named in steps else ""
     best = max(steps, key=lambda tag: steps[tag])
     if steps[best] > steps[first]:
         return f"latest names {first} of step {steps[first]}, though {best} is of step {steps[best]}"

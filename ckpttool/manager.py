@@ -199,7 +199,7 @@ class CheckpointManager:
 
     def save_into(
         self, root: str, engine: Any, *, tag: str | None, client_state: Mapping[str, Any],
-        metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool,
+        metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool, before: tuple[str, int] | None = None,
     ) -> SaveReport | None:  # fmt: skip
         """As ``save``, into another root of the same storage, after ``wait``: for who gives each checkpoint its own."""
         began = time.perf_counter()
@@ -218,6 +218,7 @@ class CheckpointManager:
                     versions=_versions(),
                     overwrite=overwrite,
                     groups=groups_without_zero(engine),
+                    before=before,
                 )
             )
             _check_client_state(client_state)

@@ -10,11 +10,12 @@ import contextlib
 import json
 import posixpath
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import LayoutError, StorageError
-from ckpttool.manifest import is_commit
+from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.manifest import is_commit, read_manifest
 from ckpttool.storage import MANIFEST
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class RunCommit:
     """Steps of the engine."""
     committed: float
     """When the manifest was written, in seconds since 1970, by the storage's clock."""
+    number: int = 0
+    """As in the manifest; 0 where it was not looked at, as no other commit has this step."""
 
 
 def directory_name(step: int, token: str) -> str:
@@ -76,7 +79,9 @@ def own_directories(storage: Storage, run: str) -> Iterator[tuple[int, Entry]]:
 
 
 def run_commits(storage: Storage, run: str) -> list[RunCommit]:
-    """The commits in the directory of a run, the newest first: by step, and of one step by when they were committed.
+    """The commits in the directory of a run, the newest first: by step, and of one step in the order of commits.
+
+    The time of a file only decides where manifests do not: those of releases that did not count.
 
     Raises:
         StorageError: A directory cannot be read.
@@ -95,7 +100,32 @@ def run_commits(storage: Storage, run: str) -> list[RunCommit]:
             if storage.is_dir(directory):
                 raise
             # Ray's controller has removed it meanwhile, by its CheckpointConfig
-    return sorted(found, key=lambda c: (c.step, c.committed), reverse=True)
+    steps = Counter(c.step for c in found)
+    found = [replace(c, number=number_of(storage, c)) if steps[c.step] > 1 else c for c in found]
+    return sorted(found, key=lambda c: (c.step, c.number, c.committed, c.name), reverse=True)
+
+
+def number_of(storage: Storage, commit: RunCommit) -> int:
+    """Which commit it is by its manifest; 0 if nothing tells."""
+    try:
+        return read_manifest(storage, commit.path).number
+    except CkptError:
+        return 0
+
+
+def last_commit(storage: Storage, run: str) -> tuple[str, int]:
+    """What the next commit of a run is to name as the one before it: attempt and number; "" and 0 if there is none.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    for commit in run_commits(storage, run):
+        try:
+            manifest = read_manifest(storage, commit.path)
+        except CkptError:
+            continue
+        return manifest.attempt, manifest.number
+    return "", 0
 
 
 def _commits_in(storage: Storage, directory: str, step: int) -> Iterator[RunCommit]:

@@ -18,6 +18,7 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
@@ -35,8 +36,8 @@ from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.process_group import ranks_of_process_group
 from ckpttool.integrations.ray_storage import place_of, url_of
 from ckpttool.manager import TIMEOUT, CheckpointManager
-from ckpttool.manifest import is_commit, read_manifest, size_problems
-from ckpttool.ray_run import PREFIX, directory_name, latest_of_ray, own_directories, run_commits
+from ckpttool.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.ray_run import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.saving.protocol import place_for, settle
 from ckpttool.storage import walk
 
@@ -57,14 +58,13 @@ MAX_METRICS = 1000
 class RayTrainCheckpoints:
     """Saves, reports and restores the checkpoints of one run; make one in each worker, in ``train_func``.
 
-    As a context manager it calls ``finish`` at the end of the block. If that is left by an exception, what is being
-    saved is still committed, and a restarted run finds it.
+    As a context manager it calls ``finish`` at the end of the block. If that, or ``train_func``, is left by an
+    exception, what is being saved is still committed, and a restarted run finds it.
 
     Args:
         blocking: Whether ``report`` returns when the checkpoint is committed and reported. If not, the state is copied
             to the host's memory and written in the background, and the checkpoint is reported by the next call, by
-            ``finish``, or when ``train_func`` returns. An exception that leaves ``train_func`` ends the worker at once:
-            use this as a context manager then.
+            ``finish``, or when ``train_func`` returns.
         timeout: Seconds that a worker may be behind the others before a save is given up.
         grace: Seconds after which a directory in which a killed worker has begun to save is removed, by the newest of
             its files.
@@ -86,7 +86,7 @@ class RayTrainCheckpoints:
         self._timeout = timeout
         self._allow = allow
         if not blocking:
-            _at_return(self.finish)
+            _at_end(self.finish, self._abandon)
         self._manager = CheckpointManager(
             self._root, async_save=not blocking, timeout=timeout, place=self._place, on_save=self._note,
             allow=allow,
@@ -95,6 +95,7 @@ class RayTrainCheckpoints:
         self._pending: tuple[str, dict[str, Any]] | None = None
         self._leaving: set[str] = set()
         self._whole: set[str] = set()
+        self._last: tuple[str, int] | None = None
         self.last_save: SaveReport | None = None
         """How the last save of this worker went."""
 
@@ -106,7 +107,11 @@ class RayTrainCheckpoints:
     ) -> None:
         if kind is None:
             self.finish()
-            return
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Wait for what is being saved; an exception is on its way."""
         self._pending = None  # not to be reported: the other workers may be anywhere
         try:
             self._manager.wait()
@@ -127,14 +132,30 @@ class RayTrainCheckpoints:
         """
         self.finish()
         step = int(engine.global_steps)
-        name = self._decided(lambda: directory_name(step, secrets.token_hex(4)))
+        name, *before = self._decided(lambda: [directory_name(step, secrets.token_hex(4)), *self._before()])
         self._manager.save_into(
             posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
             client_state={} if client_state is None else client_state, exclude_frozen=False,
+            before=(before[0], before[1]),
         )  # fmt: skip
         self._pending = name, dict(metrics)
         if not self._manager.saves_in_background:
             self.finish()
+
+    def _before(self) -> tuple[str, int]:
+        """The commit before the one that begins: attempt and number. Each has a root of its own, without a latest."""
+        if self._last is None:
+            self._last = last_commit(self._place.storage, self._root)
+        return self._last
+
+    def _remember(self, name: str) -> None:
+        """Note what the next commit comes after, before Ray may remove it."""
+        storage, self._last = self._place.storage, None
+        with contextlib.suppress(CkptError):  # then it is looked for
+            storage.refresh([])
+            for directory in commits(storage, posixpath.join(self._root, name)):
+                manifest = read_manifest(storage, directory)
+                self._last = manifest.attempt, manifest.number
 
     def finish(self) -> None:
         """Wait for what is being saved in the background, and tell Ray Train; on every worker.
@@ -147,6 +168,8 @@ class RayTrainCheckpoints:
         if pending is not None:
             name, metrics = pending
             self._whole.add(name)
+            if self._ranks.rank == 0:
+                self._remember(name)
             self._report(name, metrics)
             self._collect()
 
@@ -289,10 +312,10 @@ class RayTrainCheckpoints:
 
 def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
     """What there is to go on from in a run, the newest first: commits, and what was last reported without ckpttool."""
-    found = [((c.step, 1, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
+    found = [((c.step, 1, c.number, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
     if reported and not posixpath.basename(reported).startswith(PREFIX):
         others = candidates(storage, reported)
-        found += [((step_of(storage, c.path, c.tag), 0, 0.0), astuple(c)) for c in others]
+        found += [((step_of(storage, c.path, c.tag), 0, 0, 0.0), astuple(c)) for c in others]
     return [list(one) for _, one in sorted(found, reverse=True)]
 
 
@@ -304,19 +327,29 @@ def _candidates(storage: Storage, root: str) -> list[Any]:
     return found or [list(astuple(Candidate("", root, committed=False)))]
 
 
-def _at_return(finish: Callable[[], None]) -> None:
-    """Call a function when ``train_func`` has returned, in its thread; an error is then one of ``train_func``.
+def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
+    """Call a function when ``train_func`` has returned or was left by an exception, in its thread.
 
-    Ray waits there for the uploads that it has begun itself, and ends the process when that is done.
+    Ray waits for the uploads that it has begun itself when ``train_func`` returns, and ends the process after that;
+    what fails there is an error of ``train_func``. An exception ends the process as soon as it is in the queue of the
+    thread.
 
-    Source: Ray 2.60, ray/train/v2/_internal/execution/worker_group/worker.py (``run_train_fn``).
+    Source: Ray 2.60, ray/train/v2/_internal/execution/worker_group/worker.py (``run_train_fn``) and thread_runner.py
+    (``ThreadRunner.run``).
+
+    Args:
+        finish: Called when it has returned.
+        abandon: Called before Ray hears of its exception.
     """
     from ray.train.v2._internal.execution.context import get_train_context
 
-    uploads = getattr(get_train_context(), "checkpoint_upload_threadpool", None)
-    if uploads is None:
-        LOG.warning("this release of Ray does not say when train_func returns: call finish() before")
+    context = get_train_context()
+    uploads = getattr(context, "checkpoint_upload_threadpool", None)
+    runner = getattr(getattr(context, "execution_context", None), "training_thread_runner", None)
+    if uploads is None or runner is None or not hasattr(runner, "_exc_queue"):
+        LOG.warning("this release of Ray does not say when train_func ends: use RayTrainCheckpoints in a with")
         return
+    runner._exc_queue = _Exceptions(runner._exc_queue, abandon)
     shutdown = uploads.shutdown
 
     def finished(*arguments: Any, **options: Any) -> None:
@@ -324,6 +357,30 @@ def _at_return(finish: Callable[[], None]) -> None:
         shutdown(*arguments, **options)
 
     uploads.shutdown = finished
+
+
+class _Exceptions:
+    """The queue that Ray hears of a worker's exceptions from; each goes into it when nothing is being saved any more.
+
+    Args:
+        queue: Ray's own, which its thread waits for already.
+        before: Called before an exception goes into it.
+    """
+
+    def __init__(self, queue: Any, before: Callable[[], None]) -> None:
+        self._queue = queue
+        self._before = before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def put(self, error: BaseException | None, *arguments: Any, **options: Any) -> None:
+        """Hand on an exception, or None, which says that there was none."""
+        try:
+            if error is not None:
+                self._before()
+        finally:
+            self._queue.put(error, *arguments, **options)
 
 
 def _run_storage() -> Any:

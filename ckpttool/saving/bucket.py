@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError
 from ckpttool.saving.protocol import TAKEN, TakenError
-from ckpttool.storage import MANIFEST, MARK, is_half_removed, walk
+from ckpttool.storage import MANIFEST, MARK, ExistsError, is_half_removed, walk
 from ckpttool.storage.removal import remove_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     from ckpttool.checksums import Checksums
@@ -85,30 +85,46 @@ class Bucket:
         names = [name for name, _ in walk(self.storage, directory) if name != MARK]
         self.storage.delete([f"{directory}/{name}" for name in names])
 
-    def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
-        """Write a rank's files; their checksums, in order.
+    def write(self, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]) -> list[Checksums]:
+        """Write a rank's files, none over another; their checksums, in order.
+
+        Args:
+            directory: Where.
+            files: What.
+            check: Called right before files can be seen; raises if they must not be any more.
 
         Raises:
+            TakenError: One is there already.
             StorageError: One cannot be written.
         """
         uploads: list[Upload] = []
         try:
             with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="ckpttool-upload") as pool:
                 for file in files:
-                    self._write_file(f"{directory}/{file.name}", file, pool, uploads)
+                    self._write_file(f"{directory}/{file.name}", file, pool, uploads, check)
+            if uploads:
+                check()
             self.storage.at_once([partial(upload.commit) for upload in uploads])
-        except BaseException:
-            with contextlib.suppress(CkptError):
-                self.storage.at_once([partial(upload.discard) for upload in uploads])
+        except BaseException as error:
+            # Without conditional writes, what is there under these names may be another's.
+            if self.storage.parts_from_anywhere or not isinstance(error, (TakenError, ExistsError)):
+                with contextlib.suppress(CkptError):
+                    self.storage.at_once([partial(upload.discard) for upload in uploads])
+            if isinstance(error, ExistsError):
+                raise TakenError(error.path, "is there already: another process saves the same", TAKEN) from error
             raise
         return [file.checksums for file in files]
 
-    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, uploads: list[Upload]) -> None:
+    def _write_file(
+        self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, uploads: list[Upload], check: Callable[[], None]
+    ) -> None:
         size = self.storage.part_bytes(file.nbytes)
         if file.nbytes <= size:
-            self.storage.put(path, b"".join(file.stream()))
+            data = b"".join(file.stream())
+            check()
+            self.put_new(path, data)
             return
-        upload = self.storage.create(path, file.nbytes)
+        upload = self.storage.create(path, file.nbytes, new=True)
         uploads.append(upload)
         parts = _parts(file.stream(), size)
         room, failed = threading.Semaphore(PARTS_AT_ONCE), threading.Event()

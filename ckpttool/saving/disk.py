@@ -105,10 +105,16 @@ class Disk:
         self.prepare(directory)
         self.put_new(os.path.join(directory, MARK), mark)
 
-    def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
-        """Write a rank's files; their checksums, in order.
+    def write(self, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]) -> list[Checksums]:
+        """Write a rank's files, none over another; their checksums, in order.
+
+        Args:
+            directory: Where.
+            files: What.
+            check: Called right before a file gets its name; raises if it must not any more.
 
         Raises:
+            TakenError: One is there already.
             StorageError: One cannot be written.
         """
         directories = {directory}
@@ -118,21 +124,23 @@ class Disk:
                 if os.path.dirname(path) not in directories:
                     self.prepare(os.path.dirname(path))
                     directories.add(os.path.dirname(path))
-                self._write_file(path, file, pool)
+                self._write_file(path, file, pool, check)
         for one in directories:
             with translate_os_errors(one):
                 sync_directory(one)
         return [file.checksums for file in files]
 
-    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor) -> None:
+    def _write_file(self, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, check: Callable[[], None]) -> None:
         def fill(fd: int, partial: str) -> None:
             reserve(fd, file.nbytes, path)
             self._blocks.write(fd, partial, file.nbytes, file.stream(pool.map))
 
-        self._write(path, fill, new=True)
+        self._write(path, fill, new=True, check=check)
 
     @staticmethod
-    def _write(path: str, fill: Callable[[int, str], None], *, new: bool) -> None:
+    def _write(
+        path: str, fill: Callable[[int, str], None], *, new: bool, check: Callable[[], None] = lambda: None
+    ) -> None:
         partial = f"{path}.{secrets.token_hex(4)}{PARTIAL}"  # another process may be writing the same
         with translate_os_errors(path):
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -142,6 +150,7 @@ class Disk:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
+                check()
                 if new:
                     _rename_new(partial, path)
                 else:

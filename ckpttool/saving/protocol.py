@@ -78,8 +78,8 @@ class Place(Protocol):
     def take_over(self, directory: str, mark: bytes) -> None:
         """Clear away what a dead save has left of a directory, and claim it: or raise TakenError."""
 
-    def write(self, directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
-        """Write files; their checksums, in order. None replaces another."""
+    def write(self, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]) -> list[Checksums]:
+        """Write files; their checksums, in order. None replaces another; ``check`` is called before one is seen."""
 
     def delete(self, path: str) -> None:
         """Remove a file, if it is there."""
@@ -107,6 +107,8 @@ class Request:
     """Whether to replace a checkpoint of that name."""
     groups: Sequence[Sequence[str]] = ()
     """As in the manifest."""
+    before: tuple[str, int] | None = None
+    """Attempt and number of the commit before it, where that has another root; None: as ``latest`` tells."""
 
 
 def place_for(url: str, options: Mapping[str, Any] | None) -> Place:
@@ -185,7 +187,8 @@ def _save(
             _see_mark(place.storage, directory, attempt)
         else:
             _check_ours(place, directory, attempt)
-        for file, sums in zip(files, place.write(directory, files), strict=True):
+        check = partial(_check_ours, place, directory, attempt)
+        for file, sums in zip(files, place.write(directory, files, check), strict=True):
             done["files"][file.name] = [sums.nbytes, sums.chunk_bytes, list(sums.crcs)]
     except CkptError as error:
         done["error"] = str(error)
@@ -401,7 +404,7 @@ def _finish(
                 place.put(posixpath.join(root, name), data)
         _check_ours(place, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
-        values |= _descent(storage, root, named, request.tag)
+        values |= _descent(storage, root, named, request)
         place.put_new(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
         _check_ours(place, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
         written = True
@@ -420,12 +423,14 @@ def _finish(
     return values
 
 
-def _descent(storage: Storage, root: str, named: str | None, tag: str) -> dict[str, Any]:
+def _descent(storage: Storage, root: str, named: str | None, request: Request) -> dict[str, Any]:
     """What a manifest says of the commit before it."""
+    if request.before is not None:
+        return {"parent": request.before[0], "number": request.before[1] + 1}
     before = (named or "").strip()
     for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
         try:
-            if (before != tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
+            if (before != request.tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
                 parent = read_manifest(storage, directory)
                 return {"parent": parent.attempt, "number": parent.number + 1}
         except CkptError:  # it may be none of ours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.storage.base import MANIFEST, MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
-from ckpttool.storage.errors import storage_error, translate_os_errors
+from ckpttool.storage.errors import ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.local import (
     LOCAL,
     LocalReader,
@@ -26,6 +26,7 @@ __all__ = [
     "REMOVED",
     "WAIT",
     "Entry",
+    "ExistsError",
     "LocalReader",
     "LocalStorage",
     "RangeReader",

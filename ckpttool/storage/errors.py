@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+class ExistsError(StorageError):
+    """There is a file where a new one was to be written."""
+
+
 @contextlib.contextmanager
 def translate_os_errors(path: str) -> Iterator[None]:
     """Turn an OSError of the body into a StorageError that names the path."""

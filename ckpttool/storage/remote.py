@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.errors import StorageError
 from ckpttool.ranges import coalesced
 from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
+from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
 from ckpttool.storage.urls import scheme_of, without_secrets
 
@@ -319,8 +320,16 @@ class RemoteStorage:
         self.put(path, data)
         return True
 
-    def create(self, path: str, nbytes: int, key: str = "") -> Upload:
-        """Begin to write a file that is too large to write in one go."""
+    def create(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> Upload:
+        """Begin to write a file that is too large to write in one go; over none that is there, if it is to be new.
+
+        Raises:
+            ExistsError: It is to be new, and there is one.
+            StorageError: It cannot be begun.
+        """
+        self.forget()
+        if new and self.exists(path):
+            raise ExistsError(path, "is there already", "see who else writes there")
         return StreamUpload(self, path, self.part_bytes(nbytes))
 
     def part_bytes(self, nbytes: int) -> int:

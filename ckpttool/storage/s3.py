@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import secrets
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
+from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import NO_BUCKET, ShortReadError, call, explain
 from ckpttool.storage.remote import CONNECTIONS, RemoteStorage, entry_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckpttool.storage.obstore_ranges import ObstoreRanges
     from ckpttool.storage.signed_parts import SignedParts
@@ -45,6 +47,8 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "config_kwargs": config}
 
 
+UPLOADED_BY = "ckpttool-upload"
+"""Metadata of an object that must be known again: whether it is this upload's or another's."""
 CONFLICT, PRECONDITION_FAILED, NOT_IMPLEMENTED = 409, 412, 501
 """Status of answers to conditional writes."""
 
@@ -170,10 +174,17 @@ class S3Storage(RemoteStorage):
             return {}
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
-    def create(self, path: str, nbytes: int, key: str = "") -> S3Upload:
-        """Begin an upload in parts, or go on with one that was begun."""
+    def create(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> S3Upload:
+        """Begin an upload in parts, or go on with one that was begun.
+
+        Args:
+            path: The object.
+            nbytes: Its size.
+            key: Number of the upload to go on with.
+            new: Whether it must replace no object.
+        """
         bucket, name = self._names(path)
-        return S3Upload(self, path, bucket, name, part_bytes(nbytes), key)
+        return S3Upload(self, path, bucket, name, part_bytes(nbytes), key, new=new)
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small object whole.
@@ -197,7 +208,10 @@ class S3Storage(RemoteStorage):
         bucket, name = self._names(path)
         only = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
 
+        answers: list[int] = []
+
         def write() -> bool:
+            answers.append(0)
             try:
                 self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **only)
             except OSError as error:
@@ -206,13 +220,22 @@ class S3Storage(RemoteStorage):
                     return super(S3Storage, self).put_new(path, data, over=over)
                 if code not in {CONFLICT, PRECONDITION_FAILED}:
                     raise
+                answers[-1] = code
                 return False
             return True
 
         written = call(path, write)
         self.forget()
+        if written or answers == [PRECONDITION_FAILED]:
+            return written
         # The answer to an attempt before may have been lost: then what is there is ours.
-        return written or (self.exists(path) and self.read_text(path) == data.decode())
+        return self.exists(path) and self._holds(path, data)
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        entry = self.entry(path)
+        if entry.nbytes != len(data):
+            return False
+        return not data or bytes(call(path, partial(self.get, path, 0, len(data), entry.version))) == data
 
     def part_bytes(self, nbytes: int) -> int:
         """How large the parts of an object of this size are."""
@@ -327,21 +350,26 @@ class S3Upload:
         name: Its key there.
         part_bytes: Size of every part but the last.
         number: Of an upload to go on with; "" for a new one.
+        new: Whether it must replace no object.
     """
 
-    def __init__(self, storage: S3Storage, path: str, bucket: str, name: str, part_bytes: int, number: str) -> None:
+    def __init__(
+        self, storage: S3Storage, path: str, bucket: str, name: str, part_bytes: int, number: str, *, new: bool = False
+    ) -> None:
         self._storage = storage
         self.path = path
         self._where = {"Bucket": bucket, "Key": name}
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._attempts = 0
+        self._new = new
+        self._token = secrets.token_hex(8)
         self._parts: dict[int, tuple[str, int]] = {}
         if number:
             self._parts = storage.parts(path, bucket, name, number)
         else:
             number = call(path, self._begin)
-            if self._attempts > 1:
+            if self._attempts > 1 and not new:  # others may be another process's
                 self._abort_others(number)
         self._where["UploadId"] = number
         self._committing = False
@@ -356,7 +384,8 @@ class S3Upload:
 
     def _begin(self) -> str:
         self._attempts += 1
-        return str(self._storage.fs.call_s3("create_multipart_upload", **self._where)["UploadId"])
+        told = {"Metadata": {UPLOADED_BY: self._token}} if self._new else {}
+        return str(self._storage.fs.call_s3("create_multipart_upload", **told, **self._where)["UploadId"])
 
     def has(self, start: int, nbytes: int) -> bool:
         """Whether the part that begins at a byte is there already."""
@@ -380,24 +409,59 @@ class S3Upload:
             self._parts[start // self._part_bytes + 1] = (receipt, nbytes)
 
     def commit(self) -> None:
-        """Let the object be seen."""
+        """Let the object be seen.
+
+        Raises:
+            ExistsError: It is to be new, and there is one.
+            StorageError: The store fails.
+        """
         parts = [{"PartNumber": n, "ETag": etag} for n, (etag, _) in sorted(self._parts.items())]
         self._committing = True
         call(self.path, partial(self._complete, {"Parts": parts}))
         self._storage.forget()
 
     def _complete(self, parts: dict[str, Any]) -> None:
+        """Complete the upload, over no object if it is to be new.
+
+        Source: Amazon S3, CompleteMultipartUpload (``If-None-Match``); where a server does not know it, it is looked
+        at first.
+        """
+        complete = partial(self._storage.fs.call_s3, "complete_multipart_upload", MultipartUpload=parts, **self._where)
         try:
-            self._storage.fs.call_s3("complete_multipart_upload", MultipartUpload=parts, **self._where)
+            if self._new:
+                self._complete_new(complete)
+            else:
+                complete()
         except FileNotFoundError:
             # The answer to an attempt before this one was lost: the upload is gone because it is complete.
             if not self._is_whole():
                 raise
 
-    def _is_whole(self) -> bool:
-        """Whether the object is there, and as long as its parts together."""
+    def _complete_new(self, complete: Callable[..., Any]) -> None:
         try:
-            found = self._storage.fs.info(self._storage.key(self.path))
+            complete(IfNoneMatch="*")
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            code = _status_of(error)
+            if code in {CONFLICT, PRECONDITION_FAILED} and not self._is_whole():
+                raise ExistsError(self.path, "is there already", "see who else writes there") from error
+            if code == NOT_IMPLEMENTED:
+                self._storage.forget()
+                if self._storage.exists(self.path):
+                    raise ExistsError(self.path, "is there already", "see who else writes there") from error
+                complete()
+            elif code not in {CONFLICT, PRECONDITION_FAILED}:
+                raise
+
+    def _is_whole(self) -> bool:
+        """Whether the object is there, and what this upload has made; if it may replace one, by its size alone."""
+        fs = self._storage.fs
+        try:
+            if self._new:
+                head = fs.call_s3("head_object", Bucket=self._where["Bucket"], Key=self._where["Key"])
+                return bool(head.get("Metadata", {}).get(UPLOADED_BY) == self._token)
+            found = fs.info(self._storage.key(self.path))
         except FileNotFoundError:
             return False
         return bool(found["size"] == sum(size for _, size in self._parts.values()))

@@ -79,11 +79,11 @@ def _slow(root: str, *, spoil: bool) -> Any:
     place: Any = place_for(root, None)
     write = place.write
 
-    def later(directory: str, files: Any) -> Any:
+    def later(directory: str, files: Any, check: Any) -> Any:
         time.sleep(SECONDS)
         if spoil:
             shutil.rmtree(root, ignore_errors=True)
-        return write(directory, files)
+        return write(directory, files, check)
 
     place.write = later
     return place

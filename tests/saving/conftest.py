@@ -6,11 +6,12 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.saving.scenarios import Bench
+from tests.storage import server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,3 +38,14 @@ def directory() -> Iterator[Path]:
 def bench(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Where scenarios are run."""
     return Bench(directory, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def small_parts() -> Iterator[tuple[str, Any]]:
+    """A server that takes small parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("S3_UPLOAD_PART_MIN_SIZE", "1")
+        with server.running() as endpoint:
+            client = server.client(endpoint)
+            yield endpoint, client
+            client.close()

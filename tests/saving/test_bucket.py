@@ -38,17 +38,6 @@ PART_BYTES = 8192
 """Files of the little checkpoints have two parts, or three."""
 
 
-@pytest.fixture(scope="module")
-def small_parts() -> Iterator[tuple[str, Any]]:
-    """A server that takes small parts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("S3_UPLOAD_PART_MIN_SIZE", "1")
-        with server.running() as endpoint:
-            client = server.client(endpoint)
-            yield endpoint, client
-            client.close()
-
-
 @pytest.fixture
 def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
     import s3fs
@@ -256,7 +245,7 @@ def test_what_is_denied_is_not_sent_on_and_on(bucket: server.Bucket, monkeypatch
         proxy.add(ACCESS_DENIED, "upload_part", times=None)
         url = bucket.url("run")
         with pytest.raises(StorageError, match="access denied"):
-            Bucket(open_remote(url, {})).write(url, [PlainFile("file", Held(bytes(parts * PART_BYTES)))])
+            Bucket(open_remote(url, {})).write(url, [PlainFile("file", Held(bytes(parts * PART_BYTES)))], lambda: None)
         assert len(proxy.requests("upload_part")) <= 3 * PARTS_AT_ONCE
     assert bucket.uploads() == []
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -18,11 +18,14 @@ from ckpttool.saving.ranks import Alone, RankError, agree_to_begin
 from ckpttool.storage import MANIFEST
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, whole
-from tests.saving.disks import Fault
 from tests.saving.test_any_history import History, sizes, tags
+
+if TYPE_CHECKING:
+    from tests.saving.disks import Fault
 
 EXAMPLES = int(os.environ.get("CKPTTOOL_TEST_HISTORIES", "15"))
 """10,000 were run once."""
+PHASES = tuple(phase for phase in Phase if EXAMPLES <= 1000 or phase not in {Phase.shrink, Phase.explain})  # takes long
 
 
 class Law(History):
@@ -136,10 +139,10 @@ class Law(History):
             marks.ALIVE.clear()
             save_version(Disk(), self.root, Alone(), tag, second, overwrite=overwrite)
 
-        def interrupted(directory: str, files: Any) -> Any:
+        def interrupted(directory: str, files: Any, check: Any) -> Any:
             if when == "before":
                 other()
-            sums = write(directory, files)
+            sums = write(directory, files, check)
             if when == "after":
                 other()
             return sums
@@ -183,4 +186,4 @@ class Law(History):
 
 
 TestLaw = Law.TestCase
-TestLaw.settings = settings(max_examples=EXAMPLES, stateful_step_count=12, deadline=None)
+TestLaw.settings = settings(max_examples=EXAMPLES, stateful_step_count=12, deadline=None, phases=PHASES)

@@ -46,7 +46,9 @@ def test_a_commit_before_latest_was_written_is_found_whatever_the_clock_says(tmp
     _save(tmp_path, "step2", 2, seconds=-1e6)
     (tmp_path / "latest").write_text(latest)
     (tmp_path / "step2" / MARK).write_text("{}")  # which goes after latest is written
-    assert candidates(LOCAL, str(tmp_path))[0].tag == "step2"
+    found = candidates(LOCAL, str(tmp_path))
+    assert found[0].tag == "step2"
+    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1, and step2 was committed on top of it"
 
 
 def test_who_sets_latest_is_followed_and_told_what_speaks_against_it(tmp_path: Path) -> None:

@@ -233,10 +233,10 @@ def test_what_nobody_foresaw_on_one_rank_is_told_to_all(
 ) -> None:
     write = Disk.write
 
-    def fails(self: Disk, directory: str, files: Any) -> Any:
+    def fails(self: Disk, directory: str, files: Any, check: Any) -> Any:
         if any("rank_1" in file.name for file in files):
             raise KeyError("unforeseen")
-        return write(self, directory, files)
+        return write(self, directory, files, check)
 
     monkeypatch.setattr(Disk, "write", fails)
     outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step1", 1))

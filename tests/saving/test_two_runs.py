@@ -48,10 +48,10 @@ def _place(root: str, *, before: Callable[[], None] | None = None, after: Callab
     place: Any = place_for(root, None)
     write = place.write
 
-    def interrupted(directory: str, files: Sequence[OutgoingFile]) -> list[Checksums]:
+    def interrupted(directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]) -> list[Checksums]:
         if before is not None:
             before()
-        sums: list[Checksums] = write(directory, files)
+        sums: list[Checksums] = write(directory, files, check)
         if after is not None:
             after()
         return sums

@@ -93,7 +93,7 @@ def _resume(directory: Path) -> None:
 
 
 def _ending(directory: Path) -> None:
-    for how in ("return", "exception", "fails"):
+    for how in ("return", "exception", "unguarded", "fails"):
         try:
             told = _told(fit(loops.ending, {"how": how}, 2, name=f"ending-{how}", storage_path=str(directory)))
         except Exception as error:

@@ -267,11 +267,11 @@ def ending(config: dict[str, Any]) -> None:
     engine, train = engine_of(2)
     write = Disk.write
 
-    def slow_write(self: Any, directory: str, files: Any) -> Any:
+    def slow_write(self: Any, directory: str, files: Any, check: Any) -> Any:
         time.sleep(2)
         if config["how"] == "fails":
             shutil.rmtree(directory, ignore_errors=True)
-        return write(self, directory, files)
+        return write(self, directory, files, check)
 
     Disk.write = slow_write  # type: ignore[method-assign]
     train()
@@ -281,3 +281,5 @@ def ending(config: dict[str, Any]) -> None:
             checkpoints.report(engine, {"loss": 0.5}, client_state={"step": 1})
             raise ArithmeticError("the loop failed")
     checkpoints.report(engine, {"loss": 0.5}, client_state={"step": 1})
+    if config["how"] == "unguarded":
+        raise ArithmeticError("the loop failed")

@@ -98,9 +98,10 @@ def test_a_save_in_the_background_is_committed_and_reported_when_the_train_funct
     assert ckpttool.inspect(newest).client_state["step"] == 1
 
 
-def test_a_save_in_the_background_is_committed_when_the_train_function_fails(done: Path) -> None:
-    assert "the loop failed" in _facts(done, "ending-exception.json")["error"]
-    (entry,) = ckpttool.ls(done / "ending-exception").entries
+@pytest.mark.parametrize("how", ["exception", "unguarded"])
+def test_a_save_in_the_background_is_committed_when_the_train_function_fails(done: Path, how: str) -> None:
+    assert "the loop failed" in _facts(done, f"ending-{how}.json")["error"]
+    (entry,) = ckpttool.ls(done / f"ending-{how}").entries
     assert entry.whole
 
 

@@ -13,7 +13,15 @@ import ckpttool
 from ckpttool.checksums import of_bytes
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.manifest import Manifest
-from ckpttool.ray_run import SNAPSHOT, directory_name, is_checkpoint_name, latest_of_ray, listed_by_ray, run_commits
+from ckpttool.ray_run import (
+    SNAPSHOT,
+    directory_name,
+    is_checkpoint_name,
+    last_commit,
+    latest_of_ray,
+    listed_by_ray,
+    run_commits,
+)
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.truth import HERE, source
 
@@ -31,11 +39,11 @@ def _save(run: Path, name: str, tag: str = "global_step3") -> Path:
     return run / name / tag
 
 
-def _commit(run: Path, step: int, token: str, created: float) -> str:
+def _commit(run: Path, step: int, token: str, created: float, number: int = 0) -> str:
     name = directory_name(step, token)
     directory = _save(run, name, f"global_step{step}")
     manifest = Manifest(
-        tag=f"global_step{step}", step=step, created=created, attempt=token, world_size=2, stage=2,
+        tag=f"global_step{step}", step=step, created=created, attempt=token, world_size=2, stage=2, number=number,
         metrics={"loss": 1.0 / step}, files={p.name: of_bytes(p.read_bytes()) for p in directory.iterdir()},
     )  # fmt: skip
     (directory / MANIFEST).write_bytes(manifest.to_json())
@@ -59,6 +67,16 @@ def test_the_newest_commit_comes_first_and_of_one_step_the_later(tmp_path: Path)
     (tmp_path / ".validate_storage_marker").touch()
     assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == [names[2], names[1], names[0]]
     assert run_commits(LOCAL, str(tmp_path / "nowhere")) == []
+
+
+def test_commits_of_one_step_are_in_the_order_of_commits_whatever_the_clock_says(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, 3, token, 1.0, number) for token, number in (("aa", 1), ("cc", 2), ("bb", 3))]
+    for name, seconds in zip(names, (3e6, 2e6, 1e6), strict=True):
+        for path in (tmp_path / name).rglob("*"):
+            os.utime(path, (seconds, seconds))
+    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == names[::-1]
+    assert last_commit(LOCAL, str(tmp_path)) == ("bb", 3)
+    assert last_commit(LOCAL, str(tmp_path / "nowhere")) == ("", 0)
 
 
 def test_what_ray_removes_meanwhile_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

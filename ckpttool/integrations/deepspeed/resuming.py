@@ -28,7 +28,7 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
     if tag is None:
         found = candidates(storage, root)
         if against := contradiction(storage, root, found):
-            LOG.warning("%s: %s; it is gone on from", root, against)
+            LOG.warning("%s: %s; going on from %s", root, against, found[0].tag)
         return found
     path = posixpath.join(root, tag)
     if not storage.is_dir(path):

@@ -1,0 +1,121 @@
+"""Files of a run that was thought dead, and come when another has saved the same: they replace none of its files."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import s3fs
+
+from ckpttool.errors import CkptError
+from ckpttool.saving import disk, marks
+from ckpttool.saving.protocol import place_for
+from ckpttool.saving.ranks import Alone
+from ckpttool.storage import MANIFEST, is_url, rename_new, walk
+from ckpttool.storage import s3 as s3_module
+from ckpttool.storage.remote import RemoteStorage
+from tests.saving.checkpoints import chosen, save_version, version
+from tests.storage import server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(params=["disk", "one put", "parts", "memory"])
+def root(
+    request: pytest.FixtureRequest, tmp_path: Path, small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Where two runs save: each file in one request, or in parts; or in a store without conditional writes."""
+    if request.param == "disk":
+        return str(tmp_path / "root")
+    if request.param == "memory":
+        monkeypatch.setattr(RemoteStorage, "part_bytes", lambda self, nbytes: 8192)
+        return f"memory://late-files-{uuid.uuid4().hex[:12]}/root"
+    endpoint, client = small_parts
+    if request.param == "parts":
+        monkeypatch.setattr(s3_module, "MIN_PART_BYTES", 8192)
+    for name, value in (server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    client.create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/root"
+
+
+@pytest.fixture
+def other(root: str) -> Callable[[], None]:
+    """Another run, which takes the directory over and commits, once."""
+    left = [2]
+
+    def save() -> None:
+        if left:
+            marks.ALIVE.clear()  # as if the first were a process that has ended
+            save_version(place_for(root, None), root, Alone(), "a", left.pop())
+
+    return save
+
+
+def _commits_nothing(place: Any, root: str) -> CkptError:
+    """Let the late run save; what is there afterwards is the other's, and nothing else."""
+    with pytest.raises(CkptError) as caught:
+        save_version(place, root, Alone(), "a", 1)
+    storage = place_for(root, None).storage
+    assert chosen(root, storage) == ("a", version(2))
+    assert {name for name, _ in walk(storage, f"{root}/a")} == {*version(2), MANIFEST}
+    return caught.value
+
+
+def test_before_the_first_file_is_begun(root: str, other: Callable[[], None]) -> None:
+    place: Any = place_for(root, None)
+    write = place.write
+
+    def late(*given: Any) -> Any:
+        other()
+        return write(*given)
+
+    place.write = late
+    told = str(_commits_nothing(place, root))
+    assert "taken over" in told or "is there already" in told
+
+
+def test_before_a_file_is_published(root: str, other: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other commits between the look at the mark and what follows it."""
+    if root.startswith("memory"):
+        return  # without conditional writes this cannot be seen
+    place: Any = place_for(root, None)
+    if not is_url(root):
+        rename = rename_new
+
+        def late_rename(partial: str, path: str) -> None:
+            if path.endswith(".pt"):
+                other()
+            rename(partial, path)
+
+        monkeypatch.setattr(disk, "rename_new", late_rename)
+    else:
+        _publish_late(place.storage, other)
+    _commits_nothing(place, root)
+
+
+def _publish_late(storage: Any, other: Callable[[], None]) -> None:
+    put_new, create = storage.put_new, storage.create
+
+    def late_put(path: str, data: bytes, **how: Any) -> Any:
+        if path.endswith(".pt"):
+            other()
+        return put_new(path, data, **how)
+
+    def late_create(*given: Any, **how: Any) -> Any:
+        upload = create(*given, **how)
+        commit = upload.commit
+
+        def late_commit() -> None:
+            other()
+            commit()
+
+        upload.commit = late_commit
+        return upload
+
+    storage.put_new, storage.create = late_put, late_create
