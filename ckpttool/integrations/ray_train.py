@@ -24,7 +24,6 @@ import math
 import numbers
 import posixpath
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,9 @@ from ckpttool.integrations.ray_storage import place_of, url_of
 from ckpttool.manager import TIMEOUT, CheckpointManager
 from ckpttool.manifest import commits, is_commit, read_manifest, size_problems
 from ckpttool.ray_run import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
-from ckpttool.saving.protocol import place_for, settle
+from ckpttool.saving.marks import is_alive
+from ckpttool.saving.protocol import place_for, read_mark, settle
+from ckpttool.saving.upkeep import is_old
 from ckpttool.storage import walk
 
 if TYPE_CHECKING:
@@ -291,7 +292,9 @@ class RayTrainCheckpoints:
                 continue
             times = [entry.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            if time.time() - newest >= self._grace:
+            inside = [f"{directory}/{e.name}" for e in storage.listing(directory) if e.is_dir]
+            alive = any(is_alive(read_mark(storage, one)) for one in inside)
+            if newest < math.inf and is_old(newest, self._grace) and not alive:
                 found.append(directory)
         return found
 

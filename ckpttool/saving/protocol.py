@@ -261,13 +261,7 @@ def _see_that_it_is_dead(place: Place, directory: str) -> None:
     Raises:
         TakenError: Somebody does.
     """
-    path = posixpath.join(directory, MARK)
-    try:
-        mark = json.loads(place.storage.read_text(path)) if place.storage.exists(path) else {}
-    except (StorageError, ValueError):
-        mark = {}
-    if not isinstance(mark, dict):
-        mark = {}
+    mark = read_mark(place.storage, directory)
     who = f"process {mark.get('process')} of {mark.get('host')}"
     taken = TakenError(directory, f"is being saved by {who}", TAKEN)
     alive = is_alive(mark)
@@ -281,6 +275,16 @@ def _see_that_it_is_dead(place: Place, directory: str) -> None:
         time.sleep(1.0)
         if _snapshot(place, directory) != before:
             raise taken
+
+
+def read_mark(storage: Storage, directory: str) -> dict[str, Any]:
+    """What the mark of a directory says; nothing if it has none, or that cannot be read."""
+    path = posixpath.join(directory, MARK)
+    try:
+        mark = json.loads(storage.read_text(path)) if storage.exists(path) else {}
+    except (StorageError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
 
 
 def _snapshot(place: Place, directory: str) -> list[tuple[Any, ...]]:

@@ -14,7 +14,8 @@ from ckpttool.catalog import committed
 from ckpttool.errors import CkptError
 from ckpttool.manifest import commits, directories, is_commit
 from ckpttool.retention import decide, parse_best
-from ckpttool.saving.protocol import PARTIAL, REPLACED, is_unfinished
+from ckpttool.saving.marks import is_alive
+from ckpttool.saving.protocol import PARTIAL, REPLACED, is_unfinished, read_mark
 from ckpttool.storage import MARK, is_half_removed, walk
 
 if TYPE_CHECKING:
@@ -83,16 +84,21 @@ def left_over(place: Place, root: str, *, grace: float) -> list[str]:
         if not _is_left_over(place, directory):
             continue
         newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
-        if time.time() - newest >= grace:
+        if is_old(newest, grace) and is_alive(read_mark(storage, directory)) is not True:
             found.append(directory)
     return found
+
+
+def is_old(modified: float, grace: float) -> bool:
+    """Whether something was last written so many seconds ago, or by a clock that was ahead by as much."""
+    return abs(time.time() - modified) >= grace
 
 
 def _partial_files(place: Place, root: str, *, grace: float) -> list[str]:
     """Small files that were being written into a root when a process was killed."""
     entries = place.storage.listing(root) if place.storage.is_dir(root) else []
     found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
-    return [posixpath.join(root, e.name) for e in found if time.time() - (e.modified or 0.0) >= grace]
+    return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
 
 
 def _is_left_over(place: Place, directory: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import TYPE_CHECKING
@@ -10,8 +11,10 @@ import pytest
 
 from ckpttool.candidates import candidates, contradiction
 from ckpttool.manifest import read_manifest
+from ckpttool.saving import marks
 from ckpttool.saving.disk import Disk
 from ckpttool.saving.ranks import Alone
+from ckpttool.saving.upkeep import tidy
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving.checkpoints import chosen, save_version
 
@@ -67,6 +70,20 @@ def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:
     manifests = [read_manifest(LOCAL, str(tmp_path / f"step{number}")) for number in (1, 2, 3)]
     assert [m.number for m in manifests] == [1, 2, 3]
     assert [m.parent for m in manifests[1:]] == [m.attempt for m in manifests[:2]]
+
+
+def test_what_a_killed_save_left_by_a_clock_that_was_ahead_goes_and_a_live_save_stays(tmp_path: Path) -> None:
+    mark = {"key": "save 1", "files": [], **marks.identity()}
+    for name, process in (("dead", -1), ("live", os.getppid())):
+        (tmp_path / name).mkdir()
+        began = {"process": process, "began": marks._began(process)}
+        (tmp_path / name / MARK).write_text(json.dumps({**mark, **began}))
+        os.utime(tmp_path / name / MARK, (time.time() + 1e8,) * 2)
+    tidy(Disk(), str(tmp_path), None, grace=900)
+    assert os.listdir(tmp_path) == ["live"]
+    os.utime(tmp_path / "live" / MARK, (1, 1))
+    tidy(Disk(), str(tmp_path), None, grace=900)
+    assert os.listdir(tmp_path) == ["live"]
 
 
 def test_nested_tags_are_found_though_latest_names_another(tmp_path: Path) -> None:
