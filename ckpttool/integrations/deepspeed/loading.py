@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths
 from ckpttool.integrations.deepspeed.live import look
+from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.preparing import Reading, keeps_loss_scale, prepare
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.deepspeed.together import (
@@ -221,6 +222,7 @@ def restore_engine(
             else:
                 returned = handing.hand_over(live, prepared)
                 client_state = {key: returned[key] for key in checkpoint.client_state if key in returned}
+            drop_gradients(live)
         except Exception as failed:
             told = f"could not be handed to the engine, which is half loaded now: {type(failed).__name__}: {failed}"
             raise PlanError(checkpoint.location, told, "build the engine anew") from failed
@@ -228,13 +230,12 @@ def restore_engine(
 
 
 def _pending(live: LiveEngine) -> list[str]:
-    """What is said of gradients that wait in the engine for the end of a step: a load leaves them there."""
-    engine = live.engine
-    count = int(engine.micro_steps) % max(1, int(engine.gradient_accumulation_steps()))
+    """What is said of gradients that wait in the engine for the end of a step."""
+    count = micro_batches(live)
     if not count:
         return []
     batches = "a micro batch" if count == 1 else f"{count} micro batches"
-    return [f"{batches} had been accumulated: those gradients go into the next step; load between two steps"]
+    return [f"{batches} had been accumulated since the last step: those gradients are dropped"]
 
 
 def _report(

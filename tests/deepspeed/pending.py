@@ -1,0 +1,73 @@
+"""Engines that have accumulated a micro batch when a checkpoint is restored, and train on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests import forked
+
+ACCUMULATION = 3
+
+
+def main(directory: Path) -> None:
+    """Do all jobs on two ranks."""
+    import deepspeed  # noqa: F401  once, for all that are forked
+
+    jobs = forked.jobs_in(directory)
+    forked.run_ranks(2, lambda: _rank(jobs, directory))
+
+
+def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
+    import torch
+    from recipes import common
+
+    common.start(seed=1)
+    told = {}
+    for job in jobs:
+        forked.end_if_stuck()
+        told[job["id"]] = _do(job, directory / "root")
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(directory / "root")
+            (directory / "told.json").write_text(json.dumps(told))
+        torch.distributed.barrier()
+    common.leave()
+
+
+def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
+    """What is other than in a run that goes on without a restore, after as many steps."""
+    from ckpttool import CheckpointManager
+    from tests.deepspeed.optimizers import build, differing, held, step
+
+    engines = [
+        build(job["stage"], job["dtype"], "two", job["optimizer"], seed=seed, accumulation=ACCUMULATION)
+        for seed in (0, 7)
+    ]
+    first, second = engines
+    step(first, ACCUMULATION)
+    manager = CheckpointManager(root)
+    manager.save(first)
+    step(first, 2 * ACCUMULATION)
+    step(second, ACCUMULATION + job["pending"])
+    before = held(second)
+    manager.preview(second)
+    told: dict[str, Any] = {"untouched": differing(before, held(second)) == []}
+    manager.restore(second, weights_only=job["weights_only"])
+    report = manager.restored
+    assert report is not None
+    told["notes"] = [note for note in report.notes if "accumulated" in note]
+    counted = second.global_steps
+    step(second, 2 * ACCUMULATION)
+    told["steps"] = second.global_steps - counted
+    told["differing"] = [] if job["weights_only"] else differing(held(first), held(second))
+    for engine in engines:
+        engine.destroy()
+    return told
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""Gradients of micro batches before a restore do not go into the step after it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import forked
+
+if TYPE_CHECKING:
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+
+JOBS: list[dict[str, Any]] = [
+    {
+        "id": f"{dtype}-zero{stage}-{optimizer}-{pending}{'-weights' if weights_only else ''}", "stage": stage,
+        "dtype": dtype, "optimizer": optimizer, "pending": pending, "weights_only": weights_only,
+    }
+    for stage in (0, 1, 2, 3)
+    for dtype, optimizer, pending, weights_only in (
+        ("bf16", "adamw", 1, False), ("fp32", "adamw", 2, False), ("bf16", "fused", 2, False),
+        ("bf16", "adamw", 0, False), ("bf16", "adamw", 1, True),
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("pending")
+    forked.start("tests.deepspeed.pending", JOBS, directory)
+    found: dict[str, Any] = json.loads((directory / "told.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job["id"])
+def test_accumulated_gradients_are_dropped(job: dict[str, Any], told: dict[str, Any]) -> None:
+    found = told[job["id"]]
+    batches = {0: "", 1: "a micro batch", 2: "2 micro batches"}[job["pending"]]
+    said = [f"{batches} had been accumulated since the last step: those gradients are dropped"] if batches else []
+    assert found == {"untouched": True, "notes": said, "steps": 2, "differing": []}
