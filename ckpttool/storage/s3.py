@@ -208,10 +208,7 @@ class S3Storage(RemoteStorage):
         bucket, name = self._names(path)
         only = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
 
-        answers: list[int] = []
-
         def write() -> bool:
-            answers.append(0)
             try:
                 self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **only)
             except OSError as error:
@@ -220,16 +217,13 @@ class S3Storage(RemoteStorage):
                     return super(S3Storage, self).put_new(path, data, over=over)
                 if code not in {CONFLICT, PRECONDITION_FAILED}:
                     raise
-                answers[-1] = code
                 return False
             return True
 
         written = call(path, write)
         self.forget()
-        if written or answers == [PRECONDITION_FAILED]:
-            return written
-        # The answer to an attempt before may have been lost: then what is there is ours.
-        return self.exists(path) and self._holds(path, data)
+        # The answer to an attempt before may have been lost, of the HTTP client's own too: then what is there is ours.
+        return written or (self.exists(path) and self._holds(path, data))
 
     def _holds(self, path: str, data: bytes) -> bool:
         entry = self.entry(path)
@@ -369,7 +363,7 @@ class S3Upload:
             self._parts = storage.parts(path, bucket, name, number)
         else:
             number = call(path, self._begin)
-            if self._attempts > 1 and not new:  # others may be another process's
+            if self._attempts > 1:
                 self._abort_others(number)
         self._where["UploadId"] = number
         self._committing = False

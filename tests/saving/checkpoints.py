@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import posixpath
 import zlib
@@ -14,7 +15,7 @@ from ckpttool.candidates import candidates, open_whole
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
 from ckpttool.guarded import GuardedStorage
-from ckpttool.manifest import is_commit, read_manifest
+from ckpttool.manifest import is_commit, parse_manifest, read_manifest
 from ckpttool.saving.outgoing import Held, PlainFile
 from ckpttool.saving.protocol import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
@@ -113,6 +114,7 @@ def _read(storage: Storage, path: str) -> Read:
     held = hashlib.blake2b()
     for name, _ in sorted(walk(storage, path), key=lambda found: found[0]):
         data = Path(path, name).read_bytes()
+        data = _without_chance(data) if name == MANIFEST else data
         held.update(f"{len(name)} {name} {len(data)} ".encode())
         held.update(data)
     key = held.digest()
@@ -121,6 +123,16 @@ def _read(storage: Storage, path: str) -> Read:
             _read_before.clear()
         _read_before[key] = _really_read(storage, path)
     return _read_before[key]
+
+
+def _without_chance(manifest: bytes) -> bytes:
+    """What of a manifest its checkpoint is opened by: not what differs in every save."""
+    try:
+        parse_manifest(manifest)
+    except Exception:  # whatever is wrong with it is part of what is read
+        return manifest
+    values = json.loads(manifest)
+    return json.dumps({k: v for k, v in values.items() if k not in {"attempt", "created", "parent", "number"}}).encode()
 
 
 def _really_read(storage: Storage, path: str) -> Read:

@@ -116,6 +116,8 @@ class History(RuleBasedStateMachine):
             assert found, "neither the old nor the new one is there"
             for name in found:
                 self.sound[name] = old if here[name] == version(old) else self.number
+            if tag in found and os.path.exists(f"{self.root}/{tag}/{MANIFEST}"):
+                self.sound.pop(aside, None)  # what was set aside for a commit may go
         elif tag not in before:
             self.unsure.setdefault(tag, set()).add(self.number)
             here = whole(self.root)
