@@ -117,6 +117,15 @@ def step_of(storage: Storage, path: str, name: str) -> int:
         return numbers[-1] if numbers else -1
 
 
+def is_whole(storage: Storage, path: str) -> bool:
+    """Whether a checkpoint can be opened, as far as can be seen without reading all of it."""
+    try:
+        open_whole(storage, path)
+    except CkptError:
+        return False
+    return True
+
+
 def open_whole(storage: Storage, path: str) -> Checkpoint:
     """The layout of a checkpoint, every file of which is there; what is read of it later is compared with its manifest.
 

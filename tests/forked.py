@@ -57,11 +57,19 @@ def jobs_in(directory: Path) -> list[dict[str, Any]]:
 
 def run_ranks(world_size: int, body: Callable[[], None]) -> None:
     """Do something on so many ranks, which end with it."""
+    wait_for(_fork_all(world_size, body))
+
+
+def statuses_of(world_size: int, body: Callable[[], None]) -> list[int]:
+    """Do something on so many ranks, some of which may be killed; how each ended, a signal as a negative number."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in _fork_all(world_size, body)]
+
+
+def _fork_all(world_size: int, body: Callable[[], None]) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [_fork(body, rank, world_size, port) for rank in range(world_size)]
-    wait_for(ranks)
+    return [_fork(body, rank, world_size, port) for rank in range(world_size)]
 
 
 def _fork(body: Callable[[], None], rank: int, world_size: int, port: int) -> int:

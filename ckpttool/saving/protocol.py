@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpttool.candidates import is_whole
 from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
@@ -321,6 +322,9 @@ def _make_way(place: Place, root: str, directory: str) -> None:
     if storage.exists(aside):
         if is_commit(storage, aside) and not is_commit(storage, directory):
             raise StorageError(aside, "may be the only whole checkpoint of this name", "choose another tag, or move it")
+        if is_commit(storage, aside) and not is_whole(storage, directory):
+            place.remove(directory)  # what was set aside is the better of the two
+            return
         place.remove(aside)
     try:
         moved = place.set_aside(directory, aside)

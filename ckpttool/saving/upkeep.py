@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.candidates import open_whole
+from ckpttool.candidates import is_whole, open_whole
 from ckpttool.catalog import committed
 from ckpttool.errors import CkptError
 from ckpttool.manifest import commits, directories, is_commit
@@ -106,5 +106,7 @@ def _is_left_over(place: Place, directory: str) -> bool:
     if posixpath.basename(directory).startswith(SCRATCH) or is_half_removed(storage, directory):
         return True
     if directory.endswith(REPLACED):
-        return is_commit(storage, directory.removesuffix(REPLACED))
+        return is_commit(storage, directory.removesuffix(REPLACED)) and is_whole(
+            storage, directory.removesuffix(REPLACED)
+        )
     return is_unfinished(storage, directory)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from ckpttool.saving.ranks import GRACE
 from tests import forked
 
+COMMITTED = 3
+"""Of the points of a save at which a rank may be killed, from this one on it is committed."""
 STATES = ("fp32/", "exp_avg/", "exp_avg_sq/", "lr/")
 
 
@@ -30,18 +35,36 @@ def main(directory: Path) -> None:
                 for job in jobs
                 if number < len(job["lives"]) and job["lives"][number]["ranks"] == ranks
             ]
-            if own:
-                forked.run_ranks(ranks, lambda own=own: _rank(own, directory))  # type: ignore[misc]
+            if together := [one for one in own if not one[1]["end"]]:
+                forked.run_ranks(ranks, lambda own=together: _rank(own, directory))  # type: ignore[misc]
+            for name, life in own:
+                if life["end"]:
+                    statuses = forked.statuses_of(
+                        ranks,
+                        lambda own=[(name, life)]: _rank(own, directory),  # type: ignore[misc]
+                    )
+                    assert statuses == [_status(life, rank) for rank in range(ranks)], (name, number, life, statuses)
+
+
+def _status(life: dict[str, Any], rank: int) -> int:
+    return -signal.SIGKILL if life["end"] == "kill" and rank == life["victim"] % life["ranks"] else 0
 
 
 def _rank(lives: list[tuple[str, dict[str, Any]]], directory: Path) -> None:
     from recipes import common
 
     common.start(seed=3)
+    end = ""
     for name, life in lives:
         forked.end_if_stuck(240)
         _Life(directory / name, life).live()
-    common.leave()
+        end = life["end"]
+    if end == "exit":  # what the interpreter does when the main module has ended
+        threading._shutdown()  # type: ignore[attr-defined]
+        if type(sys.stderr).__name__ == "_FailingStream":
+            os._exit(120)
+    elif not end:
+        common.leave()
 
 
 class _Life:
@@ -71,12 +94,68 @@ class _Life:
             getattr(self, what)()
             torch.distributed.barrier()
         self.settled()
+        if self.life["end"]:
+            getattr(self, self.life["end"])()
+            return
+        self.write_down()
+        torch.distributed.barrier()
+        self.engine.destroy()
+
+    def write_down(self) -> None:
+        """Note for the lives after this one what must be found."""
+        import torch
+
         if self.rank == 0:
             torch.save(self.notes, self.directory / "notes.pt")
             with open(self.directory / "done", "a") as file:
                 file.write(json.dumps([self.life["does"]]) + "\n")
+
+    def untold(self) -> str:
+        """Train until there is a step that was never saved; its tag."""
+        self.train()
+        while (tag := f"global_step{self.engine.global_steps}") in self.notes:
+            self.train()
+        return tag
+
+    def exit(self) -> None:
+        """The program ends while it saves in the background: from then on that must be found."""
+        import torch
+
+        tag = self.untold()
+        self.notes[tag] = self.note()
+        write = self.manager._place.write
+
+        def later(*given: Any) -> Any:
+            time.sleep(0.3)
+            return write(*given)
+
+        self.manager._place.write = later
+        self.manager.save(self.engine, client_state={"step": self.engine.global_steps})
+        self.write_down()
         torch.distributed.barrier()
-        self.engine.destroy()
+
+    def kill(self) -> None:
+        """A rank is killed while it saves; the others hear of it in time, and what was committed is found."""
+        import torch
+
+        tag, victim = self.untold(), self.life["victim"] % self.ranks
+        at = self.life["at"] if victim == 0 else self.life["at"] % 2
+        if at >= COMMITTED:
+            self.notes[tag] = self.note()
+        self.write_down()
+        torch.distributed.barrier()
+        if self.rank == victim:
+            _die_at(self.manager._place, at)
+        began = time.monotonic()
+
+        def write() -> None:
+            self.manager.save(self.engine, client_state={"step": self.engine.global_steps})
+            self.manager.wait()
+
+        told = _told(write)
+        assert self.rank != victim
+        assert told or at >= COMMITTED
+        assert time.monotonic() - began < 20 + GRACE + 10
 
     def held(self) -> dict[str, Any]:
         from tests.deepspeed.optimizers import held
@@ -100,8 +179,7 @@ class _Life:
 
     def save(self) -> None:
         tag = f"global_step{self.engine.global_steps}"
-        note = {"held": self.held(), "step": self.engine.global_steps, "sound": True, "number": len(self.notes) + 1}
-        note |= {"optimizer": self.life["optimizer"]}
+        note = self.note()
 
         def write() -> None:
             self.manager.save(self.engine, client_state={"step": note["step"]})
@@ -113,6 +191,11 @@ class _Life:
             return
         assert tag not in self.notes
         self.notes[tag] = note
+
+    def note(self) -> dict[str, Any]:
+        """What is to be found of a commit of now."""
+        note = {"held": self.held(), "step": self.engine.global_steps, "sound": True, "number": len(self.notes) + 1}
+        return note | {"optimizer": self.life["optimizer"], "groups": self.life["groups"]}
 
     def restore(self) -> None:
         """What is restored is the newest commit, bit for bit, or the engine is as it was; as was foretold."""
@@ -141,7 +224,11 @@ class _Life:
         assert found == {"step": note["step"]}, (found, tag)
         assert self.engine.global_steps == note["step"]
         odd = [k for k in differing(note["held"], now) if k.startswith(STATES)]
-        if self.life["groups"] != "two":
+        if _frozen(note) != _frozen(self.life):  # the weights are matched by name, and so are moments that both have
+            changed = {_frozen(note), _frozen(self.life)}
+            odd = [k for k in odd if f"frozen {k.partition('/')[2][0]}" not in changed]
+            assert not [k for k in differing(note["held"], now) if k.startswith("module/")]
+        if self.life["groups"] != note["groups"]:
             odd = [k for k in odd if not k.startswith("lr/")]
         assert odd == [], (tag, odd)
 
@@ -189,6 +276,36 @@ class _Life:
 
         assert "are free" in _told(write)
         place.free_bytes = room
+
+
+def _frozen(life: dict[str, Any]) -> str:
+    """Which parameters are not trained."""
+    return str(life["groups"]) if life["groups"].startswith("frozen") else ""
+
+
+def _die_at(place: Any, at: int) -> None:
+    """Let this process be killed before it writes its files, after that, or between two steps of the commit."""
+
+    def dying(function: Any, *, before: bool, name: str = "") -> Any:
+        def call(*given: Any) -> Any:
+            chosen = str(given[0]).endswith(name)
+            if chosen and before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = function(*given)
+            if chosen:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        return call
+
+    if at < 2:
+        place.write = dying(place.write, before=at == 0)
+    elif at == 2:
+        place.put_new = dying(place.put_new, before=True, name="ckpttool.json")
+    elif at == COMMITTED:
+        place.put_new = dying(place.put_new, before=False, name="ckpttool.json")
+    else:
+        place.put = dying(place.put, before=False, name="latest")
 
 
 def _told(function: Any) -> str:

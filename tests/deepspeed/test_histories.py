@@ -26,12 +26,15 @@ def _history(seed: int) -> dict[str, Any]:
     lives = [
         {
             "ranks": draw.choice([1, 2, 2, 3]), "stage": draw.choice([0, 1, 2, 3]), "background": draw.random() < 0.5,
-            "groups": draw.choice(["two", "two", "swapped", "reversed", "cut"]),
+            "groups": draw.choice(["two", "two", "two", "swapped", "reversed", "cut", "frozen a", "frozen b"]),
             "optimizer": draw.choice(["adamw", "adamw", "adamw", "momentum"]),
             "does": ["train", "save", *draw.choices(DOES, k=7)],
+            "end": draw.choice(["", "exit", "kill"]), "victim": draw.randrange(3), "at": draw.randrange(5),
         }
         for _ in range(4)
     ]  # fmt: skip
+    for life in lives:
+        life["background"] = life["background"] or life["end"] == "exit"
     return {"id": f"history-{seed}", "lives": lives}
 
 

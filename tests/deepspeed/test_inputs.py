@@ -66,6 +66,4 @@ def test_a_signal_can_be_forgotten(told: dict[str, Any]) -> None:
 
 
 def test_gradients_that_wait_are_told(told: dict[str, Any]) -> None:
-    assert told["pending"] == [
-        "a micro batch had been accumulated since the last step: those gradients are dropped"
-    ]
+    assert told["pending"] == ["a micro batch had been accumulated since the last step: those gradients are dropped"]
