@@ -49,8 +49,10 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 UPLOADED_BY = "ckpttool-upload"
 """Metadata of an object that must be known again: whether it is this upload's or another's."""
-CONFLICT, PRECONDITION_FAILED, NOT_IMPLEMENTED = 409, 412, 501
+CONFLICT, PRECONDITION_FAILED = 409, 412
 """Status of answers to conditional writes."""
+NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
+"""Codes of answers of servers that know no conditional writes."""
 
 
 class S3Storage(RemoteStorage):
@@ -212,8 +214,8 @@ class S3Storage(RemoteStorage):
             try:
                 self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **only)
             except OSError as error:
-                code = _status_of(error)
-                if code == NOT_IMPLEMENTED:
+                code, answer = _answer_of(error)
+                if answer in NO_CONDITIONS:
                     return super(S3Storage, self).put_new(path, data, over=over)
                 if code not in {CONFLICT, PRECONDITION_FAILED}:
                     raise
@@ -290,10 +292,11 @@ class S3Storage(RemoteStorage):
         return bucket, key
 
 
-def _status_of(error: BaseException) -> int:
-    """The status of the answer behind an error; 0 if there was none."""
+def _answer_of(error: BaseException) -> tuple[int, str]:
+    """The status of the answer behind an error, and its code; 0 and "" if there was none."""
     response = getattr(error.__cause__, "response", None) or {}
-    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status), str(response.get("Error", {}).get("Code", ""))
 
 
 def part_bytes(nbytes: int) -> int:
@@ -437,10 +440,10 @@ class S3Upload:
         except FileNotFoundError:
             raise
         except OSError as error:
-            code = _status_of(error)
+            code, name = _answer_of(error)
             if code in {CONFLICT, PRECONDITION_FAILED} and not self._is_whole():
                 raise ExistsError(self.path, "is there already", "see who else writes there") from error
-            if code == NOT_IMPLEMENTED:
+            if name in NO_CONDITIONS:
                 self._storage.forget()
                 if self._storage.exists(self.path):
                     raise ExistsError(self.path, "is there already", "see who else writes there") from error
