@@ -193,8 +193,7 @@ class CheckpointManager:
         self.wait()
         return self.save_into(
             self.root, engine, tag=tag, client_state={} if client_state is None else client_state,
-            metrics={} if metrics is None else metrics, overwrite=overwrite,
-            exclude_frozen=exclude_frozen_parameters,
+            metrics={} if metrics is None else metrics, overwrite=overwrite, exclude_frozen=exclude_frozen_parameters,
         )  # fmt: skip
 
     def save_into(
