@@ -22,7 +22,7 @@ _POLYNOMIAL = 0xEDB88320
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """CRC-32 of each chunk of a file, in order."""
+    """CRC-32 of each chunk of a file, in order; where it is to be signed, SHA-256 too."""
 
     nbytes: int
     """Size of the file."""
@@ -36,6 +36,8 @@ class Checksums:
     The directory has the CRC-32 of every record: with this one checksum a few kilobytes of a large file can be read and
     compared with what was saved.
     """
+    sha256: tuple[bytes, ...] = ()
+    """SHA-256 of each chunk, 32 bytes each; none where nobody asked for it."""
 
 
 def chunk_bytes(nbytes: int) -> int:

@@ -21,6 +21,7 @@ from ckpttool.saving.background import Background
 from ckpttool.saving.protocol import PARTIAL, REPLACED, Request, place_for, save
 from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.saving.upkeep import tidy
+from ckpttool.signing import read_key
 from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, without_secrets
 from ckpttool.storage.failures import RETRIES
 
@@ -32,8 +33,13 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.integrations.deepspeed.saving import Collected
+    from ckpttool.model import Checkpoint
     from ckpttool.saving.protocol import Place
     from ckpttool.saving.ranks import Ranks
+    from ckpttool.signing import Key
+    from ckpttool.storage import Storage
+
+    Opener = Callable[[Storage, str], Checkpoint]
 
 LOG = logging.getLogger("ckpttool")
 TIMEOUT = 1800.0
@@ -101,6 +107,8 @@ class CheckpointManager:
         signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
         storage_options: What to tell the storage's fsspec class; default: what it finds itself.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+        sign_key: Signs what is saved: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
+            itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
         place: Where to save, for who has it open already; default: what the root says.
 
     Raises:
@@ -121,6 +129,7 @@ class CheckpointManager:
         signals: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
+        sign_key: Key | None = None,
         place: Place | None = None,
     ) -> None:
         self.name = f"manager {next(_numbers)}"  # counted even if the rest fails here, for it may not on other ranks
@@ -136,6 +145,7 @@ class CheckpointManager:
         self.saves_in_background = async_save
         """Whether ``save`` returns before the checkpoint is committed."""
         self._allow = tuple(sorted(allow))
+        self._key = read_key(sign_key)
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
@@ -262,8 +272,9 @@ class CheckpointManager:
         self._background.wait()
 
     def restore(
-        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False
-    ) -> dict[str, Any] | None:
+        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
+        require_committed: bool = False, require_signed: bool = False,
+    ) -> dict[str, Any] | None:  # fmt: skip
         """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may be other ones.
 
         What is torn or damaged is passed over, with a warning in the log. All that is read of what this class saved is
@@ -274,6 +285,9 @@ class CheckpointManager:
             tag: Load this one and no other.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
+            require_committed: Take nothing without a manifest, as DeepSpeed's own saves are: an error if it is the
+                newest.
+            require_signed: Take only what was signed with ``sign_key``, and compare the SHA-256 of all that is read.
 
         Returns:
             The client state that was saved along; None if there is no checkpoint. ``restored`` says more.
@@ -281,33 +295,56 @@ class CheckpointManager:
         Raises:
             CkptError: There are checkpoints, and none of them can be restored; the same on every rank.
         """
-        return self._restore(engine, tag, strict=strict, weights_only=weights_only, dry_run=False)
+        return self._restore(
+            engine, tag, strict=strict, weights_only=weights_only, dry_run=False,
+            committed=require_committed, signed=require_signed,
+        )  # fmt: skip
 
     def preview(
-        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False
-    ) -> LoadReport | None:
+        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
+        require_committed: bool = False, require_signed: bool = False,
+    ) -> LoadReport | None:  # fmt: skip
         """Say what ``restore`` would do, on every rank; the engine stays as it is. None if there is no checkpoint."""
         before = self.restored
         try:
-            self._restore(engine, tag, strict=strict, weights_only=weights_only, dry_run=True)
+            self._restore(
+                engine, tag, strict=strict, weights_only=weights_only, dry_run=True,
+                committed=require_committed, signed=require_signed,
+            )  # fmt: skip
             return self.restored
         finally:
             self.restored = before
 
     def _restore(
-        self, engine: Any, tag: str | None, *, strict: bool, weights_only: bool, dry_run: bool
-    ) -> dict[str, Any] | None:
+        self, engine: Any, tag: str | None, *, strict: bool, weights_only: bool, dry_run: bool, committed: bool,
+        signed: bool,
+    ) -> dict[str, Any] | None:  # fmt: skip
         self.wait()
         from ckpttool.integrations.deepspeed.resuming import find
 
         found = self.begin_restore(
             engine, lambda: [astuple(c) for c in find(self._place.storage, self.root, tag)],
-            root=self.root, tag=tag, strict=strict, weights_only=weights_only, dry_run=dry_run,
+            root=self.root, tag=tag, strict=strict, weights_only=weights_only, dry_run=dry_run, committed=committed,
+            signed=signed,
         )  # fmt: skip
         return self.restore_any(
             [Candidate(*one) for one in found], engine, strict=strict, weights_only=weights_only, dry_run=dry_run,
-            passing_over=tag is None,
+            passing_over=tag is None, open_=self.opener(committed=committed, signed=signed),
         )  # fmt: skip
+
+    def opener(self, *, committed: bool = False, signed: bool = False) -> Opener:
+        """What opens a checkpoint to restore.
+
+        Args:
+            committed: Only if it has a manifest.
+            signed: Only if that is signed with the manager's key.
+
+        Raises:
+            PlanError: There is no key.
+        """
+        if signed and self._key is None:
+            raise PlanError(self.root, "cannot be told to be signed without a key", "pass sign_key to the manager")
+        return partial(open_whole, key=self._key if signed else None, committed=committed)
 
     def begin_restore(self, engine: Any, look: Callable[[], Any], **arguments: Any) -> Any:
         """What a function finds on the first rank, when all ranks are ready to restore the same."""
@@ -319,7 +356,7 @@ class CheckpointManager:
 
     def restore_any(
         self, found: Sequence[Candidate], engine: Any, *, strict: bool, weights_only: bool, dry_run: bool,
-        passing_over: bool,
+        passing_over: bool, open_: Opener = open_whole,
     ) -> dict[str, Any] | None:  # fmt: skip
         """Restore the first of some checkpoints, or, if it is damaged and may be passed over, the next."""
         from ckpttool.integrations.deepspeed.loading import restore_engine
@@ -331,7 +368,7 @@ class CheckpointManager:
         for candidate in found:
             try:
                 checkpoint = open_together(
-                    candidate.path, storage, partial(open_whole, storage, candidate.path), ranks, timeout=self._timeout
+                    candidate.path, storage, partial(open_, storage, candidate.path), ranks, timeout=self._timeout
                 )
                 report = restore_engine(
                     engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run,
@@ -403,7 +440,7 @@ class CheckpointManager:
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             save(
                 self._place, root, ranks, request, collected.files, beside=collected.beside,
-                failed=collected.failed, timeout=self._timeout,
+                failed=collected.failed, timeout=self._timeout, key=self._key,
             )  # fmt: skip
         except CkptError as failed:
             error = failed

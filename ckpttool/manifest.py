@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
-from ckpttool.errors import LayoutError, StorageError
+from ckpttool.errors import LayoutError, PlanError, StorageError
+from ckpttool.signing import is_signed, signature
 from ckpttool.storage import MANIFEST, is_half_removed, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ckpttool.storage import Storage
 
@@ -25,6 +26,8 @@ MAX_BYTES = 1 << 28
 
 CHECKSUM = "manifest_crc32"
 """The field that holds the CRC-32 of all other fields."""
+SIGNATURE = "hmac_sha256"
+"""The field that holds the signature of all other fields but that checksum."""
 SINCE_CHECKSUM = "parent"
 """A field that came with that checksum: a manifest that has it and lacks the checksum is damaged."""
 
@@ -66,23 +69,38 @@ class Manifest:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files.values())
 
-    def to_json(self) -> bytes:
-        """The manifest's file."""
+    def to_json(self, key: bytes | None = None) -> bytes:
+        """The manifest's file.
+
+        Args:
+            key: Signs it.
+        """
         files = {name: _entry(file) for name, file in sorted(self.files.items())}
         values = {k: v for k, v in _shallow(self).items() if k != "files"}
         found = json.loads(json.dumps({"format": FORMAT, **values, "files": files}))
+        if key is not None:
+            found[SIGNATURE] = signature(_said(found), key)
         return json.dumps({**found, CHECKSUM: checksum(found)}, indent=1).encode()
 
 
 def checksum(found: Mapping[str, Any]) -> int:
-    """CRC-32 of what a manifest says, whatever the white space and the order of its fields."""
-    values = {k: v for k, v in found.items() if k != CHECKSUM}
-    return crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
+    """CRC-32 of what a manifest says, its signature included."""
+    return crc32(_said(found, {CHECKSUM}))
+
+
+def _said(found: Mapping[str, Any], without: Collection[str] = (CHECKSUM, SIGNATURE)) -> bytes:
+    """What a manifest says, whatever the white space and the order of its fields."""
+    values = {k: v for k, v in found.items() if k not in without}
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _entry(file: Checksums) -> dict[str, Any]:
-    entry = {"nbytes": file.nbytes, "chunk_bytes": file.chunk_bytes, "crc32": _packed(file.crcs)}
-    return entry if file.directory is None else {**entry, "directory": list(file.directory)}
+    entry: dict[str, Any] = {"nbytes": file.nbytes, "chunk_bytes": file.chunk_bytes, "crc32": _packed(file.crcs)}
+    if file.directory is not None:
+        entry["directory"] = list(file.directory)
+    if file.sha256:
+        entry["sha256"] = base64.b64encode(b"".join(file.sha256)).decode()
+    return entry
 
 
 def _shallow(manifest: Manifest) -> dict[str, Any]:
@@ -111,10 +129,16 @@ def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator
             yield from directories(storage, directory, depth - 1)
 
 
-def read_manifest(storage: Storage, directory: str) -> Manifest:
+def read_manifest(storage: Storage, directory: str, key: bytes | None = None) -> Manifest:
     """The manifest of a checkpoint.
 
+    Args:
+        storage: Where it lies.
+        directory: The checkpoint.
+        key: Who saved it must have signed it with this key.
+
     Raises:
+        PlanError: It is not signed with that key.
         StorageError: There is none, or it cannot be read.
         LayoutError: It is damaged, or of a later release.
     """
@@ -124,12 +148,28 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
             raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a manifest", "is it damaged?")
         data = reader.read(0, reader.nbytes)
     try:
-        return parse_manifest(data)
+        manifest = parse_manifest(data)
+        found = {} if key is None else json.loads(data)
     except _LaterError:
         problem = "was written by a later release of ckpttool"
         raise LayoutError(path, problem, "upgrade ckpttool, or use plain DeepSpeed") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise LayoutError(path, "is no manifest of ckpttool's", "is it damaged? use another tag") from error
+    if key is not None:
+        _check_signature(path, found, manifest, key)
+    return manifest
+
+
+def _check_signature(path: str, found: Mapping[str, Any], manifest: Manifest, key: bytes) -> None:
+    signed = found.get(SIGNATURE)
+    if not isinstance(signed, str):
+        raise PlanError(path, "is not signed", "was it saved with CheckpointManager(sign_key=...)? do not load it")
+    if not is_signed(_said(found), signed, key):
+        problem = "is not signed with this key"
+        raise PlanError(path, problem, "somebody else wrote or changed it, or the key is another: do not load it")
+    bare = next((n for n, f in manifest.files.items() if len(f.sha256) != len(f.crcs)), None)
+    if bare is not None:
+        raise PlanError(path, f"is signed, but has no SHA-256 of {bare}", "save it anew with sign_key")
 
 
 class _LaterError(Exception):
@@ -178,7 +218,11 @@ def _checksums(values: Mapping[str, Any]) -> Checksums:
         if not (0 <= start <= nbytes and 0 <= crc < 1 << 32):
             raise ValueError("the directory lies outside its file")
         directory = start, crc
-    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw), directory)
+    digests = base64.b64decode(values.get("sha256", ""), validate=True)
+    if digests and len(digests) != 32 * count:
+        raise ValueError("as many SHA-256 as chunks")
+    sha256 = tuple(digests[n : n + 32] for n in range(0, len(digests), 32))
+    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw), directory, sha256)
 
 
 def _packed(crcs: tuple[int, ...]) -> str:

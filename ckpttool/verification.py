@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 from ckpttool.checksums import crc32, cuts
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.manifest import is_commit, read_manifest, size_problems
 from ckpttool.model import stored_blocks
@@ -85,6 +86,7 @@ def verify_checkpoint(
     progress: Progress | None,
     options: Mapping[str, Any] | None = None,
     trust_names: bool = False,
+    key: bytes | None = None,
 ) -> VerifyReport:
     """Check that every rank's file is there, whole and in agreement with the others.
 
@@ -97,7 +99,9 @@ def verify_checkpoint(
         progress: Told how far it is.
         options: As for ``open_checkpoint``.
         trust_names: As for ``open_checkpoint``.
+        key: The manifest must be signed with it; reads every byte and compares the SHA-256, as ``deep`` does CRC-32.
     """
+    deep = deep or key is not None
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     try:
@@ -110,8 +114,11 @@ def verify_checkpoint(
     if checkpoint is not None:
         errors += checkpoint.notes
         try:
-            if is_commit(checkpoint.storage, checkpoint.location):
-                manifest = read_manifest(checkpoint.storage, checkpoint.location)
+            if key is not None and not is_commit(checkpoint.storage, checkpoint.location):
+                problem = "has no manifest, so that nobody has signed it"
+                errors.append(PlanError(checkpoint.location, problem, "do not load it"))
+            elif is_commit(checkpoint.storage, checkpoint.location):
+                manifest = read_manifest(checkpoint.storage, checkpoint.location, key)
                 errors += size_problems(checkpoint.storage, checkpoint.location, manifest)
         except CkptError as error:
             errors.append(error)
@@ -203,10 +210,11 @@ def _check_sums(
 def _check_chunks(reader: Reader, saved: Checksums) -> CkptError | None:
     """Compare a file with what its manifest has; no byte of it is left out."""
     buffer = memoryview(bytearray(min(saved.chunk_bytes, max(saved.nbytes, 1))))
-    for crc, (start, end) in zip(saved.crcs, cuts(0, saved.nbytes, saved.chunk_bytes), strict=True):
+    for n, (start, end) in enumerate(cuts(0, saved.nbytes, saved.chunk_bytes)):
         chunk = buffer[: end - start]
         reader.read_into(start, chunk)
-        if crc32(chunk) != crc:
+        changed = crc32(chunk) != saved.crcs[n]
+        if changed or (saved.sha256 and hashlib.sha256(chunk).digest() != saved.sha256[n]):
             problem = f"bytes {start:,} to {end:,} are not what was saved"
             return CkptError(reader.path, problem, "restore the file from a copy")
     return None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.digests import Digest
     from ckpttool.model import Checkpoint
     from ckpttool.progress import Progress
+    from ckpttool.signing import Key
     from ckpttool.statistics import TensorStats
     from ckpttool.verification import VerifyReport
 
@@ -83,6 +84,7 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
+    key: Key | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Check that a checkpoint is whole and sound; lists every finding, raises none.
@@ -95,8 +97,13 @@ def verify(
         progress: Called with (bytes done, bytes in all).
         trust_names: Let a file's name count where the file itself says that it was saved under another one: after a
             deliberate rename. Default: such files are refused.
+        key: The checkpoint must have been signed with it; every byte is read. As ``CheckpointManager``'s ``sign_key``.
         storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+
+    Raises:
+        PlanError: The key cannot be read.
     """
+    from ckpttool.signing import read_key
     from ckpttool.verification import verify_checkpoint
 
     return verify_checkpoint(
@@ -107,6 +114,7 @@ def verify(
         progress=progress,
         options=storage_options,
         trust_names=trust_names,
+        key=read_key(key),
     )
 
 

@@ -15,6 +15,11 @@ from ckpttool.cli import _options as options
 @click.option(
     "--deep", is_flag=True, help="Read every byte: checksums, NaN and infinity, 16-bit copies against masters."
 )
+@click.option(
+    "--key",
+    metavar="FILE|env:NAME",
+    help="Also check that it was signed with the key in a file or an environment variable; reads every byte.",
+)
 @options.jobs_option
 @options.json_option
 @options.trust_option
@@ -24,6 +29,7 @@ def verify(
     src: tuple[str, ...],
     tag: str | None,
     deep: bool,
+    key: str | None,
     jobs: int | None,
     as_json: bool,
     trust_names: bool,
@@ -44,7 +50,7 @@ def verify(
             deep=deep,
             trust_names=trust_names,
             progress=progress,
-            **options.chosen(storage_options=storage_options, jobs=jobs),
+            **options.chosen(storage_options=storage_options, jobs=jobs, key=key),
         )
     if as_json:
         print_json(report)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.manager import SaveReport
+    from ckpttool.signing import Key
     from ckpttool.storage import Storage
 
 LOG = logging.getLogger("ckpttool")
@@ -70,14 +71,16 @@ class RayTrainCheckpoints:
         grace: Seconds after which a directory in which a killed worker has begun to save is removed, by the newest of
             its files.
         allow: As for ``CheckpointManager``.
+        sign_key: As for ``CheckpointManager``.
 
     Raises:
         PlanError: This is no worker of Ray Train V2.
     """
 
     def __init__(
-        self, *, blocking: bool = True, timeout: float = TIMEOUT, grace: float = GRACE, allow: Collection[str] = ()
-    ) -> None:
+        self, *, blocking: bool = True, timeout: float = TIMEOUT, grace: float = GRACE, allow: Collection[str] = (),
+        sign_key: Key | None = None,
+    ) -> None:  # fmt: skip
         storage = _run_storage()
         self._filesystem = storage.storage_filesystem
         self._run = storage.experiment_fs_path
@@ -85,12 +88,12 @@ class RayTrainCheckpoints:
         self._place = place_of(self._filesystem)
         self._grace = grace
         self._timeout = timeout
-        self._allow = allow
+        self._allow, self._sign_key = allow, sign_key
         if not blocking:
             _at_end(self.finish, self._abandon)
         self._manager = CheckpointManager(
             self._root, async_save=not blocking, timeout=timeout, place=self._place, on_save=self._note,
-            allow=allow,
+            allow=allow, sign_key=sign_key,
         )  # fmt: skip
         self._ranks = ranks_of_process_group(f"{self._manager.name} under Ray")
         self._pending: tuple[str, dict[str, Any]] | None = None
@@ -191,8 +194,9 @@ class RayTrainCheckpoints:
     # ------------------------------------------------------------------------------------------- restoring
 
     def restore(
-        self, engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False
-    ) -> dict[str, Any] | None:
+        self, engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False,
+        require_committed: bool = False, require_signed: bool = False,
+    ) -> dict[str, Any] | None:  # fmt: skip
         """Load a checkpoint into the engine, on every worker; their number and the ZeRO stage may be other ones.
 
         Args:
@@ -203,6 +207,8 @@ class RayTrainCheckpoints:
                 ``restore(engine) or restore(engine, given)``, which after a failure goes on with the run's own.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
+            require_committed: As for ``CheckpointManager.restore``.
+            require_signed: As for ``CheckpointManager.restore``.
 
         Returns:
             The client state that was saved along; None if none was given and the run has none yet.
@@ -213,27 +219,34 @@ class RayTrainCheckpoints:
         """
         self.finish()
         how = {"strict": strict, "weights_only": weights_only, "dry_run": False}
+        required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
-            return self._restore_given(engine, checkpoint, how)
-        found = [Candidate(*one) for one in self._manager.begin_restore(engine, self._found, **how)]
-        state = self._manager.restore_any(found, engine, passing_over=True, **how)
+            return self._restore_given(engine, checkpoint, how, required)
+        found = [Candidate(*one) for one in self._manager.begin_restore(engine, self._found, **how, **required)]
+        opener = self._manager.opener(**required)
+        state = self._manager.restore_any(found, engine, passing_over=True, open_=opener, **how)
         if self._manager.restored is not None:
             self._adopt(found, self._manager.restored.path)
         return state
 
-    def _restore_given(self, engine: Any, given: Any, how: dict[str, Any]) -> dict[str, Any] | None:
+    def _restore_given(
+        self, engine: Any, given: Any, how: dict[str, bool], required: dict[str, bool]
+    ) -> dict[str, Any] | None:
         if isinstance(given, ray.train.Checkpoint):
             place, root = place_of(given.filesystem), url_of(given.filesystem, given.path)
         else:
             place, root = place_for(str(given), None), str(given)
-        manager = CheckpointManager(root, timeout=self._timeout, place=place, allow=self._allow)
+        manager = CheckpointManager(
+            root, timeout=self._timeout, place=place, allow=self._allow, sign_key=self._sign_key
+        )
         found = [
             Candidate(*one)
             for one in manager.begin_restore(
-                engine, lambda: _candidates(place.storage, manager.root), root=manager.root, **how
+                engine, lambda: _candidates(place.storage, manager.root), root=manager.root, **how, **required
             )
         ]
-        return manager.restore_any(found, engine, passing_over=len(found) > 1, **how)
+        opener = manager.opener(**required)
+        return manager.restore_any(found, engine, passing_over=len(found) > 1, open_=opener, **how)
 
     def _found(self) -> list[Any]:
         """What to go on from, the newest first."""
@@ -428,10 +441,10 @@ def report(engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str
 
 
 def restore(
-    engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False
+    engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False, **required: bool
 ) -> dict[str, Any] | None:
     """Load the newest commit of the run, or a given checkpoint; see ``RayTrainCheckpoints.restore``."""
-    return _here().restore(engine, checkpoint, strict=strict, weights_only=weights_only)
+    return _here().restore(engine, checkpoint, strict=strict, weights_only=weights_only, **required)
 
 
 def preempted() -> bool:

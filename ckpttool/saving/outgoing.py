@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,8 +61,9 @@ class Mapper(Protocol):
 class OutgoingFile(Protocol):
     """A file to write."""
 
-    name: str
-    """Relative to the checkpoint's directory, with "/" between directories."""
+    @property
+    def name(self) -> str:
+        """Relative to the checkpoint's directory, with "/" between directories."""
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +165,47 @@ class TorchFile:
         sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
         prefix = posixpath.splitext(posixpath.basename(self.name))[0]
         return torch_zip.build(self.pickled, sizes, prefix=prefix, path=self.name, crc32=crcs)
+
+
+@dataclass(slots=True)
+class HashedFile:
+    """A file to write, of which the SHA-256 of each chunk is computed on the way."""
+
+    inner: OutgoingFile
+    """The file."""
+    _digests: tuple[bytes, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As its."""
+        return self.inner.name
+
+    @property
+    def nbytes(self) -> int:
+        """As its."""
+        return self.inner.nbytes
+
+    @property
+    def checksums(self) -> Checksums:
+        """Of its bytes; known when ``stream`` has ended."""
+        return replace(self.inner.checksums, sha256=self._digests)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """All its bytes, in order."""
+        size, at, current = chunk_bytes(self.nbytes), 0, hashlib.sha256()
+        digests: list[bytes] = []
+        for data in self.inner.stream(mapped):
+            view = memoryview(data)
+            for start, end in cuts(at, at + len(view), size):
+                current.update(view[start - at : end - at])
+                if end % size == 0:
+                    digests.append(current.digest())
+                    current = hashlib.sha256()
+            at += len(view)
+            yield data
+        if at % size:
+            digests.append(current.digest())
+        self._digests = tuple(digests)
 
 
 def _hash(size: int, placed: tuple[int, Payload]) -> list[Hashed]:

@@ -26,6 +26,7 @@ from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
 from ckpttool.saving.marks import ALIVE, identity, is_alive
+from ckpttool.saving.outgoing import HashedFile
 from ckpttool.saving.ranks import RankError
 from ckpttool.storage import MANIFEST, MARK, is_url, walk
 
@@ -138,6 +139,7 @@ def save(
     timeout: float,
     beside: Mapping[str, bytes] | None = None,
     failed: CkptError | None = None,
+    key: bytes | None = None,
 ) -> Manifest:
     """Save one checkpoint, on every rank.
 
@@ -150,6 +152,7 @@ def save(
         timeout: Seconds that a rank may be behind the first.
         beside: Small files that lie in the root; the first rank's count.
         failed: Why this rank cannot take part.
+        key: Signs the manifest.
 
     Raises:
         RankError: A rank failed or was not heard of; nothing was committed.
@@ -171,14 +174,14 @@ def save(
             lambda all_said: _claim(place, root, directory, request, all_said, claimed),
             timeout=timeout,
         )
-        return _save(place, root, ranks, request, files, attempt, beside or {}, timeout)
+        return _save(place, root, ranks, request, files, attempt, beside or {}, timeout, key)
     finally:
         ALIVE.difference_update(claimed)
 
 
 def _save(
     place: Place, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
-    beside: Mapping[str, bytes], timeout: float,
+    beside: Mapping[str, bytes], timeout: float, key: bytes | None,
 ) -> Manifest:  # fmt: skip
     """The part of a save behind the claim."""
     directory = posixpath.join(root, request.tag)
@@ -189,8 +192,9 @@ def _save(
         else:
             _check_ours(place, directory, attempt)
         check = partial(_check_ours, place, directory, attempt)
-        for file, sums in zip(files, place.write(directory, files, check), strict=True):
-            done["files"][file.name] = [sums.nbytes, sums.chunk_bytes, list(sums.crcs)]
+        outgoing: Sequence[OutgoingFile] = files if key is None else [HashedFile(file) for file in files]
+        for file, sums in zip(outgoing, place.write(directory, outgoing, check), strict=True):
+            done["files"][file.name] = _as_said(sums)
     except CkptError as error:
         done["error"] = str(error)
     except Exception as error:  # the other ranks wait to hear of it
@@ -199,11 +203,23 @@ def _save(
     found = ranks.agree(
         directory,
         done,
-        lambda all_said: _finish(place, root, directory, request, attempt, all_said, beside),
+        lambda all_said: _finish(place, root, directory, request, attempt, all_said, beside, key),
         timeout=timeout,
         last=True,
     )
     return Manifest(**found)
+
+
+def _as_said(sums: Checksums) -> list[Any]:
+    """Checksums as ranks tell them to the first."""
+    return [sums.nbytes, sums.chunk_bytes, list(sums.crcs), sums.directory, [digest.hex() for digest in sums.sha256]]
+
+
+def _heard(said: Sequence[Any]) -> Checksums:
+    nbytes, size, crcs, directory, sha256 = said
+    return Checksums(
+        nbytes, size, tuple(crcs), None if directory is None else tuple(directory), tuple(map(bytes.fromhex, sha256))
+    )
 
 
 def _as_text(error: CkptError | None) -> str | None:
@@ -387,7 +403,7 @@ def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
 
 def _finish(
     place: Place, root: str, directory: str, request: Request, attempt: str, said: list[Any],
-    beside: Mapping[str, bytes],
+    beside: Mapping[str, bytes], key: bytes | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Commit, or clear away; what the manifest says, but for the files."""
     storage, latest = place.storage, posixpath.join(root, LATEST)
@@ -395,7 +411,10 @@ def _finish(
     written = False
     try:
         _raise_failures(directory, said)
-        files = {name: Checksums(f[0], f[1], tuple(f[2])) for one in said for name, f in one["files"].items()}
+        files = {name: _heard(f) for one in said for name, f in one["files"].items()}
+        bare = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
+        if key is not None and bare is not None:
+            raise RankError(directory, f"no rank computed the SHA-256 of {bare}", "give all ranks the same sign_key")
         values: dict[str, Any] = {
             "tag": request.tag,
             "step": request.step,
@@ -413,7 +432,7 @@ def _finish(
         _check_ours(place, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
         values |= _descent(storage, root, named, request)
-        place.put_new(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json())
+        place.put_new(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(key))
         _check_ours(place, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
         written = True
         place.put(latest, request.tag.encode())

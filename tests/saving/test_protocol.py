@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ckpttool
 from ckpttool.candidates import candidates, open_whole
+from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError, ContainerError, StorageError
 from ckpttool.manifest import Manifest, read_manifest
 from ckpttool.retention import Rules
 from ckpttool.saving import protocol
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.outgoing import Held, PlainFile
+from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
 from ckpttool.saving.protocol import REPLACED, Request, save
 from ckpttool.saving.ranks import Alone, RankError, Ranks
 from ckpttool.saving.upkeep import left_over, tidy
@@ -26,7 +28,8 @@ from tests.saving.disks import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from ckpttool.saving.outgoing import OutgoingFile
 
 
 @pytest.fixture
@@ -487,3 +490,16 @@ def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: s
     os.truncate(path, os.path.getsize(path) // 2)
     tidy(Disk(), root, Rules(last=1, best="loss"), grace=0)
     assert whole(root).keys() == {"step3"}
+
+
+def test_the_manifest_has_the_directory_of_each_archive(root: str) -> None:
+    """So that a few kilobytes of a large file can be checked."""
+    files: list[OutgoingFile] = [TorchFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", Held(b"b"))]
+    save(Disk(), root, Alone(), Request("t", 1, 2), files, timeout=5.0)
+    found = read_manifest(LOCAL, f"{root}/t").files
+    data = Path(root, "t", "a.pt").read_bytes()
+    assert found["a.pt"].directory is not None
+    start, crc = found["a.pt"].directory
+    assert data[start:].startswith(b"PK\x01\x02")
+    assert crc == crc32(data[start:])
+    assert found["b.bin"].directory is None
