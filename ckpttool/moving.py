@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpttool.block_writes import BLOCK_BYTES, BlockWrites, OpenFile, Stream
 from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
+from ckpttool.checksums import cuts
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.gather import Gatherer
 from ckpttool.sources import CheckedReader, Scratch
@@ -32,6 +33,8 @@ BUFFER_BYTES = 1 << 17
 """Bytes copied at a time where they pass through this process, ending at multiples of it in the target: kernels keep
 files in pieces of memory that fit the writes. Larger ones save calls, and cost more than that to find once memory is
 fragmented (up to three times the time of the whole copy)."""
+READ_BYTES = 1 << 19
+"""Bytes read and hashed at a time for several such writes: they fit into the cache of the core that does both."""
 CARRIED_BYTES = 1 << 19
 """The same where they are cast into another file as well: threads get in each other's way over shorter casts."""
 KERNEL_COPY_BYTES = 1 << 26
@@ -169,8 +172,11 @@ class Mover:
                     for at in range(done, done + count, BUFFER_BYTES):
                         scratch.read_bytes(source, start + at, min(BUFFER_BYTES, done + count - at))
             else:
-                count = min(nbytes - done, BUFFER_BYTES - (target + done) % BUFFER_BYTES)
-                write_at(into.fd, scratch.read_bytes(source, start + done, count), target + done, into.path)
+                at = target + done
+                count = min(nbytes - done, READ_BYTES - at % READ_BYTES)
+                data = scratch.read_bytes(source, start + done, count)
+                for first, end in cuts(at, at + count, BUFFER_BYTES):
+                    write_at(into.fd, data[first - at : end - at], first, into.path)
             done += count
             self._advance(count)
 
