@@ -67,8 +67,9 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
             attempts[name] = manifest.attempt
             if is_marked and name != named:
                 ahead.append((candidate, manifest))
+    is_there = any(c.tag == named for _, c in found)
     in_order = [
-        c for c, manifest in ahead if named and (not manifest.number or manifest.parent == attempts.get(named, ""))
+        c for c, manifest in ahead if is_there and (not manifest.number or manifest.parent == attempts.get(named, ""))
     ]
     newest_first = sorted(found, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
     in_order += [c for _, c in newest_first if c.tag == named]

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.deepspeed
 
 COUNT = int(os.environ.get("CKPTTOOL_TEST_ENGINES", "3"))
 """Histories; each has several lives, of so many ranks."""
+FIRST = int(os.environ.get("CKPTTOOL_TEST_ENGINES_FIRST", "0"))
+"""The number of the first: each is another."""
 DOES = ("train", "train", "save", "save", "restore", "clock", "bad", "spoil", "full")
 
 
@@ -39,7 +41,7 @@ def _history(seed: int) -> dict[str, Any]:
 
 
 def test_histories(tmp_path: Path) -> None:
-    jobs = [_history(seed) for seed in range(COUNT)]
+    jobs = [_history(seed) for seed in range(FIRST, FIRST + COUNT)]
     forked.start("tests.deepspeed.histories", jobs, tmp_path)
     for job in jobs:
         done = (tmp_path / job["id"] / "done").read_text().splitlines()

@@ -15,7 +15,7 @@ from ckpttool.candidates import candidates, open_whole
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
 from ckpttool.guarded import GuardedStorage
-from ckpttool.manifest import is_commit, parse_manifest, read_manifest
+from ckpttool.manifest import CHECKSUM, is_commit, parse_manifest, read_manifest
 from ckpttool.saving.outgoing import Held, PlainFile
 from ckpttool.saving.protocol import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
@@ -132,7 +132,9 @@ def _without_chance(manifest: bytes) -> bytes:
     except Exception:  # whatever is wrong with it is part of what is read
         return manifest
     values = json.loads(manifest)
-    return json.dumps({k: v for k, v in values.items() if k not in {"attempt", "created", "parent", "number"}}).encode()
+    return json.dumps(
+        {k: v for k, v in values.items() if k not in {"attempt", "created", "parent", "number", CHECKSUM}}
+    ).encode()
 
 
 def _really_read(storage: Storage, path: str) -> Read:

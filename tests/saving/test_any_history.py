@@ -106,6 +106,8 @@ class History(RuleBasedStateMachine):
             if aside not in here and here.get(tag) == version(before[aside]):
                 self.sound[tag] = self.sound.pop(aside)
                 self.unsure.pop(tag, None)
+        if aside in self.unsure and not os.path.exists(f"{self.root}/{aside}") and os.path.exists(f"{self.root}/{tag}"):
+            self.unsure[tag] = self.unsure.pop(aside)  # brought back, damaged as it is
         if not any(o.killed for o in outcomes):
             return  # it was said that nothing was committed: all is as it was
         if tag in before and overwrite:

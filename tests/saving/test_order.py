@@ -54,6 +54,14 @@ def test_a_commit_before_latest_was_written_is_found_whatever_the_clock_says(tmp
     assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1, and step2 was committed on top of it"
 
 
+def test_a_first_commit_with_its_mark_is_not_on_top_of_what_is_gone(tmp_path: Path) -> None:
+    _save(tmp_path, "step1", 1)
+    (tmp_path / "step1" / MARK).write_text("{}")  # it was killed before it took the mark away
+    _save(tmp_path, "step2", 2)
+    (tmp_path / "step2").rename(tmp_path / "step2.replaced")  # and so was one that was to replace this
+    assert [c.tag for c in candidates(LOCAL, str(tmp_path))] == ["step2.replaced", "step1"]
+
+
 def test_who_sets_latest_is_followed_and_told_what_speaks_against_it(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         _save(tmp_path, f"step{number}", number)

@@ -12,7 +12,7 @@ import pytest
 import ckpttool
 from ckpttool.checksums import of_bytes
 from ckpttool.errors import LayoutError, PlanError
-from ckpttool.manifest import Manifest
+from ckpttool.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.ray_run import (
     SNAPSHOT,
     directory_name,
@@ -118,7 +118,7 @@ def test_a_file_that_the_manifest_has_and_the_disk_has_not_is_told(tmp_path: Pat
     manifest = tmp_path / name / "global_step5" / MANIFEST
     told = json.loads(manifest.read_text())
     told["files"] = {"gone.pt": {"nbytes": 0, "chunk_bytes": 1 << 20, "crc32": ""}}
-    manifest.write_text(json.dumps(told))
+    manifest.write_text(json.dumps({**told, CHECKSUM: checksum(told)}))
     (entry,) = ckpttool.ls(tmp_path).entries
     assert not entry.whole
     assert "gone.pt: is missing" in (entry.problem or "")
