@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import posixpath
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
 from ckpttool.manifest import is_commit, read_manifest
+from ckpttool.permissions import mode_of_file
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.read_checks import archive_records, chunk_records
 from ckpttool.storage import MANIFEST, MARK, walk
@@ -42,6 +43,8 @@ class Beside:
     """Small files that belong to it, by name: configuration, what a trainer resumes from."""
     notes: tuple[str, ...]
     """What is left behind."""
+    modes: Mapping[str, int] = field(default_factory=dict)
+    """Permissions of those small files, by name."""
 
 
 def is_tagged(checkpoint: Checkpoint) -> bool:
@@ -110,6 +113,7 @@ def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
     if not is_tagged(checkpoint):
         return Beside({}, ())
     carried: dict[str, bytes] = {}
+    modes: dict[str, int] = {}
     left = []
     for entry in checkpoint.storage.listing(checkpoint.root):
         if entry.is_dir or _matches(entry.name, OWN):
@@ -121,11 +125,12 @@ def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
         path = posixpath.join(root, entry.name)
         if not storage.exists(path):
             carried[entry.name] = data
+            modes[entry.name] = mode_of_file(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
         elif _content(storage, path) != data:
             hint = "choose another root: a trainer's checkpoints need one each"
             raise LayoutError(path, f"is another one than that beside {checkpoint.location}", hint)
     what = f"{', '.join(left[:MAX_NAMED])}{' ...' if len(left) > MAX_NAMED else ''}"
-    return Beside(carried, (f"what else lies beside it stays there: {what}",) if left else ())
+    return Beside(carried, (f"what else lies beside it stays there: {what}",) if left else (), modes)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from ckpttool.riders import Riders, find_riders
 from ckpttool.sources import Sources, allow_open_files
 from ckpttool.storage import reserve, translate_os_errors, write_at
 from ckpttool.storage.direct import FILE_SYSTEMS, SHARING, file_system_of, open_direct
+from ckpttool.storage.safe_files import opened
 from ckpttool.threads import MAX_JOBS, default_jobs, in_threads
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ckpttool.progress import Advance
     from ckpttool.read_checks import ReadChecks
     from ckpttool.staging import Journal
+    from ckpttool.storage.safe_files import Directory
 
 DISK_JOBS = 6
 """Threads that are used unasked where some wait for the disk while others copy to memory."""
@@ -51,7 +53,7 @@ class Result:
 
 def run(
     plan: CopyPlan,
-    directory: str,
+    directory: Directory | str,
     *,
     jobs: int | None,
     advance: Advance,
@@ -78,7 +80,7 @@ def run(
         if plan.proofs is not None:
             for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
                 raise problem
-        with _Files(plan, directory, sources, advance, journal, checks) as files:
+        with opened(directory) as into, _Files(plan, into, sources, advance, journal, checks) as files:
             # closing(): no thread may be left writing when the files are closed, whatever happens here.
             threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
@@ -147,7 +149,7 @@ class _Files:
     def __init__(
         self,
         plan: CopyPlan,
-        directory: str,
+        directory: Directory,
         sources: Sources,
         advance: Advance,
         journal: Journal | None,
@@ -155,7 +157,7 @@ class _Files:
     ) -> None:
         self._plan = plan
         self._directory = directory
-        self._file_system = file_system_of(directory)
+        self._file_system = file_system_of(directory.path)
         self._mover = Mover(plan, sources, advance)
         self._advance = advance
         self._journal = journal
@@ -221,12 +223,11 @@ class _Files:
 
     def _begin(self, n: int) -> _Begun:
         file = self._plan.files[n]
-        path = os.path.join(self._directory, file.name)
+        path = os.path.join(self._directory.path, file.name)
         with translate_os_errors(path):
-            if "/" in file.name:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        direct = open_direct(path) if self._file_system in FILE_SYSTEMS and file.nbytes >= BLOCK_BYTES else -1
+            fd = self._directory.create(file.name, file.mode)
+        past_cache = self._file_system in FILE_SYSTEMS and file.nbytes >= BLOCK_BYTES
+        direct = open_direct(file.name, self._directory) if past_cache else -1
         out = self._begun[n] = _Begun(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
         reserve(fd, file.nbytes, path)
         for offset, data in file.literals:
@@ -252,7 +253,7 @@ class _Files:
                 del self._begun[n]
                 out.close()
                 if self._journal is not None:
-                    self._journal.add(out.file.name)
+                    self._journal.add(out.file.name, out.file.nbytes)
 
 
 # ------------------------------------------------------------------------------------------------- shares of the work

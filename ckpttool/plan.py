@@ -122,6 +122,8 @@ class TargetFile:
     """What no copy can do."""
     zeros: tuple[tuple[int, int], ...] = ()
     """(offset, bytes) of what stays zero: padding."""
+    mode: int = 0o666
+    """Permissions, before the umask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

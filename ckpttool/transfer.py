@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpttool.errors import StorageError
 from ckpttool.plan import ranges_read
 from ckpttool.proving import failed_proofs
 from ckpttool.sizes import parse_size
 from ckpttool.sources import Sources
 from ckpttool.staging import SHARED
 from ckpttool.storage import reserve, translate_os_errors, write_at
+from ckpttool.storage.safe_files import opened
 from ckpttool.threads import default_jobs, in_threads
 from ckpttool.windows import Windows
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ckpttool.progress import Advance
     from ckpttool.read_checks import ReadChecks
     from ckpttool.staging import Journal
+    from ckpttool.storage.safe_files import Directory
 
 MEMORY = 256 << 20
 """Bytes that windows in flight take together, unless another number is asked for."""
@@ -134,9 +137,9 @@ class Place:
     def is_here(self) -> bool:
         """Whether this process sees the directory that is meant."""
         try:
-            with open(os.path.join(self.directory, SHARED), encoding="utf-8") as file:
-                return file.read() == self.token
-        except (OSError, UnicodeDecodeError):
+            with opened(self.directory) as directory, open(directory.open_file(SHARED, os.O_RDONLY), "rb") as file:
+                return file.read() == self.token.encode()
+        except (OSError, StorageError):
             return False
 
 
@@ -267,7 +270,7 @@ class DirectoryOutput:
         journal: Knows the files that are there already, and is told of those that are complete.
     """
 
-    def __init__(self, directory: str, journal: Journal | None) -> None:
+    def __init__(self, directory: Directory, journal: Journal | None) -> None:
         self._directory = directory
         self._journal = journal
         self._begun: list[_LocalTarget] = []
@@ -289,10 +292,7 @@ class DirectoryOutput:
         Raises:
             StorageError: It cannot be created.
         """
-        path = os.path.join(self._directory, file.name)
-        with translate_os_errors(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        target = _LocalTarget(path, file, self._journal)
+        target = _LocalTarget(self._directory, file, self._journal)
         self._begun.append(target)
         return target
 
@@ -302,10 +302,13 @@ class DirectoryOutput:
         Raises:
             StorageError: It cannot be written.
         """
-        place = Place(os.path.abspath(self._directory), secrets.token_hex(16))
+        place = Place(os.path.abspath(self._directory.path), secrets.token_hex(16))
         path = os.path.join(place.directory, SHARED)
-        with translate_os_errors(path), open(path, "w", encoding="utf-8") as file:
-            file.write(place.token)
+        with translate_os_errors(path):
+            with contextlib.suppress(FileNotFoundError):  # of a run before this one
+                self._directory.remove(SHARED)
+            with open(self._directory.create(SHARED), "w", encoding="utf-8") as file:
+                file.write(place.token)
         return place
 
 
@@ -313,8 +316,15 @@ class DirectoryOutput:
 class LocalSender:
     """Writes into a file that is there already, and as large as it will be."""
 
-    path: str
-    """Its full path."""
+    directory: str
+    """The full path of the directory that is written."""
+    name: str
+    """Its name there."""
+
+    @property
+    def path(self) -> str:
+        """Its full path."""
+        return os.path.join(self.directory, self.name)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
@@ -323,8 +333,8 @@ class LocalSender:
         Raises:
             StorageError: It cannot be opened, or the file system tells when it is closed that it could not be written.
         """
-        with translate_os_errors(self.path):
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        with translate_os_errors(self.path), opened(self.directory) as directory:
+            fd = directory.open_file(self.name, os.O_RDWR)
         try:
             yield fd
         except BaseException:
@@ -346,14 +356,15 @@ class LocalSender:
 class _LocalTarget:
     window_bytes = LOCAL_WINDOW_BYTES
 
-    def __init__(self, path: str, file: TargetFile, journal: Journal | None) -> None:
-        self._path = path
+    def __init__(self, directory: Directory, file: TargetFile, journal: Journal | None) -> None:
+        path = self._path = os.path.join(directory.path, file.name)
+        self._directory = directory.path
         self._name = file.name
-        self._left = file.nbytes
+        self._nbytes = self._left = file.nbytes
         self._journal = journal
         self._lock = threading.Lock()
         with translate_os_errors(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._fd = directory.create(file.name, file.mode)
         try:
             reserve(self._fd, file.nbytes, path)
         except BaseException:
@@ -372,7 +383,7 @@ class _LocalTarget:
 
     def sender(self) -> Sender:
         self.close()  # one open file for each would be too many, where they are small
-        return LocalSender(os.path.abspath(self._path))
+        return LocalSender(os.path.abspath(self._directory), self._name)
 
     def accept(self, start: int, nbytes: int, receipt: Any) -> None:
         with self._lock:
@@ -381,7 +392,7 @@ class _LocalTarget:
                 return
             self.close()
             if self._journal is not None:
-                self._journal.add(self._name)
+                self._journal.add(self._name, self._nbytes)
 
     def give_up(self, error: BaseException) -> None:
         pass

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool import execute, staging, transfer
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
+from ckpttool.permissions import with_permissions
 from ckpttool.progress import Meter
 from ckpttool.storage import LOCAL, is_url, local_path, without_secrets, write_new
+from ckpttool.threads import default_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ckpttool.read_checks import ReadChecks
     from ckpttool.storage import Storage
     from ckpttool.storage.remote import RemoteStorage
+    from ckpttool.storage.safe_files import Directory
     from ckpttool.tasks import Workers
 
 
@@ -63,15 +66,20 @@ class Destination:
         """Whether a file of that name is in it."""
         return self.storage.exists(f"{self.out.rstrip('/')}/{name}")
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, mode: int = 0o666) -> None:
         """Write a small file, whole or not at all, in place of one of that name.
+
+        Args:
+            name: What it is called.
+            data: What is in it.
+            mode: Its permissions on local disk, before the umask.
 
         Raises:
             StorageError: It cannot be written.
         """
         path = f"{self.out.rstrip('/')}/{name}"
         if self._remote is None:
-            write_new(path, [data], overwrite=True)
+            write_new(path, [data], overwrite=True, mode=mode)
         else:
             self._remote.put(path, data)
 
@@ -157,14 +165,19 @@ class Destination:
                     self._remote, plan, last, jobs, memory, meter, check, key, there, checks, resume=bool(resume)
                 )
         staging.check_space(self.out, plan.nbytes_written)
+        plan, mode = with_permissions(plan)
         with (
             workers or nullcontext() as there,
-            staging.staged(self.out, replaces=_is_weights, last=last, key=key, resume=bool(resume)) as directory,
+            staging.staged(
+                self.out, replaces=_is_weights, last=last, key=key, resume=bool(resume), mode=mode
+            ) as directory,
         ):
-            journal = None if resume is None else staging.Journal(directory)
+            journal = staging.Journal(directory) if resume else None
+            if journal is not None:
+                journal.check([(file.name, file.nbytes) for file in plan.files], jobs or default_jobs())
             try:
                 overflowed = self._run(plan, directory, journal, there, checks, jobs, memory, meter)
-                check(directory)
+                check(directory.path)
             except (LayoutError, ChecksumError):
                 if journal is not None:
                     journal.forget()  # what was written wrongly must not be gone on with
@@ -173,7 +186,7 @@ class Destination:
 
     @staticmethod
     def _run(
-        plan: CopyPlan, directory: str, journal: staging.Journal | None, workers: Workers | None,
+        plan: CopyPlan, directory: Directory, journal: staging.Journal | None, workers: Workers | None,
         checks: ReadChecks | None, jobs: int | None, memory: int, meter: Meter,
     ) -> int:  # fmt: skip
         """Write into a local directory; returns finite elements that became infinite in a narrower type."""
@@ -225,15 +238,23 @@ def _any_distant(plan: CopyPlan) -> bool:
 
 
 def write_file(
-    out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None
-) -> str:
+    out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None,
+    mode: int = 0o666,
+) -> str:  # fmt: skip
     """Write a small file whole or not at all; returns what to call it.
+
+    Args:
+        out: Path or URL.
+        parts: What is in it.
+        overwrite: Whether it may replace a file of that name.
+        options: What to tell the storage's fsspec class.
+        mode: Its permissions on local disk, before the umask.
 
     Raises:
         StorageError: It is there already and not to be replaced, or cannot be written.
     """
     if not is_url(out):
-        write_new(local_path(out), parts, overwrite=overwrite)
+        write_new(local_path(out), parts, overwrite=overwrite, mode=mode)
         return local_path(out)
     from ckpttool.storage.remote import open_remote
 

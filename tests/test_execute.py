@@ -24,6 +24,7 @@ from ckpttool.progress import Meter
 from ckpttool.proving import failed_proofs
 from ckpttool.staging import JOURNAL, Journal
 from ckpttool.storage import LOCAL, direct
+from ckpttool.storage.safe_files import Directory
 from ckpttool.threads import in_threads
 
 if TYPE_CHECKING:
@@ -545,13 +546,15 @@ def test_what_is_missing_of_a_run_before_is_read_for_itself(
     plan = _masters_and_weights(tmp_path / "source")
     out = tmp_path / "out"
     out.mkdir()
-    execute.run(plan, str(out), jobs=1, advance=lambda _: None, journal=Journal(str(out)))
+    with Directory.open(str(out)) as directory:
+        execute.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
     entries = (out / JOURNAL).read_text().splitlines(keepends=True)
     (out / JOURNAL).write_text("".join(e for e in entries if not any(name in e for name in gone)))
     for name in gone:
         (out / name).unlink()
     bytes_read.clear()
-    execute.run(plan, str(out), jobs=1, advance=lambda _: None, journal=Journal(str(out)))
+    with Directory.open(str(out)) as directory:
+        execute.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
     _check_masters_and_weights(out, values)
     assert sum(bytes_read) == 4 * elements
 
@@ -568,11 +571,9 @@ def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, m
         return write(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", fail)
-    journal = Journal(str(out))
-    with pytest.raises(StorageError, match="2: no space left on the device"):
-        execute.run(
-            _masters_and_weights(tmp_path / "source"), str(out), jobs=1, advance=lambda _: None, journal=journal
-        )
-    sizes = {file.name: file.nbytes for file in _masters_and_weights(tmp_path / "source").files}
-    assert [name for name, nbytes in sizes.items() if Journal(str(out)).has(name, nbytes)] == ["masters/1"]
+    plan = _masters_and_weights(tmp_path / "source")
+    with Directory.open(str(out)) as directory:
+        with pytest.raises(StorageError, match="2: no space left on the device"):
+            execute.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+        assert [f.name for f in plan.files if Journal(directory).has(f.name, f.nbytes)] == ["masters/1"]
     assert not {f for f in _open_files() if f.startswith(str(out))}

@@ -115,7 +115,7 @@ def cp(
             check=check_copy, resume=resume, checks=checks,
         )  # fmt: skip
     for name, data in around.carried.items():
-        root.put(name, data)
+        root.put(name, data, around.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *around.notes]
     if there:
         notes.append(f"{target.out} was there already, with the same values")

@@ -124,6 +124,7 @@ def extract_to_file(
     """
     from ckpttool.contents import find
     from ckpttool.extraction import encode, read_part
+    from ckpttool.permissions import mode_of
     from ckpttool.writing import write_file
 
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
@@ -136,6 +137,6 @@ def extract_to_file(
             checkpoint.location, f"{name}: {error}", "see ckpttool inspect --params for the shape"
         ) from error
     parts = encode(values, name, os.fspath(out))
-    written = write_file(os.fspath(out), parts, overwrite=overwrite, options=storage_options)
+    written = write_file(os.fspath(out), parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint))
     report = None if checks is None else checks.report
     return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes, report)

@@ -25,6 +25,8 @@ from ckpttool.storage import (
     sync_directory,
     translate_os_errors,
 )
+from ckpttool.storage.local import CREATE
+from ckpttool.storage.safe_files import temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,9 +143,10 @@ class Disk:
     def _write(
         path: str, fill: Callable[[int, str], None], *, new: bool, check: Callable[[], None] = lambda: None
     ) -> None:
-        partial = f"{path}.{secrets.token_hex(4)}{PARTIAL}"  # another process may be writing the same
+        above, name = os.path.split(path)
+        partial = os.path.join(above, temporary_name(name, PARTIAL))  # another process may be writing the same
         with translate_os_errors(path):
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            fd = os.open(partial, CREATE, 0o666)
             try:
                 try:
                     fill(fd, partial)

@@ -13,6 +13,10 @@ import contextlib
 import errno
 import os
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpttool.storage.safe_files import Directory
 
 FILE_SYSTEMS = {"ext4", "xfs"}
 """Those that are written past the page cache. Those of networks have caches and locks of their own."""
@@ -22,10 +26,18 @@ ALIGNMENT = 4096
 """What memory, offset and length of such a write are a multiple of, in bytes; disks that want more refuse it."""
 
 
-def open_direct(path: str) -> int:
-    """Open a file that is there for writing past the page cache; -1 if it takes no such writes."""
+def open_direct(path: str, directory: Directory | None = None) -> int:
+    """Open a file that is there for writing past the page cache; -1 if it takes no such writes.
+
+    Args:
+        path: Where it is, or its name in the directory.
+        directory: What holds it.
+    """
+    flags = os.O_WRONLY | os.O_DIRECT
     with contextlib.suppress(OSError):
-        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        if directory is not None:
+            return directory.open_file(path, flags)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     return -1
 
 

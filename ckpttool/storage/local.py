@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
 from ckpttool.storage.errors import storage_error, translate_os_errors
+from ckpttool.storage.safe_files import temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from ckpttool.ranges import ByteRange
     from ckpttool.storage.base import Reader
 
+CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""How to open a new file: what lies there already, a link that somebody planted for instance, is never written."""
+PARTIAL = ".partial"
+"""Behind the name of a file that is being written."""
 KERNEL_COPY_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
 """What ``copy_file_range`` answers where this pair of file systems cannot do it; plain reads and writes can."""
 
@@ -296,26 +301,39 @@ def sync_directory(path: str) -> None:
             os.close(fd)
 
 
-def write_new(path: str, parts: Sequence[bytes | memoryview], *, overwrite: bool) -> None:
+def write_new(path: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, mode: int = 0o666) -> None:
     """Write a small file whole or not at all.
+
+    Args:
+        path: Where to.
+        parts: What is in it.
+        overwrite: Whether it may replace a file of that name; a link is replaced itself, not what it leads to.
+        mode: Its permissions, before the umask.
 
     Raises:
         StorageError: It is there already and not to be replaced, or cannot be written.
     """
+    exists = StorageError(path, "exists already", "choose another name, or pass --overwrite")
     if not overwrite and os.path.lexists(path):
-        raise StorageError(path, "exists already", "choose another name, or pass --overwrite")
-    partial = f"{path}.partial"
+        raise exists
+    above, name = os.path.split(path)
+    partial = os.path.join(above, temporary_name(name, PARTIAL))
     with translate_os_errors(path):
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = os.open(partial, CREATE, mode)
         try:
             at = 0
             for part in parts:
                 write_at(fd, part, at, path)
                 at += len(part)
-            os.replace(partial, path)
-        except BaseException:
+            if overwrite:
+                os.replace(partial, path)
+            else:
+                rename_new(partial, path)
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
+            if isinstance(error, FileExistsError):
+                raise exists from error
             raise
         finally:
             os.close(fd)

@@ -171,12 +171,12 @@ def test_old_output_that_cannot_be_put_back_is_kept_and_named(tmp_path: Path, mo
     old = _contents(out)
     replace, calls = os.replace, 0
 
-    def fail_from_the_second_on(a: str, b: str) -> None:
+    def fail_from_the_second_on(a: str, b: str, **directories: int) -> None:
         nonlocal calls
         calls += 1
         if calls > 1:
             raise OSError(errno.EIO, "Input/output error")
-        replace(a, b)
+        replace(a, b, **directories)
 
     monkeypatch.setattr(os, "replace", fail_from_the_second_on)
     error = ckpttool(*arguments).error
