@@ -19,6 +19,7 @@ from ckpttool.ray_run import is_checkpoint_name, listed_by_ray
 from ckpttool.storage import (
     HALF_REMOVED,
     is_half_removed,
+    is_linked,
     is_url,
     local_path,
     open_storage,
@@ -175,7 +176,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
                 whole=not problems,
                 problem=str(problems[0]) if problems else None,
                 latest=name == posixpath.normpath(named),
-                link=None,
+                link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
                 metrics=manifest.metrics,
             )
         )

@@ -12,6 +12,22 @@ Each carries the file, what is wrong and what to do next, and prints as one line
 
 from __future__ import annotations
 
+MAX_TEXT = 4096
+"""Characters of an error line, and of any text that a message takes from a file."""
+
+
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """A text without anything that breaks a line or drives a terminal, and of bounded length.
+
+    Args:
+        text: Names come from untrusted files.
+        limit: Characters that are kept, half of them of each end.
+    """
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 
 class CkptError(Exception):
     """Base of all errors: one line that names the file, the problem and the next step.
@@ -26,9 +42,9 @@ class CkptError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        text = f"{self.path}: {self.problem}; {self.hint}" if self.hint else f"{self.path}: {self.problem}"
-        # Names come from untrusted files: nothing in them may break the line or drive the terminal.
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        parts = (printable(str(part)) for part in (self.path, self.problem, self.hint))
+        path, problem, hint = parts
+        return f"{path}: {problem}; {hint}" if hint else f"{path}: {problem}"
 
 
 class StorageError(CkptError):

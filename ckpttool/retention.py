@@ -98,10 +98,10 @@ def _decision(entry: CatalogEntry, reasons: Mapping[str, list[str]]) -> Decision
         return Decision(entry, bool(why), "; ".join(why) or "no rule keeps it")
     if entry.reported:
         return Decision(entry, keep=True, reason=REPORTED)
-    if entry.problem == HALF_REMOVED:
-        return Decision(entry, keep=False, reason=HALF_REMOVED)
     if entry.link:
         return Decision(entry, keep=True, reason=f"a link to {entry.link}")
+    if entry.problem == HALF_REMOVED:
+        return Decision(entry, keep=False, reason=HALF_REMOVED)
     if not entry.whole:
         torn = "" if (entry.problem or "").startswith(OWN_ROOT) else "torn, or being saved: "
         return Decision(entry, keep=True, reason=f"{torn}{entry.problem}")

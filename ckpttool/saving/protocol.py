@@ -28,7 +28,7 @@ from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
 from ckpttool.saving.marks import ALIVE, identity, is_alive
 from ckpttool.saving.outgoing import HashedFile
 from ckpttool.saving.ranks import RankError
-from ckpttool.storage import MANIFEST, MARK, is_url, walk
+from ckpttool.storage import MANIFEST, MARK, is_linked, is_url, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -246,6 +246,8 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
         twice = next(name for name in names if names.count(name) > 1)
         raise RankError(directory, f"two ranks would write {twice}", "this is a bug in ckpttool")
     place.prepare(root)
+    if is_linked(place.storage, root, directory):
+        raise StorageError(directory, "is reached through a link", "choose another tag, or remove the link")
     found = _look(place, directory, request)
     needed, free = int(ROOM * sum(one["nbytes"] for one in said)), place.free_bytes(root)
     if free is not None and free < needed:
@@ -502,4 +504,5 @@ def settle(place: Place, root: str, tag: str) -> None:
         StorageError: The storage fails.
     """
     place.put(posixpath.join(root, LATEST), tag.encode())
-    place.delete(posixpath.join(root, tag, MARK))
+    if not is_linked(place.storage, root, posixpath.join(root, tag)):  # else it is of another root
+        place.delete(posixpath.join(root, tag, MARK))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from ckpttool.candidates import is_whole, open_whole
 from ckpttool.catalog import committed
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, printable
 from ckpttool.manifest import commits, directories, is_commit
 from ckpttool.retention import decide, parse_best
 from ckpttool.saving.marks import is_alive
 from ckpttool.saving.protocol import PARTIAL, REPLACED, is_unfinished, read_mark
-from ckpttool.storage import MARK, is_half_removed, walk
+from ckpttool.storage import MARK, is_half_removed, is_linked, walk
 
 if TYPE_CHECKING:
     from ckpttool.retention import Rules
@@ -40,7 +40,8 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
         doomed = left_over(place, root, grace=grace)
         if rules is not None:
             doomed += _not_kept(place, root, rules)
-        marks = (posixpath.join(directory, MARK) for directory in commits(place.storage, root))
+        whole = [d for d in commits(place.storage, root) if not is_linked(place.storage, root, d)]
+        marks = (posixpath.join(directory, MARK) for directory in whole)
         marks_left = [mark for mark in marks if place.storage.exists(mark)]
         marks_left += _partial_files(place, root, grace=grace)
     except CkptError as error:
@@ -49,7 +50,7 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
     for remove, path in [(place.remove, d) for d in doomed] + [(place.delete, m) for m in marks_left]:
         try:
             remove(path)
-            LOG.info("removed %s", path)
+            LOG.info("removed %s", printable(path))
         except CkptError as error:
             LOG.warning("could not remove what is not needed any more: %s", error)
 
@@ -82,6 +83,9 @@ def left_over(place: Place, root: str, *, grace: float) -> list[str]:
     here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
     for directory in dict.fromkeys([*here, *directories(storage, root)]):
         if not _is_left_over(place, directory):
+            continue
+        if is_linked(storage, root, directory):
+            LOG.warning("%s is reached through a link: it is left as it is", printable(directory))
             continue
         newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
         if is_old(newest, grace) and is_alive(read_mark(storage, directory)) is not True:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage.base import Reader
+    from ckpttool.storage.base import Reader, Storage
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """How to open a new file: what lies there already, a link that somebody planted for instance, is never written."""
@@ -181,6 +181,20 @@ class LocalStorage:
 
     def refresh(self, paths: Sequence[str]) -> None:
         """Nothing is remembered here."""
+
+
+def is_linked(storage: Storage, root: str, path: str) -> bool:
+    """Whether a symbolic link lies between a root and what is below it, so that it may be anywhere.
+
+    Args:
+        storage: Where both lie; only local disks have links.
+        root: A directory, which may itself be reached through links.
+        path: What is below it.
+    """
+    if storage.distant:
+        return False
+    below = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    return os.path.realpath(path) != os.path.normpath(os.path.join(os.path.realpath(root), below))
 
 
 LOCAL = LocalStorage()

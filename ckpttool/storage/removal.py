@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import StorageError
 from ckpttool.storage.base import MARK, walk
 from ckpttool.storage.errors import translate_os_errors
 from ckpttool.storage.local import sync_directory
@@ -73,7 +75,11 @@ def remove_local(path: str) -> None:
         StorageError: It cannot be removed.
     """
     above, name = os.path.split(path)
+    if os.path.islink(path):
+        raise StorageError(path, "is a link, and what it leads to is not removed", "remove the link by hand")
     aside = path if _ASIDE.fullmatch(name) else os.path.join(above, _aside_name(name))
+    if os.path.islink(aside):
+        aside = os.path.join(above, _aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{secrets.token_hex(4)}"))
     with translate_os_errors(path):
         if aside != path:
             if os.path.isdir(aside):

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import ckpttool
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.retention import Rules
 from ckpttool.saving.disk import Disk
+from ckpttool.saving.protocol import settle
 from ckpttool.saving.ranks import Alone
 from ckpttool.saving.upkeep import tidy
-from ckpttool.storage import LOCAL
+from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving.checkpoints import save_version, version, whole
 
 if TYPE_CHECKING:
@@ -101,3 +103,72 @@ def test_what_was_set_aside_is_what_a_failed_save_brings_back(fails: bool, tmp_p
 def test_rules_that_make_no_sense(value: object) -> None:
     with pytest.raises(ValueError, match="not a whole number above 0"):
         Rules(last=value)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------- links
+
+
+def test_nothing_outside_the_root_is_cleared_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    _save(root, ["step8", "step9"])
+    _save(elsewhere, ["step1", "step2", "nested/step3", "nested/step4"])
+    for name in ("step1", "step2", "nested/step3"):
+        (elsewhere / name / MARK).write_text("{}")
+    (elsewhere / "step2" / MANIFEST).unlink()  # a save that was killed
+    before = sorted(str(p) for p in elsewhere.rglob("*"))
+    for name in ("step1", "step2", "nested"):
+        (root / name).symlink_to(elsewhere / name)
+    tidy(Disk(), str(root), Rules(last=1), grace=0)
+    assert sorted(str(p) for p in elsewhere.rglob("*")) == before
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["nested", "step1", "step2", "step9"]
+    assert f"{root}/step2 is reached through a link: it is left as it is" in caplog.text
+    settle(Disk(), str(root), "step1")
+    assert (elsewhere / "step1" / MARK).exists()
+
+
+@pytest.mark.parametrize("name", [".evil.removed", ".step1.removed"])
+def test_link_called_as_what_is_being_removed_stops_nobody(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    _save(root, ["step1", "step2", "step3"])
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    (root / name).symlink_to(elsewhere)
+    assert _tidied(root, Rules(last=2)) == {"step2", "step3"}
+    assert f"{root}/{name} is reached through a link: it is left as it is" in caplog.text
+    decisions = ckpttool.prune(root, keep_last=1)
+    assert {d.entry.name: d.reason for d in decisions if d.entry.link} == {name: f"a link to {elsewhere}"}
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == [name, "step3"]
+    assert (elsewhere / "mine").exists()
+
+
+def test_a_save_does_not_go_through_a_link(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    _save(root, ["step1"])
+    elsewhere.mkdir()
+    (root / "step2").symlink_to(elsewhere)
+    with pytest.raises(CkptError, match="step2: is reached through a link"):
+        save_version(Disk(), str(root), Alone(), "step2", 2)
+    assert os.listdir(elsewhere) == []
+
+
+def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0badcafe")  # names that could be guessed
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "latest.0badcafe.partial").symlink_to(victim)
+    with pytest.raises(CkptError, match="latest: file exists"):
+        Disk().put(str(root / "latest"), b"step1")
+    assert victim.read_text() == "mine"
+
+
+def test_what_is_logged_drives_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ckpttool")
+    _save(tmp_path, ["step1"])
+    (tmp_path / ".a\x1b[31mb.removed").mkdir()
+    assert _tidied(tmp_path, Rules(last=1)) == {"step1"}
+    assert "removed" in caplog.text
+    assert all(c.isprintable() for record in caplog.records for c in record.getMessage())
