@@ -27,6 +27,7 @@ from ckpttool.storage import (
     walk,
     without_secrets,
 )
+from ckpttool.storage.confined import ConfinedStorage, local_storage
 from ckpttool.threads import default_jobs, in_threads
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     """
     if not root:
         raise StorageError("ROOT", "is an empty name", "pass a directory that holds checkpoints")
-    storage = open_storage(root, options)
+    storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
     root = without_secrets(local_path(root)).rstrip("/") or root
     if not is_url(root) and posixpath.basename(root) in {".", ".."}:
         root = posixpath.abspath(root)
@@ -209,6 +210,8 @@ def _look(
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)
     link = os.path.realpath(path) if not storage.distant and os.path.islink(path) else None
+    if link is not None and isinstance(storage, ConfinedStorage) and not storage.holds(path):
+        return _linked(name, path, link, latest=latest, reported=reported)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
@@ -260,6 +263,15 @@ def _look(
         metrics=metrics,
         reported=reported,
     )
+
+
+def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:
+    """A link that leaves the root: what it leads to is not looked at."""
+    return CatalogEntry(
+        name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
+        problem="is a link that leaves the root; pass --follow-links to look there", latest=latest, link=link,
+        metrics={}, reported=reported,
+    )  # fmt: skip
 
 
 def _holds_one(name: str) -> bool:

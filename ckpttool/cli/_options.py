@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckpttool.sizes import parse_size
+from ckpttool.storage.base import FOLLOW_LINKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_FOLLOW_LINKS = "ckpttool.follow_links"
+"""Where a command's context has what was said of links."""
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
@@ -62,7 +65,7 @@ ray_option = click.option(
 )
 
 
-def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
+def _storage_options(context: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
     """Key=value pairs as fsspec takes them; dots make dictionaries."""
     result: dict[str, Any] = {}
     for text in values:
@@ -77,7 +80,13 @@ def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, .
             if not isinstance(into, dict):
                 raise click.BadParameter(f"{path} and {name} cannot both be given")
         into[key] = _plain(key, value)
+    if context.meta.get(_FOLLOW_LINKS):
+        result[FOLLOW_LINKS] = True
     return result or None
+
+
+def _follow_links(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.meta[_FOLLOW_LINKS] = value
 
 
 def _plain(key: str, value: str) -> Any:
@@ -89,14 +98,24 @@ def _plain(key: str, value: str) -> Any:
     return value
 
 
-storage_option = click.option(
-    "--storage-option",
-    "storage_options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    callback=_storage_options,
-    help="For the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
-)
+def storage_option(function: F) -> F:
+    """Add ``--storage-option`` and ``--follow-links``, which is one of the options of a storage."""
+    function = click.option(
+        "--follow-links",
+        is_flag=True,
+        is_eager=True,  # before those that it is put among
+        expose_value=False,
+        callback=_follow_links,
+        help="Let links in a checkpoint lead out of its root, to any file that you may read.",
+    )(function)
+    return click.option(
+        "--storage-option",
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_storage_options,
+        help="For the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
+    )(function)
 
 
 def check_options(function: F) -> F:

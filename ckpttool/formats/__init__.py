@@ -14,7 +14,8 @@ from ckpttool.formats.zero.files import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
 from ckpttool.guarded import with_manifest
 from ckpttool.read_checks import chunk_records
-from ckpttool.storage import WAIT, local_path, open_storage, parent, scheme_of, without_secrets
+from ckpttool.storage import WAIT, is_url, local_path, open_storage, parent, scheme_of, without_secrets
+from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +64,7 @@ def open_checkpoint(
         src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several of
             them, which each hold the files of some ranks.
         tag: Which checkpoint of a root; default: the one that ``latest`` names.
-        options: What to tell the storage's fsspec class.
+        options: What to tell the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
         report: Takes findings that need not end the reading; the default raises the first.
         unfinished: Read also what ckpttool has not finished writing.
         storage: Where it lies; default: what the path says.
@@ -73,6 +74,8 @@ def open_checkpoint(
         CkptError: There is no sound checkpoint.
     """
     paths = source_paths(src)
+    if storage is None and not is_url(paths[0]):
+        storage = local_storage([local_path(path) for path in paths if not is_url(path)], options)
     storage = storage or open_storage(paths[0], options)
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"

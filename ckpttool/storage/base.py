@@ -26,6 +26,8 @@ MANIFEST = "ckpttool.json"
 """Says that all of a directory is there: the last file of a save, and what makes it a commit."""
 MAX_DEPTH = 32
 """Directories within directories: no checkpoint has more, a link to a directory above it endlessly many."""
+FOLLOW_LINKS = "follow_links"
+"""The option that lets links of checkpoints on local disk lead anywhere; stores have no links."""
 WAIT = "wait until the save is over, then try again"
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
 from ckpttool.ranges import coalesced
-from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
+from ckpttool.storage.base import FOLLOW_LINKS, WAIT, Entry, check_text, decode_text
 from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
 from ckpttool.storage.urls import scheme_of, without_secrets
@@ -62,7 +62,7 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     except ImportError:
         raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
     kind: type[RemoteStorage] = RemoteStorage
-    given: dict[str, Any] = {"use_listings_cache": False, **options}
+    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k != FOLLOW_LINKS}}
     try:
         if scheme in {"s3", "s3a"}:
             from ckpttool.storage.s3 import S3Storage, with_defaults

@@ -1,0 +1,147 @@
+"""Symbolic links in a checkpoint: those that leave its root are refused by name, unless they are meant."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ckpttool
+from ckpttool.errors import CkptError
+from tests.cli.command import ckpttool as command
+from tests.cli.command import remains
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SRC = "zero2-dp2-bf16"
+CONTENT = "-----BEGIN PRIVATE KEY-----"
+REFUSED = "is reached through a link that leaves the checkpoint's root"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """What lies outside of the checkpoint."""
+    (tmp_path / "home").mkdir()
+    path = tmp_path / "home/secret"
+    path.write_text(CONTENT)
+    return path
+
+
+def _commands(root: Path, out: Path) -> list[tuple[object, ...]]:
+    return [
+        ("cp", root, out),
+        ("consolidate", root, out, "--to", "safetensors"),
+        ("convert", root, out, "--to", "zero", "--world-size", "3"),
+    ]
+
+
+@pytest.mark.parametrize("where", [".", "global_step3"])
+def test_companion_that_is_a_link_is_not_exported(
+    where: str, checkpoint_copy: Callable[[str], Path], secret: Path, tmp_path: Path
+) -> None:
+    root = checkpoint_copy(SRC)
+    (root / "vocab.txt").symlink_to(secret)
+    for command_line in _commands(root / where, tmp_path / "made"):
+        done = command(*command_line)
+        assert done.code == 1
+        assert f"vocab.txt: {REFUSED}; copy it here, or pass --follow-links" in done.error
+        assert CONTENT not in done.stdout + done.stderr
+        assert not [p for p in (tmp_path / "made").rglob("*") if p.is_file() and CONTENT in p.read_text("latin-1")]
+        shutil.rmtree(tmp_path / "made", ignore_errors=True)
+    assert command(*_commands(root / where, tmp_path / "made")[1], "--follow-links").code == 0
+    assert (tmp_path / "made/vocab.txt").read_text() == CONTENT
+
+
+@pytest.mark.parametrize("where", [".", "global_step3"])
+@pytest.mark.parametrize("target", ["home", "/"])
+def test_directory_that_is_a_link_is_not_copied(
+    where: str, target: str, checkpoint_copy: Callable[[str], Path], secret: Path, tmp_path: Path
+) -> None:
+    root = checkpoint_copy(SRC)
+    (root / "global_step3/extra").symlink_to(tmp_path / target)
+    done = command("cp", root / where, tmp_path / "made")
+    assert done.code == 1
+    assert f"global_step3/extra: {REFUSED}" in done.error
+    assert remains(tmp_path / "made") == [] or not (tmp_path / "made").exists()
+    if target == "home":
+        assert command("cp", root / where, tmp_path / "made", "--follow-links").code == 0
+        assert (tmp_path / "made/global_step3/extra/secret").read_text() == secret.read_text()
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_universal"])
+def test_latest_that_is_a_link_shows_nothing(
+    name: str, checkpoint_copy: Callable[[str], Path], secret: Path, tmp_path: Path
+) -> None:
+    root = checkpoint_copy(SRC)
+    (root / "latest").unlink()
+    (root / name).symlink_to(secret)
+    for arguments in [("inspect", root), ("verify", root), ("ls", root), ("cp", root, tmp_path / "made")]:
+        done = command(*arguments)
+        assert CONTENT not in done.stdout + done.stderr
+        assert REFUSED in done.stdout + done.stderr
+    assert REFUSED in command("inspect", root).error
+
+
+def test_weights_that_are_a_link_are_not_read(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    root = checkpoint_copy(SRC)
+    file = next((root / "global_step3").glob("*optim*"))
+    file.rename(tmp_path / "elsewhere.pt")
+    file.symlink_to(tmp_path / "elsewhere.pt")
+    for arguments in [("inspect", root), ("stats", root)]:
+        assert f"{file}: {REFUSED}" in command(*arguments).error
+    assert command("inspect", root, "--follow-links").code == 0
+    assert ckpttool.inspect(root, storage_options={"follow_links": True}).tag == "global_step3"
+
+
+def test_links_that_stay_inside_are_followed(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    root = checkpoint_copy(SRC)
+    (root / "store").mkdir()
+    for file in (root / "global_step3").glob("*.pt"):
+        file.rename(root / "store" / file.name)
+        file.symlink_to(f"../store/{file.name}")
+    (root / "newest").symlink_to("global_step3")
+    (tmp_path / "way").symlink_to(root)  # what the user names may be a link
+    for src in (root, root / "global_step3", root / "newest", tmp_path / "way"):
+        assert command("consolidate", src, tmp_path / "made", "--to", "safetensors", "--overwrite").code == 0
+
+
+@pytest.mark.parametrize("src", ["", "model.safetensors"])
+def test_hugging_face_cache_is_read(src: str, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    size = "1GB" if src == "model.safetensors" else "4kB"
+    assert command("consolidate", source(SRC), made, "--to", "safetensors", "--max-shard-size", size).code == 0
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, file in enumerate(sorted(made.iterdir())):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert command("inspect", snapshot / src if src else snapshot).code == 0
+    (tmp_path / "elsewhere").write_text("{}")
+    name = src or "model.safetensors.index.json"
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to("../../blobs/../../elsewhere")
+    if not src:
+        with pytest.raises(CkptError, match=REFUSED):
+            ckpttool.inspect(snapshot)
+
+
+def test_ls_does_not_look_behind_a_link_that_leaves_the_root(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy(SRC)
+    (tmp_path / "other").mkdir()
+    (root / "global_step3").rename(tmp_path / "other/global_step3")
+    (root / "global_step3").symlink_to(tmp_path / "other/global_step3")
+    (root / "disk").symlink_to("/")
+    entries = {e.name: e for e in ckpttool.ls(root).entries}
+    assert all("leaves the root; pass --follow-links" in str(e.problem) for e in entries.values())
+    assert sorted(entries) == ["disk", "global_step3"]
+    assert f"global_step3: {REFUSED}" in command("inspect", root).error
+    (root / "disk").unlink()
+    assert [e.whole for e in ckpttool.ls(root, storage_options={"follow_links": True}).entries] == [True]
