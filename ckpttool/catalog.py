@@ -15,6 +15,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, NoCheckpointError, natural_order, refuse_unfinished
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.messages import brief
 from ckpttool.ray_run import is_checkpoint_name, listed_by_ray
 from ckpttool.storage import (
     HALF_REMOVED,
@@ -25,7 +26,7 @@ from ckpttool.storage import (
     open_storage,
     parent,
     walk,
-    without_secrets,
+    without_credentials,
 )
 from ckpttool.storage.confined import ConfinedStorage, local_storage
 from ckpttool.threads import default_jobs, in_threads
@@ -115,7 +116,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     if not root:
         raise StorageError("ROOT", "is an empty name", "pass a directory that holds checkpoints")
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
-    root = without_secrets(local_path(root)).rstrip("/") or root
+    root = without_credentials(local_path(root)).rstrip("/") or root
     if not is_url(root) and posixpath.basename(root) in {".", ".."}:
         root = posixpath.abspath(root)
     if not storage.is_dir(root):
@@ -199,7 +200,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
             continue
         parts = posixpath.normpath(tag).split("/")
         if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
-            problems.append(f"{latest} names {tag!r:.200}, which is not there")
+            problems.append(f"{latest} names {brief(tag, 200)}, which is not there")
         elif names is None or parts[0] in names:
             found.add(parts[0])
     return found, problems

@@ -12,21 +12,7 @@ Each carries the file, what is wrong and what to do next, and prints as one line
 
 from __future__ import annotations
 
-MAX_TEXT = 4096
-"""Characters of an error line, and of any text that a message takes from a file."""
-
-
-def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """A text without anything that breaks a line or drives a terminal, and of bounded length.
-
-    Args:
-        text: Names come from untrusted files.
-        limit: Characters that are kept, half of them of each end.
-    """
-    if len(text) > limit:
-        half = limit // 2
-        text = f"{text[:half]}...{text[-half:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+from ckpttool.messages import printable, without_secrets
 
 
 class CkptError(Exception):
@@ -42,8 +28,12 @@ class CkptError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        parts = (printable(str(part)) for part in (self.path, self.problem, self.hint))
-        path, problem, hint = parts
+        # Names come from untrusted files: nothing in them may break the line, drive the terminal or fill it.
+        path, problem, hint = (
+            printable(without_secrets(str(self.path))),
+            printable(self.problem),
+            printable(self.hint),
+        )
         return f"{path}: {problem}; {hint}" if hint else f"{path}: {problem}"
 
 

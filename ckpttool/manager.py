@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ckpttool._version import __version__
 from ckpttool.candidates import Candidate, open_whole
 from ckpttool.errors import CkptError, LayoutError, PlanError
+from ckpttool.messages import brief
 from ckpttool.retention import Rules
 from ckpttool.saving.background import Background
 from ckpttool.saving.protocol import PARTIAL, REPLACED, Request, place_for, save
 from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.saving.upkeep import tidy
 from ckpttool.signing import read_key
-from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, without_secrets
+from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, without_credentials
 from ckpttool.storage.failures import RETRIES
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class CheckpointManager:
         self.name = f"manager {next(_numbers)}"  # counted even if the rest fails here, for it may not on other ranks
         """The same on every rank."""
         given = fspath(root)
-        self.root = without_secrets(local_path(given)).rstrip("/") or given
+        self.root = without_credentials(local_path(given)).rstrip("/") or given
         if not is_url(self.root):
             self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
         self._place = place or place_for(given, storage_options)
@@ -521,7 +522,7 @@ def _check_client_state(client_state: Any) -> None:
         raise PlanError("client_state", problem, 'pass a dict, as client_state={"step": step}')
     for name in client_state:
         if not isinstance(name, str):
-            raise PlanError("client_state", f"has the name {name!r:.100}, which is no text", "use texts as names")
+            raise PlanError("client_state", f"has the name {brief(name)}, which is no text", "use texts as names")
     if taken := sorted(set(client_state) & (ENGINE_KEYS | {"folding"})):
         problem = f"has names that are DeepSpeed's own in the same file: {', '.join(taken)}"
         raise PlanError("client_state", problem, "use other names")

@@ -10,7 +10,7 @@ from ckpttool import execute, staging, transfer
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.permissions import with_permissions
 from ckpttool.progress import Meter
-from ckpttool.storage import LOCAL, is_url, local_path, without_secrets, write_new
+from ckpttool.storage import LOCAL, is_url, local_path, without_credentials, write_new
 from ckpttool.threads import default_jobs
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Destination:
     """
 
     def __init__(self, out: str, options: Mapping[str, Any] | None) -> None:
-        self.out = without_secrets(local_path(out))
+        self.out = without_credentials(local_path(out))
         self._remote: RemoteStorage | None = None
         if is_url(out):
             from ckpttool.storage.remote import open_remote
@@ -258,7 +258,7 @@ def write_file(
         return local_path(out)
     from ckpttool.storage.remote import open_remote
 
-    storage, shown = open_remote(out, options or {}), without_secrets(out)
+    storage, shown = open_remote(out, options or {}), without_credentials(out)
     if not overwrite and storage.exists(shown):
         raise StorageError(shown, "exists already", "choose another name, or pass --overwrite")
     storage.put(shown, b"".join(parts))

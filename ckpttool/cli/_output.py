@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpttool.messages import hide_secrets, printable
 from ckpttool.sizes import format_size
 from ckpttool.storage import storage_error
 
@@ -30,11 +31,6 @@ SECONDS_BETWEEN_LINES = 60.0
 """How often progress is told where there is no terminal to draw a bar on."""
 
 
-def printable(text: str) -> str:
-    """Text from a file, with nothing in it that could drive the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print rows under a header.
 
@@ -43,7 +39,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         rows: Cells.
         right: Headings of columns to align at the right.
     """
-    cells = [[printable(cell) for cell in row] for row in rows]
+    cells = [[printable(cell, 0) for cell in row] for row in rows]
     aligned = [column in right for column in columns]
     if sys.stdout.isatty():
         _write(_drawn(columns, cells, aligned))
@@ -53,7 +49,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print labels and values in two columns; empty values are left out."""
-    cells = [[label, printable(value)] for label, value in facts if value]
+    cells = [[label, printable(value, 0)] for label, value in facts if value]
     if sys.stdout.isatty():
         _write(_drawn(None, cells, [False, False]))
     else:
@@ -62,7 +58,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 def print_line(text: str, *, color: str | None = None) -> None:
     """Print one line, coloured on a terminal."""
-    text = printable(text)
+    text = printable(text, 0)
     colored = color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     _write((click.style(text, fg=color) if colored else text) + "\n")
 
@@ -80,6 +76,8 @@ def _as_plain(data: Any) -> Any:
         return {key: _as_plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
         return [_as_plain(value) for value in data]
+    if isinstance(data, str):
+        return hide_secrets(data)
     return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 

@@ -18,6 +18,7 @@ from ckpttool.containers.unpickler import MAX_DEPTH
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType
 from ckpttool.dtypes import BY_STORAGE_CLASS, DTYPES
 from ckpttool.errors import PlanError
+from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -164,7 +165,7 @@ class _Writer:
         if self.recall(key):
             return
         if not module or not name or not module.isprintable() or not name.isprintable():
-            raise PlanError(self.path, f"holds a class named {module!r:.100}, {name!r:.100}", "it cannot be written")
+            raise PlanError(self.path, f"holds a class named {brief(module)}, {brief(name)}", "it cannot be written")
         owner, _, attribute = name.rpartition(".")
         if owner:  # protocol 2 finds a class within a class only so
             self.name("__builtin__", "getattr")

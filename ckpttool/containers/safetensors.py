@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import ContainerError
+from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange, exact_cover_problem
 
 if TYPE_CHECKING:
@@ -100,11 +101,11 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(name: str, value: Any, base: int) -> tuple[Tensor, ByteRange]:
     dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} of {name!r} is not known")
+        raise ValueError(f"dtype {brief(dtype, 200)} of {brief(name, 200)} is not known")
     numbers = [*shape, start, end]
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in numbers):
-        raise ValueError(f"sizes of {name!r} make no sense")
+        raise ValueError(f"sizes of {brief(name, 200)} make no sense")
     tensor = Tensor(name, dtype, tuple(shape))
     if end - start != tensor.nbytes:
-        raise ValueError(f"{name!r} takes {end - start} bytes, not {tensor.nbytes}")
+        raise ValueError(f"{brief(name, 200)} takes {end - start} bytes, not {tensor.nbytes}")
     return tensor, ByteRange(base + start, base + end)

@@ -10,6 +10,7 @@ from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ContainerError
+from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
     for key, ref in saved.storages.items():
         record = records.get(f"{prefix}data/{key}")
         if record is None:
-            raise ContainerError(reader.path, f"storage {key!r:.100} is missing", _HINT)
+            raise ContainerError(reader.path, f"storage {brief(key)} is missing", _HINT)
         if record.where.nbytes != ref.nbytes:
-            problem = f"storage {key!r:.100} is {record.where.nbytes} bytes long, but {ref.nbytes} were saved"
+            problem = f"storage {brief(key)} is {record.where.nbytes} bytes long, but {ref.nbytes} were saved"
             raise ContainerError(reader.path, problem, _HINT)
         storages[key] = record.where
     return TorchFile(reader.path, reader.nbytes, "zip", saved.value, storages, tuple(records.values()))

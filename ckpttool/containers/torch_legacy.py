@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.unpickler import Truncated, Unpickled, unpickle
 from ckpttool.errors import ContainerError
+from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
     for key in keys:
         ref = saved.storages.get(key) if isinstance(key, str) else None
         if ref is None or key in ranges:
-            raise ContainerError(reader.path, f"its list of storages names {key!r:.100} without reason", _HINT)
+            raise ContainerError(reader.path, f"its list of storages names {brief(key)} without reason", _HINT)
         start = position + _NUMEL.size
         if start + ref.nbytes > reader.nbytes:
-            raise ContainerError(reader.path, f"storage {key!r:.100} reaches beyond the end of the file", _HINT)
+            raise ContainerError(reader.path, f"storage {brief(key)} reaches beyond the end of the file", _HINT)
         counts.append((key, ByteRange(position, start), ref.numel))
         position = start + ref.nbytes
         ranges[key] = ByteRange(start, position)
@@ -60,11 +61,11 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
         (numel,) = _NUMEL.unpack(data)
         if numel != expected:
             raise ContainerError(
-                reader.path, f"storage {key!r:.100} holds {numel} elements, but {expected} were saved", _HINT
+                reader.path, f"storage {brief(key)} holds {numel} elements, but {expected} were saved", _HINT
             )
     missing = saved.storages.keys() - ranges.keys()
     if missing:
-        raise ContainerError(reader.path, f"storage {min(missing)!r:.100} is missing", _HINT)
+        raise ContainerError(reader.path, f"storage {brief(min(missing))} is missing", _HINT)
     return saved.value, {key: ranges[key] for key in saved.storages}
 
 

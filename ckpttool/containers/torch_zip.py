@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import ContainerError, PlanError
+from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
@@ -87,16 +88,16 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     for entry in entries:
         start = starts[entry.header]
         if start + entry.nbytes > directory.start:
-            raise ContainerError(reader.path, f"zip record {entry.name!r:.100} reaches beyond the data", _DAMAGED_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(entry.name)} reaches beyond the data", _DAMAGED_HINT)
         if entry.name in records:
-            raise ContainerError(reader.path, f"zip record {entry.name!r:.100} is there twice", _FOREIGN_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(entry.name)} is there twice", _FOREIGN_HINT)
         records[entry.name] = Record(entry.name, ByteRange(start, start + entry.nbytes), entry.crc32)
         spans.append((entry.header, start + entry.nbytes, entry.name))
     spans.sort()
     for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
         if begin < end:
             raise ContainerError(
-                reader.path, f"zip records {name!r:.100} and {following!r:.100} overlap", _FOREIGN_HINT
+                reader.path, f"zip records {brief(name)} and {brief(following)} overlap", _FOREIGN_HINT
             )
     return records
 
@@ -131,7 +132,7 @@ def _payload_start(reader: RangeReader, entry: _Entry, header: bytes) -> int:
     magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
     local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
     if magic != MAGIC or method != 0 or local_name != entry.raw_name:
-        raise ContainerError(reader.path, f"zip record {entry.name!r:.100} has a broken local header", _DAMAGED_HINT)
+        raise ContainerError(reader.path, f"zip record {brief(entry.name)} has a broken local header", _DAMAGED_HINT)
     return entry.least_start + int(extra_length)
 
 
@@ -242,11 +243,11 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[
             extra = data[name_end : name_end + lengths[1]]
             nbytes, packed, header = _zip64_sizes(reader, extra, nbytes, packed, header)
         if method != 0 or packed != nbytes or flags & _ENCRYPTED:
-            raise ContainerError(reader.path, f"zip record {name!r:.100} is compressed or encrypted", _FOREIGN_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(name)} is compressed or encrypted", _FOREIGN_HINT)
         if name.startswith("/") or ".." in name.split("/"):
-            raise ContainerError(reader.path, f"zip record {name!r:.100} points outside the archive", _FOREIGN_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(name)} points outside the archive", _FOREIGN_HINT)
         if header + _LOCAL.size + len(raw_name) > where.start:
-            raise ContainerError(reader.path, f"zip record {name!r:.100} lies outside the file", _DAMAGED_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(name)} lies outside the file", _DAMAGED_HINT)
         entries.append(_Entry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
         at = following
     if at != len(data):
@@ -307,7 +308,7 @@ def build(
         PlanError: The prefix or a storage key cannot be part of a record's name.
     """
     if not _NAME.fullmatch(prefix):
-        raise PlanError(path, f"{prefix!r:.100} cannot be the name of an archive", "choose another file name")
+        raise PlanError(path, f"{brief(prefix)} cannot be the name of an archive", "choose another file name")
     known = crc32 or {}
     writer = _ArchiveWriter()
     writer.literal(f"{prefix}/data.pkl", pickled)
@@ -317,7 +318,7 @@ def build(
     payloads: dict[str, ByteRange] = {}
     for key, nbytes in sizes.items():
         if not _NAME.fullmatch(key):
-            raise PlanError(path, f"storage key {key!r:.100} cannot name a record", "this is a bug in ckpttool")
+            raise PlanError(path, f"storage key {brief(key)} cannot name a record", "this is a bug in ckpttool")
         payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
     writer.literal(f"{prefix}/version", b"3\n")
     import hashlib  # which takes longer to import than all that reading a file needs

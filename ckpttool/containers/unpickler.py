@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType, children
 from ckpttool.dtypes import BY_STORAGE_CLASS, BY_TORCH_NAME, itemsize
 from ckpttool.errors import ContainerError
+from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -560,7 +561,7 @@ def _persistent(m: _Machine) -> None:
     ref = StorageRef(key, cls.name, dtype, location, numel)
     first = m.storages.setdefault(key, ref)
     if first.nbytes != ref.nbytes:
-        raise _RefusedError(f"storage {key!r:.100} has two sizes")
+        raise _RefusedError(f"storage {brief(key)} has two sizes")
     m.stack.append(first if first == ref else ref)
 
 
@@ -588,7 +589,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: str, requ
     ref = TensorRef(storage, dtype, offset, shape, stride, requires_grad=bool(requires_grad))
     if ref.numel >= 1 << 62 or ref.span * itemsize(dtype) > storage.nbytes:
         raise _RefusedError(
-            f"a tensor of shape {shape} reaches beyond its storage {storage.key!r:.100} of {storage.numel} elements"
+            f"a tensor of shape {shape} reaches beyond its storage {brief(storage.key)} of {storage.numel} elements"
         )
     return ref
 

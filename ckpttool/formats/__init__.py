@@ -14,7 +14,16 @@ from ckpttool.formats.zero.files import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
 from ckpttool.guarded import with_manifest
 from ckpttool.read_checks import chunk_records
-from ckpttool.storage import WAIT, is_url, local_path, open_storage, parent, scheme_of, without_secrets
+from ckpttool.storage import (
+    WAIT,
+    is_url,
+    local_path,
+    open_storage,
+    parent,
+    scheme_of,
+    without_credentials,
+    without_secrets,
+)
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
@@ -80,7 +89,9 @@ def open_checkpoint(
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
-    checkpoint = _open([without_secrets(local_path(p)) for p in paths], storage, tag, report, unfinished, trust_names)
+    checkpoint = _open(
+        [without_credentials(local_path(p)) for p in paths], storage, tag, report, unfinished, trust_names
+    )
     # One listing tells whether it changed meanwhile; local files are looked at when they are read.
     if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]

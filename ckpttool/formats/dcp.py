@@ -23,6 +23,7 @@ from ckpttool.formats.boxes import Box, put_together
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, fingerprint, shape_of
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.files import RESTORE
+from ckpttool.messages import brief
 from ckpttool.model import (
     MASTER,
     MODULE,
@@ -130,7 +131,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
     try:
         for fqn, entry in entries.items():
             if not isinstance(fqn, str):
-                raise metadata.error("state_dict_metadata", f"names a tensor {fqn!r:.80}")
+                raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
             described = _fields(path, entry)
             steps = paths.get(fqn)
             where, flat = _unflattened(tuple(map(str, steps if steps and isinstance(steps, tuple | list) else (fqn,))))
@@ -228,7 +229,7 @@ def _regrouped(
     """
     strange = sorted({*of_each, *states} - weights.keys())
     if strange:
-        problem = f"holds optimizer states of {strange[0]!r:.200}, but no such parameter"
+        problem = f"holds optimizer states of {brief(strange[0], 200)}, but no such parameter"
         raise LayoutError(path, problem, "its layout is not known: save model and optimizer by the same names")
     groups: dict[object, dict[str, Any]] = {}
     for name in (n for n in weights if n in of_each):
@@ -306,14 +307,14 @@ def _pieces(path: str, metadata: Fields) -> dict[tuple[str, tuple[int, ...] | No
     for key, value in metadata.get("storage_data", dict).items():
         index, info = _fields(path, key), _fields(path, value)
         if info.values.get("transform_descriptors"):
-            problem = f"{index.values.get('fqn')!r:.200} was saved through extensions (compressed, perhaps)"
+            problem = f"{brief(index.values.get('fqn'), 200)} was saved through extensions (compressed, perhaps)"
             raise LayoutError(path, problem, "load and save it once without them")
         offset = index.values.get("offset")
         where = None if offset is None else shape_of(offset)
         file = info.get("relative_path", str)
         start, nbytes = info.get("offset", int), info.get("length", int)
         if "/" in file or "\0" in file or file in {"", ".", ".."} or start < 0 or nbytes < 0:
-            raise LayoutError(path, f"places {index.values.get('fqn')!r:.200} in {file!r:.200}", RESTORE)
+            raise LayoutError(path, f"places {brief(index.values.get('fqn'), 200)} in {brief(file, 200)}", RESTORE)
         result[index.get("fqn", str), where] = _Piece(file, start, nbytes)
     return result
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.manifest import is_commit
+from ckpttool.messages import brief
 from ckpttool.storage import MARK, is_url, parent
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         return Location(root, src, name)
     if tag is not None:
         if not _is_there(storage, src, tag):
-            raise LayoutError(src, f"holds no checkpoint of tag {tag!r:.200}", _choose(_tags(storage, src, entries)))
+            raise LayoutError(
+                src, f"holds no checkpoint of tag {brief(tag, 200)}", _choose(_tags(storage, src, entries))
+            )
     elif latest := next((n for n in (LATEST, LATEST_UNIVERSAL) if _is_file(storage, posixpath.join(src, n))), None):
         tag = _read_latest(storage, src, entries, latest)
     else:
@@ -116,7 +119,7 @@ def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) 
     if not _is_name(tag):
         raise LayoutError(path, "does not name a tag", _choose(_tags(storage, src, entries)))
     if not _is_there(storage, src, tag):
-        raise LayoutError(path, f"names {tag!r:.200}, which is not there", _choose(_tags(storage, src, entries)))
+        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", _choose(_tags(storage, src, entries)))
     return tag
 
 

@@ -17,6 +17,7 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.tensors import whole_tensor
+from ckpttool.messages import brief
 from ckpttool.model import (
     MODULE,
     UNKNOWN_GROUP,
@@ -109,7 +110,7 @@ def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
         raise LayoutError(path, "names no file", RESTORE)
     for name in files:
         if name not in names:
-            raise LayoutError(path, f"names {name!r:.200}, which is not there", "copy it here too")
+            raise LayoutError(path, f"names {brief(name, 200)}, which is not there", "copy it here too")
     return files
 
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import CkptError
+from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -205,7 +206,7 @@ def agree_to_begin(
         for rank, one in enumerate(all_said):
             for name, value in one["arguments"].items():
                 if value != first[name]:
-                    problem = f"rank 0 has {name} {first[name]!r}, rank {rank} has {value!r}"
+                    problem = f"rank 0 has {name} {brief(first[name], 200)}, rank {rank} has {brief(value, 200)}"
                     raise RankError(what, problem, "give all ranks the same")
         return None if decide is None else decide()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpttool.messages import without_secrets
 from ckpttool.storage.base import MANIFEST, MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
 from ckpttool.storage.errors import ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.local import (
@@ -17,7 +18,7 @@ from ckpttool.storage.local import (
     write_new,
 )
 from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed, remove_directory
-from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_secrets
+from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_credentials
 
 __all__ = [
     "HALF_REMOVED",
@@ -48,6 +49,7 @@ __all__ = [
     "sync_directory",
     "translate_os_errors",
     "walk",
+    "without_credentials",
     "without_secrets",
     "write_at",
     "write_new",

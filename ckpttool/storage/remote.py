@@ -17,11 +17,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
+from ckpttool.messages import without_secrets
 from ckpttool.ranges import coalesced
 from ckpttool.storage.base import FOLLOW_LINKS, WAIT, Entry, check_text, decode_text
 from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
-from ckpttool.storage.urls import scheme_of, without_secrets
+from ckpttool.storage.urls import is_chain, scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +57,8 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
         StorageError: There is no such scheme, or what it needs is not installed.
     """
     scheme = scheme_of(url)
+    if is_chain(url):
+        raise StorageError(url, "is a chain of URLs, which ckpttool does not read", "pass the last of them alone")
     try:
         import fsspec
         from fsspec.core import split_protocol  # noqa: F401  part of what is installed, or not

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from ckpttool.storage.base import Storage
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::.*://)")
+"""A chain of URLs has the scheme of its first link."""
 _AZURE = {"abfs", "abfss", "az", "adl", "wasb", "wasbs"}
 """In their URLs, a container stands before the "@"."""
 
@@ -38,7 +39,7 @@ def local_path(path: str) -> str:
     rest = path.split("://", 1)[1]
     host, slash, tail = rest.partition("/")
     if host not in {"", "localhost"}:
-        raise StorageError(path, f"names a host, {host}", "write file:///path for a local path")
+        raise StorageError(path, "names a host", "write file:///path for a local path")
     return unquote(slash + tail)
 
 
@@ -49,8 +50,8 @@ def parent(path: str) -> str:
     return posixpath.dirname(path) or "."
 
 
-def without_secrets(url: str) -> str:
-    """A URL without the user and password in it."""
+def without_credentials(url: str) -> str:
+    """A URL without the user and password in it, which still leads to the same place; see ``without_secrets``."""
     if not is_url(url) or scheme_of(url) in _AZURE:
         return url
     scheme, rest = url.split("://", 1)
@@ -61,6 +62,11 @@ def without_secrets(url: str) -> str:
     if "@" in tail and re.search(r"^[^\[]*:(?!\d*$)", host):
         return f"{scheme}://{tail.partition('@')[2]}"
     return url
+
+
+def is_chain(url: str) -> bool:
+    """Whether a URL is one of fsspec's chains, such as ``simplecache::s3://bucket/run``."""
+    return is_url(url) and "::" in url
 
 
 def open_storage(url: str, options: Mapping[str, Any] | None = None) -> Storage:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers import safetensors
 from ckpttool.errors import PlanError
+from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.targets.copies import CopyBuilder, Piece
 from ckpttool.targets.index import index_file
@@ -41,7 +42,7 @@ def plan_safetensors(
     """
     for name in [*(w.name for w in selection.weights), *selection.aliases]:
         if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
-            problem = f"a tensor is named {name!r}"
+            problem = f"a tensor is named {brief(name, 200)}"
             raise PlanError(checkpoint.location, problem, "safetensors cannot hold it; --exclude it")
     builder = CopyBuilder(checkpoint)
     shards = split_into_shards(selection.weights, max_shard_bytes)

@@ -20,6 +20,7 @@ from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, wal
 from ckpttool.errors import PlanError
 from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
+from ckpttool.messages import brief
 from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State, one_extent
 from ckpttool.plan import CopyPlan
 from ckpttool.targets.copies import CopyBuilder
@@ -117,7 +118,7 @@ def _check_groups(checkpoint: Checkpoint) -> dict[str, int]:
             raise PlanError(checkpoint.location, problem, "it cannot be part of a universal checkpoint")
         for name in (parameter.name, *(f"{key}.pt" for key in parameter.states)):
             if not _is_name(name):
-                problem = f"{name!r:.300} cannot name a directory, as universal checkpoints need"
+                problem = f"{brief(name, 300)} cannot name a directory, as universal checkpoints need"
                 raise PlanError(checkpoint.location, problem, "convert it with --to zero")
     return result
 

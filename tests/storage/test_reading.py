@@ -386,7 +386,13 @@ def test_successful_commands_show_no_secrets_either(s3: Bucket, run: str) -> Non
         ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
         ("abfs://container@account.dfs.core.windows.net/run", "abfs://container@account.dfs.core.windows.net/run"),
         ("abfss://container@account/run", "abfss://container@account/run"),
-        ("/local/s3://user:pass@host", "/local/s3://user:pass@host"),
+        ("/local/s3://user:pass@host", "/local/s3://host"),
+        ("https://h/x?X-Amz-Signature=abc&a=b", "https://h/x?..."),
+        ("simplecache::http://user:pass@h/x", "simplecache::http://h/x"),
+        ("zip://a::http://user:pass@h", "zip://a::http://h"),
+        ("filecache::s3://AKIA:pa/ss@b/x", "filecache::s3://b/x"),
+        ("abfs://c@account.dfs.core.windows.net/run?sig=abc", "abfs://c@account.dfs.core.windows.net/run?..."),
+        ("/here/simplecache::http:/user:pass@h/x", "/here/simplecache::http:/h/x"),
     ],
 )
 def test_urls_are_shown_without_secrets(url: str, shown: str) -> None:

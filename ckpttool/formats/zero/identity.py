@@ -14,6 +14,7 @@ from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import DTYPES, SHORT_NAMES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.zero.names import parse_name
+from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ def renamed(name: str, kind: str, file: TorchFile) -> LayoutError | None:
         return None
     if kind != "state" and parse_name(f"{saved_as}.pt") is None:
         return None  # a name of no rank: it was written under a temporary one
-    problem = f"was saved as {saved_as!r:.200}, by the names of its records: files were renamed or swapped"
+    problem = f"was saved as {brief(saved_as, 200)}, by the names of its records: files were renamed or swapped"
     return LayoutError(file.path, problem, HINT)
 
 
@@ -133,7 +134,7 @@ def check_listed(file: RankFile, module: Mapping[str, TensorRef], names: Iterabl
     """
     odd = next((name for name in names if module and name not in module), None)
     if odd is not None:
-        problem = f"lists no param_shapes, and its module lacks {odd!r:.200}, which the optimizer has"
+        problem = f"lists no param_shapes, and its module lacks {brief(odd, 200)}, which the optimizer has"
         raise LayoutError(file.path, f"{problem}: two saves are mixed", "restore it from a copy")
 
 
@@ -230,7 +231,7 @@ def check_recorded_slices(
         odd = next((n for n, numel in recorded.items() if numel is not None and expected.get(n, 0) != numel), None)
         if odd is not None:
             problem = (
-                f"recorded {recorded[odd]:,} elements of {odd!r:.200} for its rank, but rank {rank} holds "
+                f"recorded {recorded[odd]:,} elements of {brief(odd, 200)} for its rank, but rank {rank} holds "
                 f"{expected.get(odd, 0):,}: files were renamed or swapped"
             )
             raise LayoutError(fields.path, problem, HINT)

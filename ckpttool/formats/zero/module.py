@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
 from ckpttool.formats.tensors import whole_tensor
+from ckpttool.messages import brief
 from ckpttool.model import State, one_extent
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
         for name, raw in group.items():
             shape = shape_of(raw)
             if not isinstance(name, str) or shape is None:
-                raise file.fields.error("param_shapes", f"gives {name!r} no shape")
+                raise file.fields.error("param_shapes", f"gives {brief(name, 200)} no shape")
             if name in seen:
-                raise file.fields.error("param_shapes", f"names {name!r} twice")
+                raise file.fields.error("param_shapes", f"names {brief(name, 200)} twice")
             seen.add(name)
             shapes[name] = shape
         result.append(shapes)
@@ -81,7 +82,7 @@ def mapped_sizes(files: ZeroFiles) -> list[dict[str, int]]:
                 state = getattr(fragment, "state", None)
                 numel = state.get("numel") if isinstance(state, dict) else None
                 if not isinstance(name, str) or not isinstance(numel, int) or not 0 <= numel <= MAX_ELEMENTS:
-                    raise states.error("param_slice_mappings", f"gives {name!r:.200} no size")
+                    raise states.error("param_slice_mappings", f"gives {brief(name, 200)} no size")
                 sizes[name] = sizes.get(name, 0) + numel
     return result
 
@@ -155,9 +156,11 @@ def read_aliases(
         if excluded and alias not in module and name not in module and name not in trained:
             continue  # both were left out when it was saved
         if name not in known:
-            raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, which is not there")
+            raise file.fields.error("shared_params", f"ties {brief(alias)} to {brief(name)}, which is not there")
         if alias in trained:
-            raise file.fields.error("shared_params", f"ties {alias!r} to {name!r}, but the optimizer holds both")
+            raise file.fields.error(
+                "shared_params", f"ties {brief(alias)} to {brief(name)}, but the optimizer holds both"
+            )
         ours, theirs = module.get(alias), module.get(name)
         if not placeholders and ours is not None and theirs is not None and ours.numel == theirs.numel == 0:
             continue  # tensors without elements all have the same address, which is what DeepSpeed goes by

@@ -12,6 +12,7 @@ from ckpttool.formats.zero.module import carried_storages, client_state, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.formats.zero.slices import Slice, read_slice
 from ckpttool.manifest import is_commit, read_manifest
+from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
         # Source: DeepSpeed 0.19.5, runtime/sequence_parallel/parallel_state_sp.py (``get_model_parallel_world_size``).
         tensor = 1
     if tensor < 1 or ranks % tensor:
-        raise LayoutError(fields.path, f"is one of {ranks} model-parallel ranks, in columns of {tensor!r:.40}", RESTORE)
+        raise LayoutError(
+            fields.path, f"is one of {ranks} model-parallel ranks, in columns of {brief(tensor, 40)}", RESTORE
+        )
     return ranks // tensor, tensor
 
 
@@ -250,7 +253,7 @@ def _check_same_names(slices: Sequence[Slice], what: str, names: Sequence[list[s
     for s, own in zip(slices, names, strict=True):
         if set(own) != set(names[0]):
             odd = sorted(set(own) ^ set(names[0]))
-            problem = f"its {what} are not those of the first tensor-parallel rank ({odd[0]!r:.200})"
+            problem = f"its {what} are not those of the first tensor-parallel rank ({brief(odd[0], 200)})"
             error = LayoutError(s.files.model[0].path, problem, RESTORE)
             report(error)
             raise error

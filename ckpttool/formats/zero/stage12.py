@@ -29,6 +29,7 @@ from ckpttool.formats.zero.partitions import (
     read_group,
 )
 from ckpttool.formats.zero.round_robin import undo_round_robin
+from ckpttool.messages import brief
 from ckpttool.model import State, Twin, one_extent
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _check_order_of_elements(
     names = [name for group in param_shapes for name in group if name in module] if zenflow(file) else []
     odd = next((name for name in names if not module[name].contiguous), None)
     if odd is not None:
-        problem = f"was trained with ZenFlow, which kept {odd!r:.200} column by column in its flat buffers"
+        problem = f"was trained with ZenFlow, which kept {brief(odd, 200)} column by column in its flat buffers"
         raise LayoutError(file.path, problem, "that layout is not supported: resume with the DeepSpeed that saved it")
 
 

@@ -27,6 +27,7 @@ from ckpttool.formats.zero.partitions import (
     read_flat_buffer,
     read_group,
 )
+from ckpttool.messages import brief
 from ckpttool.model import ParamGroup, ScalarState, State, extents
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def read_frozen(model: Sequence[RankFile], report: Report) -> dict[str, State]:
     for name, raw in shapes.items():
         shape = shape_of(raw)
         if not isinstance(name, str) or shape is None:
-            raise model[0].fields.error("frozen_param_shapes", f"gives {name!r} no shape")
+            raise model[0].fields.error("frozen_param_shapes", f"gives {brief(name, 200)} no shape")
         rows, piece = _fragments({name: shape}, len(model))
         result[name] = _frozen_state(model, name, shape, rows[name], piece, [f.get(name) for f in fragments])
     return result

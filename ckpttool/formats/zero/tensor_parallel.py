@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import LayoutError
 from ckpttool.formats.boxes import Box, box, put_together
 from ckpttool.formats.fields import shape_of
+from ckpttool.messages import brief
 from ckpttool.model import BY_ROWS, Slicing, State
 
 if TYPE_CHECKING:
@@ -68,12 +69,12 @@ class TensorParallel:
         self._info = info
         version = info.get("universal_checkpoint_version", 0.0)
         if not isinstance(version, int | float) or not version <= NEWEST_VERSION:
-            raise self._error(f"has version {version!r:.40}, and only those up to {NEWEST_VERSION} are known")
+            raise self._error(f"has version {brief(version, 40)}, and only those up to {NEWEST_VERSION} are known")
         self._version = version
         affine = info.get("affine_map")
         self._affine = affine.get("params", {}) if isinstance(affine, dict) else {}
         if isinstance(affine, dict) and affine.get("version") != 1:
-            raise self._error(f"has an affine map of version {affine.get('version')!r:.40}, which is not known")
+            raise self._error(f"has an affine map of version {brief(affine.get('version'), 40)}, which is not known")
 
     def cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Cut:
         """How a parameter is cut.
@@ -88,7 +89,9 @@ class TensorParallel:
         reason = self._matched("autotp_unsupported_parameter_patterns", name)
         if reason is not None:
             why = self._info["autotp_unsupported_parameter_patterns"]
-            raise self._error(f"calls {name} unsupported ({why.get(reason) if isinstance(why, dict) else why!r:.200})")
+            raise self._error(
+                f"calls {name} unsupported ({brief(why.get(reason) if isinstance(why, dict) else why, 200)})"
+            )
         try:
             cut = self._cut(name, shapes)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -96,7 +99,7 @@ class TensorParallel:
         if self._matched("vocabulary_parameter_patterns", name) is not None:
             size = self._info.get("original_vocab_size")
             if not isinstance(size, int) or not cut.shape or not 0 < size <= cut.shape[0]:
-                raise self._error(f"says that {name} has {size!r:.40} rows of vocabulary, but it has {cut.shape}")
+                raise self._error(f"says that {name} has {brief(size, 40)} rows of vocabulary, but it has {cut.shape}")
             slicing = replace(cut.slicing, vocabulary=True)
             return replace(cut, shape=(size, *cut.shape[1:]), slicing=slicing)
         return cut
@@ -170,7 +173,7 @@ class TensorParallel:
     ) -> tuple[list[tuple[int, ...]], int, list[list[int]]]:
         """Shapes of the slices as the sub-parameters see them, and what each rank holds of each sub-parameter."""
         if not isinstance(shape, tuple | list) or dim >= len(shape):
-            raise self._error(f"says that {name} has sub-parameters along dimension {dim} of {shape!r:.80}")
+            raise self._error(f"says that {name} has sub-parameters along dimension {dim} of {brief(shape, 80)}")
         size, ranks = shape[dim], len(shapes)
         if isinstance(size, int):
             # Before 0.4: so many equal sub-parameters.
@@ -242,7 +245,7 @@ class TensorParallel:
             raise self._error(f"has a {key} that is no list")
         found = [p for p in patterns if self._match(p, name)]
         if len(found) > 1:
-            raise self._error(f"matches {name} twice in {key}: {found[0]!r:.80} and {found[1]!r:.80}")
+            raise self._error(f"matches {name} twice in {key}: {brief(found[0], 80)} and {brief(found[1], 80)}")
         return found[0] if found else None
 
     def _match(self, pattern: object, name: str) -> bool:
@@ -252,11 +255,11 @@ class TensorParallel:
         if (plain := _plain(pattern)) is not None:
             return plain == name
         if _costly(pattern, name):
-            raise self._error(f"has a pattern that could take for ever: {pattern!r:.80}")
+            raise self._error(f"has a pattern that could take for ever: {brief(pattern, 80)}")
         try:
             return re.match(pattern, name) is not None
         except (re.error, OverflowError, RecursionError) as error:
-            raise self._error(f"has a pattern that is none ({error}): {pattern!r:.80}") from error
+            raise self._error(f"has a pattern that is none ({error}): {brief(pattern, 80)}") from error
 
     def _error(self, problem: str) -> LayoutError:
         hint = "it was written by an unknown framework, or is damaged"
