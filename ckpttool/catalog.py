@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 MAX_NUMBERS = 10_000
 """Of the numbers in a client state, no more are looked at."""
+MAX_VISITED = 10 * MAX_NUMBERS
+"""Of the values in it, no more are looked at."""
+MAX_NAME = 1000
+"""A number whose keys are longer together is left out."""
 OWN_ROOT = "is a root of its own"
 """What begins the problem of a directory that holds checkpoints and is none."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
@@ -310,12 +314,17 @@ def _first(errors: list[CkptError], path: str) -> str:
 
 def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
+    visited = 0
 
     def visit(prefix: str, value: object, depth: int) -> None:
-        if len(found) >= MAX_NUMBERS or depth > 8:
+        nonlocal visited
+        visited += 1  # a dict may hold another one hundreds of times, which holds a third one ...
+        if visited > MAX_VISITED or len(found) >= MAX_NUMBERS or depth > 8 or len(prefix) > MAX_NAME:
             return
         if isinstance(value, dict):
             for key, inner in value.items():
+                if visited > MAX_VISITED:
+                    return
                 if isinstance(key, str | int):
                     visit(f"{prefix}.{key}" if prefix else str(key), inner, depth + 1)
         elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -9,6 +9,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import MEMORY, opening, saw, take
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.errors import LayoutError, PlanError, StorageError
 from ckpttool.signing import is_signed, signature
@@ -31,6 +32,10 @@ SIGNATURE = "hmac_sha256"
 SINCE_CHECKSUM = "parent"
 """A field that came with that checksum: a manifest that has it and lacks the checksum is damaged."""
 
+MAX_SMALL_BYTES = 1 << 22
+"""Manifests up to this size are read whatever lies beside them."""
+MEMORY_OF_JSON = 24
+"""Bytes of memory that a byte of JSON may take."""
 MAX_PARTS = 4
 """Directories that a tag may name, one within another."""
 
@@ -146,6 +151,8 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
     with storage.open(path) as reader:
         if reader.nbytes > MAX_BYTES:
             raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a manifest", "is it damaged?")
+        if reader.nbytes > MAX_SMALL_BYTES:
+            _check_size(storage, directory, path, reader.nbytes)
         data = reader.read(0, reader.nbytes)
     try:
         manifest = parse_manifest(data)
@@ -170,6 +177,19 @@ def _check_signature(path: str, found: Mapping[str, Any], manifest: Manifest, ke
     bare = next((n for n, f in manifest.files.items() if len(f.sha256) != len(f.crcs)), None)
     if bare is not None:
         raise PlanError(path, f"is signed, but has no SHA-256 of {bare}", "save it anew with sign_key")
+
+
+def _check_size(storage: Storage, directory: str, path: str, nbytes: int) -> None:
+    """Refuse a manifest that is large beside what it lists: reading it takes many times its size in memory.
+
+    Raises:
+        ContainerError: It is.
+    """
+    with opening():
+        for name, entry in walk(storage, directory):
+            if name != MANIFEST:
+                saw(name, entry.nbytes)
+        take(MEMORY, MEMORY_OF_JSON * nbytes, path)
 
 
 class _LaterError(Exception):

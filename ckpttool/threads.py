@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def in_threads(
                 if len(running) >= 2 * jobs:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     yield from (f.result() for f in done)
-                running.add(pool.submit(task))
+                running.add(pool.submit(copy_context().run, task))
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (f.result() for f in done)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckpttool.budget import OPTION
 from ckpttool.sizes import parse_size
 from ckpttool.storage.base import FOLLOW_LINKS
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _FOLLOW_LINKS = "ckpttool.follow_links"
 """Where a command's context has what was said of links."""
+_OPEN_BUDGET = "ckpttool.open_budget"
+"""The same of how much an open may take."""
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
@@ -82,7 +85,13 @@ def _storage_options(context: click.Context, __: click.Parameter, values: tuple[
         into[key] = _plain(key, value)
     if context.meta.get(_FOLLOW_LINKS):
         result[FOLLOW_LINKS] = True
+    if context.meta.get(_OPEN_BUDGET) is not None:
+        result[OPTION] = context.meta[_OPEN_BUDGET]
     return result or None
+
+
+def _open_budget(context: click.Context, _: click.Parameter, value: float | None) -> None:
+    context.meta[_OPEN_BUDGET] = value
 
 
 def _follow_links(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -99,7 +108,16 @@ def _plain(key: str, value: str) -> Any:
 
 
 def storage_option(function: F) -> F:
-    """Add ``--storage-option`` and ``--follow-links``, which is one of the options of a storage."""
+    """Add ``--storage-option``, and ``--follow-links`` and ``--open-budget``, which are options of a storage."""
+    function = click.option(
+        "--open-budget",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="FACTOR",
+        is_eager=True,
+        expose_value=False,
+        callback=_open_budget,
+        help="Let opening a checkpoint take more memory and time than is usual for its size.  [default: 1]",
+    )(function)
     function = click.option(
         "--follow-links",
         is_flag=True,

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import MEMORY, saw, take
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import ContainerError
 from ckpttool.messages import brief
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from ckpttool.storage import RangeReader
 
+MAX_DIMENSIONS = 64
+"""torch's own limit."""
+MEMORY_OF_JSON = 24
+"""Bytes of memory that a byte of JSON may take."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -53,12 +58,14 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
         ContainerError: The header is cut off or does not describe the file exactly.
     """
     size = reader.nbytes
+    saw(reader.path, size)
     length = int.from_bytes(reader.read(0, 8), "little") if size >= 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         raise ContainerError(reader.path, "its safetensors header is cut off", _HINT)
+    take(MEMORY, MEMORY_OF_JSON * length, reader.path)
     try:
         header = json.loads(reader.read(8, 8 + length), object_pairs_hook=_no_duplicates)
-        metadata = header.pop("__metadata__", {})
+        metadata = _metadata(header.pop("__metadata__", {}))
         entries = {str(name): _entry(str(name), value, 8 + length) for name, value in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ContainerError(reader.path, f"its safetensors header is broken ({error})", _HINT) from error
@@ -66,7 +73,7 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
     gap = exact_cover_problem(starts, [where.nbytes for _, where in entries.values()], size - 8 - length)
     if gap is not None:
         raise ContainerError(reader.path, f"its header leaves a {gap.kind} at bytes {gap.start} to {gap.end}", _HINT)
-    return entries, metadata if isinstance(metadata, dict) else {}
+    return entries, metadata
 
 
 def build(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -91,6 +98,13 @@ def build(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes
     return data, {name: len(data) + at for name, at in begin.items()}
 
 
+def _metadata(value: Any) -> dict[str, str]:
+    """The format allows texts alone; writers that put something else there are read without it."""
+    if not isinstance(value, dict):
+        return {}
+    return {name: text for name, text in value.items() if isinstance(text, str)}
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -102,6 +116,8 @@ def _entry(name: str, value: Any, base: int) -> tuple[Tensor, ByteRange]:
     dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in DTYPES:
         raise ValueError(f"dtype {brief(dtype, 200)} of {brief(name, 200)} is not known")
+    if len(shape) > MAX_DIMENSIONS:  # their product takes quadratic time
+        raise ValueError(f"{brief(name, 200)} has {len(shape):,} dimensions")
     numbers = [*shape, start, end]
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in numbers):
         raise ValueError(f"sizes of {brief(name, 200)} make no sense")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import saw
 from ckpttool.checksums import crc32
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
@@ -72,6 +73,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
         ContainerError: The file is something else, is damaged, or is hostile.
         StorageError: The file cannot be read.
     """
+    saw(reader.path, reader.nbytes)
     if reader.nbytes == 0:
         raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
     if reader.distant:

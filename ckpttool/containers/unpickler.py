@@ -20,6 +20,7 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import MEMORY, left, take
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType, children
 from ckpttool.dtypes import BY_STORAGE_CLASS, BY_TORCH_NAME, itemsize
 from ckpttool.errors import ContainerError
@@ -81,8 +82,10 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
         ContainerError: The stream is damaged, needs something that data does not, or asks for unreasonable amounts.
     """
     machine = _Machine(data, start)
+    allowed = machine.memory_left
     try:
         value = machine.run()
+        take(MEMORY, allowed - machine.memory_left, path)
     except struct.error:
         raise Truncated from None  # it is only raised where fewer bytes are left than a number takes
     except _RefusedError as error:
@@ -100,7 +103,18 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
 
 
 class _Machine:
-    __slots__ = ("below", "data", "globals", "memo", "memory_left", "position", "same_hash", "stack", "storages")
+    __slots__ = (
+        "below",
+        "data",
+        "globals",
+        "memo",
+        "memory",
+        "memory_left",
+        "position",
+        "same_hash",
+        "stack",
+        "storages",
+    )
 
     def __init__(self, data: bytes, start: int) -> None:
         self.data = data
@@ -110,7 +124,7 @@ class _Machine:
         self.below: list[list[Any]] = []
         """One list of values for each mark: those below it."""
         self.memo: dict[int, Any] = {}
-        self.memory_left = MAX_MEMORY_BYTES
+        self.memory_left = self.memory = left(MEMORY, MAX_MEMORY_BYTES)
         self.globals: dict[tuple[str, str], Opaque | TorchDType] = {}
         self.storages: dict[str, StorageRef] = {}
         self.same_hash: dict[int, set[Any]] = {}
@@ -136,7 +150,7 @@ class _Machine:
         """Take memory from the allowance."""
         self.memory_left -= nbytes
         if self.memory_left < 0:
-            raise _RefusedError(f"reading it may take more than {MAX_MEMORY_BYTES:,} bytes of memory")
+            raise _RefusedError(f"reading it may take more than {self.memory:,} bytes of memory")
 
     # ------------------------------------------------------------------------------------------- reading operands
 

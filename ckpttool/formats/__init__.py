@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import OPTION, opening
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.zero.files import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
 from ckpttool.guarded import with_manifest
+from ckpttool.messages import brief
 from ckpttool.read_checks import chunk_records
 from ckpttool.storage import (
     WAIT,
@@ -89,9 +91,9 @@ def open_checkpoint(
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
-    checkpoint = _open(
-        [without_credentials(local_path(p)) for p in paths], storage, tag, report, unfinished, trust_names
-    )
+    places = [without_credentials(local_path(path)) for path in paths]
+    with opening(_factor(options)):
+        checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
     # One listing tells whether it changed meanwhile; local files are looked at when they are read.
     if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
@@ -100,6 +102,14 @@ def open_checkpoint(
             if storage.open(path).version != file.version:
                 raise StorageError(path, "changed while it was being read", WAIT)
     return checkpoint
+
+
+def _factor(options: Mapping[str, Any] | None) -> float:
+    """By what the budget of an open is multiplied."""
+    given = (options or {}).get(OPTION, 1)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
+        raise ValueError(f"{OPTION} is {brief(given)}, not a number above 0")
+    return float(given)
 
 
 def _open(

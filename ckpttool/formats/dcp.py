@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.budget import CHUNKS, take
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
@@ -365,7 +366,9 @@ def _tensor(
         raise entry.error(fqn, "has no shape")
     parts: list[tuple[State, list[Box]]] = []
     seen: set[tuple[int, ...]] = set()
-    for value in entry.get("chunks", list):
+    chunks = entry.get("chunks", list)
+    take(CHUNKS, len(chunks), entry.path)
+    for value in chunks:
         chunk = _fields(entry.path, value)
         offsets, sizes = shape_of(chunk.get("offsets", object)), shape_of(chunk.get("sizes", object))
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape) <= MAX_DIMENSIONS:

@@ -28,6 +28,8 @@ MAX_DEPTH = 32
 """Directories within directories: no checkpoint has more, a link to a directory above it endlessly many."""
 FOLLOW_LINKS = "follow_links"
 """The option that lets links of checkpoints on local disk lead anywhere; stores have no links."""
+OF_OPENING = {FOLLOW_LINKS, "open_budget"}
+"""Options that are not the fsspec class's."""
 WAIT = "wait until the save is over, then try again"
 
 

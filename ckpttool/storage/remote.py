@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.errors import StorageError
 from ckpttool.messages import without_secrets
 from ckpttool.ranges import coalesced
-from ckpttool.storage.base import FOLLOW_LINKS, WAIT, Entry, check_text, decode_text
+from ckpttool.storage.base import OF_OPENING, WAIT, Entry, check_text, decode_text
 from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
 from ckpttool.storage.urls import is_chain, scheme_of
@@ -65,7 +65,7 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     except ImportError:
         raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
     kind: type[RemoteStorage] = RemoteStorage
-    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k != FOLLOW_LINKS}}
+    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
     try:
         if scheme in {"s3", "s3a"}:
             from ckpttool.storage.s3 import S3Storage, with_defaults

@@ -151,7 +151,7 @@ def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     """--json and --debug are about printing, and so are inspect's views; the library knows no such thing."""
     printing = {"as_json", "debug", "view", "digest"} | ({"name"} if name == "inspect" else set())
     printing |= {"no_check"}  # another way to say --check off
-    printing |= {"follow_links"}  # another way to say --storage-option follow_links=true
+    printing |= {"follow_links", "open_budget"}  # other ways to say --storage-option follow_links=true
     function = python_inspect.signature(getattr(api, {"extract": "extract_to_file"}.get(name, name))).parameters
     command = {p.name for p in cli.commands[name].params}
     assert command - printing == set(function) - {"progress"}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+MAX_DIGITS = 6
+"""Of the number of a rank, layer or expert: nobody has had a million of them."""
 _NAMES = (
     # In the number behind "pp_rank" DeepSpeed counts data-parallel ranks; up to 0.3.13 there was no "_" before "optim".
     (
@@ -50,6 +52,8 @@ def parse_name(name: str) -> ZeroName | None:
         if match:
             found = match.groupdict()
             data = found.get("dp")
+            if any(len(n or "") > MAX_DIGITS for key, n in found.items() if key != "prefix"):
+                return None  # whatever counts from 0 to there would take all memory
             model, layer, expert = (int(found.get(key) or 0) for key in ("mp", "layer", "expert"))
             return ZeroName(
                 name, kind, None if data is None else int(data), model, found.get("prefix") or "", layer, expert

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import OBJECTS, take
 from ckpttool.errors import LayoutError
 from ckpttool.formats.boxes import Box, box, put_together
 from ckpttool.formats.fields import shape_of
@@ -256,8 +257,9 @@ class TensorParallel:
             return plain == name
         if _costly(pattern, name):
             raise self._error(f"has a pattern that could take for ever: {brief(pattern, 80)}")
+        take(OBJECTS, 1 + len(pattern) + len(name), self._path)
         try:
-            return re.match(pattern, name) is not None
+            return _compiled(pattern).match(name) is not None
         except (re.error, OverflowError, RecursionError) as error:
             raise self._error(f"has a pattern that is none ({error}): {brief(pattern, 80)}") from error
 
@@ -317,6 +319,11 @@ def _plain(pattern: str) -> str | None:
         return None
     inner = pattern[1:-1]
     return None if re.search(r"(?<!\\)[.^$*+?{}\[\]|()]|\\[^\W_]", inner) else re.sub(r"\\(.)", r"\1", inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 def _costly(pattern: str, name: str) -> bool:
