@@ -124,7 +124,7 @@ def corpus(every: int = 1) -> dict[str, Callable[[Path, Path], None]]:
         "dcp that runs a command": _dcp(next(iter(attacks("/tmp/ckpttool-was-obeyed").values()))),  # noqa: S108
         "dcp of zeros": _dcp(bytes(1000)),
     }  # fmt: skip
-    for name, data in [*bombs().items(), *lying_tensors().items(), *greedy(20_000).items()][::every]:
+    for name, data in [*bombs().items(), *lying_tensors().items(), *greedy(3_000).items()][::every]:
         found.setdefault(f"pickle: {name}", _pickled(data))
         found.setdefault(f"dcp: {name}", _dcp(data))
     for name, data in list(attacks("/tmp/ckpttool-was-obeyed").items())[:: 4 * every]:  # noqa: S108
