@@ -39,7 +39,7 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
 
     First what ``latest`` names, and before that a commit on top of it which still bears its mark: a run was killed
     between the two. Then commits and plain DeepSpeed saves, by step, later steps first; of one step, later commits
-    first. What is marked as unfinished is left out. No clock is asked.
+    first. Unfinished saves are left out. Modification times are not used.
 
     Raises:
         StorageError: The root cannot be read.
