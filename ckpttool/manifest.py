@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.budget import MEMORY, opening, saw, take
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.errors import LayoutError, PlanError, StorageError
+from ckpttool.messages import brief
 from ckpttool.signing import is_signed, signature
 from ckpttool.storage import MANIFEST, is_half_removed, walk
 
@@ -164,6 +165,9 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
         raise LayoutError(path, "is no manifest of ckpttool's", "is it damaged? use another tag") from error
     if key is not None:
         _check_signature(path, found, manifest, key)
+        if not f"/{directory.rstrip('/')}".endswith(f"/{manifest.tag}"):
+            problem = f"was signed for the tag {brief(manifest.tag)}, and lies under another name"
+            raise PlanError(path, problem, "somebody renamed it: do not load it")
     return manifest
 
 

@@ -87,6 +87,7 @@ VALUES: dict[str, Any] = {
     "torch's": {"size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cuda", 1),
                 "rng": torch.get_rng_state(), "parameter": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
                 "scalar": torch.tensor(1e-2), "empty": torch.zeros(0, 3), "grad": torch.ones(2, requires_grad=True)},
+    "parts": [slice(1, None, 2), range(3), range(0, 9, 3), ...],
     "ordered": collections.OrderedDict(b=1, a=2),
     "collections": [collections.Counter("abca"), collections.deque([1, 2], 5),
                     collections.defaultdict(list, {"a": [1]})],

@@ -264,7 +264,7 @@ def _read_states(
 
 def _check_shapes(file: RankFile, states: Mapping[str, Mapping[str, State]], copies: dict[str, State]) -> None:
     """Hold the shapes of states against those of the model's copies; a copy with padding that is gone is dropped."""
-    for name in [n for n in copies if n in states]:
+    for name in [n for n in copies if MASTER in states.get(n, {})]:
         ours, theirs = states[name][MASTER].shape, copies[name].shape
         if ours == theirs:
             continue

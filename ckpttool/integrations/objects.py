@@ -62,6 +62,8 @@ _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _BUILTINS = ("builtins", "__builtin__")
 _MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib"}
 """Modules by the names that they have, or had, in other releases of Python."""
+_RENAMED = {"xrange": "range"}
+"""Names of protocol 2."""
 _ARRAY_KINDS = "biufcSUMmV"
 """Kinds of numpy's dtypes that hold no Python objects."""
 
@@ -273,8 +275,11 @@ class _Builder:
             yield "global", self._member
         if name.startswith(FUNCTIONS):
             yield "global", self._named
-        if module in _BUILTINS and value.name in FACTORIES:
-            yield "global", self._named
+        if module in _BUILTINS:
+            if value.name in FACTORIES | {"Ellipsis", "NotImplemented"}:
+                yield "global", self._named
+            if value.name in {"slice", "range", "xrange"}:
+                yield "call", self._called
         if module in _NUMPY and value.name in {"_reconstruct", "scalar"}:
             yield "call", self._array if value.name == "_reconstruct" else self._scalar
         if name == "numpy.dtype":
@@ -289,7 +294,7 @@ class _Builder:
         """What a module calls so, and only if it is that module's own."""
         module = _MOVED.get(value.module, value.module)
         found: Any = importlib.import_module(module)
-        for part in value.name.split("."):
+        for part in _RENAMED.get(value.name, value.name).split("."):
             found = getattr(found, part)
         home = getattr(found, "__module__", None) or type(found).__module__
         if _MOVED.get(home, home) != module:

@@ -48,7 +48,7 @@ def tidy(place: Place, root: str, rules: Rules | None, *, grace: float) -> None:
     except CkptError as error:
         LOG.warning("old checkpoints were not looked at: %s", error)
         return
-    for remove, path in [(place.remove, d) for d in doomed] + [(place.delete, m) for m in marks_left]:
+    for remove, path in [(place.remove, d) for d in dict.fromkeys(doomed)] + [(place.delete, m) for m in marks_left]:
         try:
             remove(path)
             LOG.info("removed %s", printable(path))

@@ -94,6 +94,8 @@ def build(stage: int, dtype: str, groups: str, optimizer: str, seed: int = 0, ac
     }  # fmt: skip
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 40}
     return deepspeed.initialize(model=net, optimizer=_optimizer(optimizer, _grouped(net, groups)), config=config)[0]
 
 
@@ -144,6 +146,7 @@ def _optimizer(name: str, groups: Any) -> Any:
         "momentum": lambda: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
         "sgd": lambda: torch.optim.SGD(groups, lr=0.01),
         "rmsprop": lambda: torch.optim.RMSprop(groups),
+        "nadam": lambda: torch.optim.NAdam(groups),
     }
     return makers[name]()
 

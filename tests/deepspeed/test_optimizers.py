@@ -46,16 +46,22 @@ UNTOLD = [
 STAGES = [(0, 0), (1, 1), (1, 2), (2, 2), (3, 3), (0, 2)]
 CLASSES = [
     ("adamw", "momentum"), ("momentum", "adamw"), ("sgd", "adamw"), ("adamw", "sgd"), ("adamw", "amsgrad"),
-    ("amsgrad", "adamw"), ("rmsprop", "adamw"),
+    ("amsgrad", "adamw"), ("rmsprop", "adamw"), ("adamw", "nadam"), ("nadam", "adamw"),
 ]  # fmt: skip
 OTHERS = [_job(("one", "one"), pair, stages, "bf16") for stages in STAGES for pair in CLASSES]
 OTHERS += [_job(("two", "two"), pair) for pair in CLASSES]
-SAME = [_job(("one", "one"), (n, n), stages, "bf16") for stages in STAGES for n in ("momentum", "sgd", "amsgrad")]
+SAME = [
+    _job(("one", "one"), (n, n), stages, "bf16") for stages in STAGES for n in ("momentum", "sgd", "amsgrad", "nadam")
+]
+SKIPPED = [
+    _job(("two", "two"), stages=stages, dtype="fp16") for stages in ((0, 0), (1, 1), (2, 2), (3, 3), (2, 3), (3, 1))
+]
+"""The loss scale is so high that every step is skipped."""
 TWO_GROUPS = [
     _job((groups, groups), (name, "adamw"), (0, stage), dtype)
     for stage in (1, 2, 3) for name, dtype in KINDS for groups in ("two", "layers")
 ]  # fmt: skip
-JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *OTHERS, *SAME, *TWO_GROUPS]
+JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *OTHERS, *SAME, *SKIPPED, *TWO_GROUPS]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +115,11 @@ def test_every_class_is_restored_into_its_own(job: dict[str, Any], told: dict[st
         assert differing == set()
     else:
         assert not any(key.startswith(("fp32/", "momentum_buffer/", "max_exp_avg_sq/")) for key in differing)
+
+
+@pytest.mark.parametrize("job", SKIPPED, ids=lambda job: job["id"])
+def test_a_run_whose_steps_were_all_skipped_is_restored(job: dict[str, Any], told: dict[str, Any]) -> None:
+    assert _restored(told, job) == set()
 
 
 @pytest.mark.parametrize("job", TWO_GROUPS, ids=lambda job: job["id"])

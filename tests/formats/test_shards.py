@@ -182,3 +182,12 @@ def _structure(path: Path) -> bytes:
     with LocalReader(str(path)) as reader:
         (where,) = (r.where for name, r in parse(reader).items() if name.endswith("/data.pkl"))
     return data[where.start : where.end]
+
+
+def test_a_universal_checkpoint_whose_master_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
+    """Not a crash, where the module's copies beside the states are looked at as well."""
+    bed = Bed("universal-zero2-dp2-bf16", tmp_path)
+    path = next(p for p in bed.files if p.name == "fp32.pt")
+    path.write_bytes(path.read_bytes()[:200])
+    findings = ckpttool.verify(bed.src, deep=True).findings
+    assert [f for f in findings if f.path == str(path)]

@@ -133,6 +133,7 @@ class History(RuleBasedStateMachine):
     @rule(last=st.integers(1, 3))
     def prune(self, last: int) -> None:
         here, found = whole(self.root), chosen(self.root)
+        commits = {t for t in here if os.path.exists(f"{self.root}/{t}/{MANIFEST}")}
         tidy(Disk(), self.root, Rules(last), grace=0)
         after = whole(self.root)
         # Whatever goes, what would be restored stays, unless it was only set aside for one that is there now.
@@ -143,8 +144,7 @@ class History(RuleBasedStateMachine):
         assert after.keys() <= here.keys()
         self.sound = {tag: number for tag, number in self.sound.items() if tag in after}
         if not self.rotten:
-            commits = {t for t in here if os.path.exists(f"{self.root}/{t}/{MANIFEST}")}
-            assert len(self.sound) >= min(last, len(commits), 1)
+            assert len(after) >= min(last, len(commits), 1)
 
     @rule()
     def tidy(self) -> None:

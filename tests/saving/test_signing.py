@@ -126,6 +126,12 @@ def test_bytes_that_have_another_sha256_are_refused(signed: Path) -> None:
     assert [f for f in ckpttool.verify(signed, key=KEY).findings if f.path.endswith(changed)]
 
 
+def test_a_signed_checkpoint_under_another_name_is_refused(signed: Path) -> None:
+    signed.rename(signed.with_name("newer"))
+    with pytest.raises(PlanError, match="was signed for the tag 't', and lies under another name"):
+        _read_all(signed.with_name("newer"), KEY)
+
+
 def test_another_key_is_refused(signed: Path) -> None:
     with pytest.raises(PlanError, match="is not signed with this key"):
         _read_all(signed, OTHER)

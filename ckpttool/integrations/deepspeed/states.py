@@ -11,6 +11,8 @@ import torch
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
 
+STEP = "step"
+"""Some optimizers count it per parameter, others per group, others not at all."""
 REBUILD = "build the optimizer as it was when it was saved, or pass weights_only=True"
 _OF_NO_CLASS = frozenset({
     "params", "param_names", "name", "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "step",
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
-    """Compare by name what both keep of each parameter; what either keeps as one number does not matter.
+    """Compare by name what both keep of each parameter, for each element or as one number.
 
     Raises:
         PlanError: One keeps what the other does not: they are of other classes, or were told to keep other things.
@@ -41,8 +43,9 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
     known = saved | {text.rpartition(": ")[2] for text in checkpoint.unsliceable}
     untold = any(not g.parameters for g in checkpoint.groups)
     kept = _kept(live)
-    if kept is None or (not saved and (untold or not checkpoint.step)):
-        # Nothing tells, or it was saved before the first step.
+    stepped = bool(checkpoint.step) and checkpoint.step != checkpoint.skipped_steps
+    if kept is None or (not saved and (untold or not stepped)):
+        # Nothing tells, or it was saved before the first step that was not skipped for an overflow.
         _check_options(live, checkpoint)
         return
     needed, held = kept
@@ -50,6 +53,10 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         lacking, surplus = (needed, saved) if needed and saved and not held & known else (set(), set())
     else:
         lacking, surplus = needed - known, saved - held
+        numbers = {key for group in checkpoint.groups for key in group.scalars} - {STEP}
+        if any(group.scalars for group in checkpoint.groups):  # else nothing tells
+            lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
+            saved, needed = saved | numbers, needed | held - {STEP}
     if lacking or surplus:
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
         problem = f"holds {there}, and the engine's optimizer keeps {here}"

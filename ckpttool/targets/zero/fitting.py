@@ -116,6 +116,11 @@ class _Fit:
             for name in names:
                 states = self._trained(name, found[name], fresh)
                 parameters.append(Parameter(name, self.live.shapes[name], group, states))
+        self.notes += [
+            f"{n} is frozen in the model: its {MASTER} and moments are left out"
+            for n in self.live.frozen
+            if not self.weights_only and self._has_moments(found[n])
+        ]
         frozen = [(n, state) for n in self.live.frozen if (state := self._weights(found[n])) is not None]
         parameters += [Parameter(n, self.live.shapes[n], None, {MODULE: state}) for n, state in frozen]
         groups, kept = self._groups()
@@ -175,6 +180,10 @@ class _Fit:
         if isinstance(found, Parameter):
             return self.checkpoint.weights(found) if found.states else None
         return found
+
+    @staticmethod
+    def _has_moments(found: Parameter | State | None) -> bool:
+        return isinstance(found, Parameter) and not found.frozen and bool(found.states.keys() - {MASTER, MODULE})
 
     def _trained(self, name: str, found: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
         weights = self._weights(found)
