@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ckpttool._version import __version__
 from ckpttool.candidates import Candidate, open_whole
 from ckpttool.errors import CkptError, LayoutError, PlanError
+from ckpttool.manifest import REPLACED
 from ckpttool.messages import brief
 from ckpttool.retention import Rules
 from ckpttool.saving.background import Background
-from ckpttool.saving.protocol import PARTIAL, REPLACED, Request, place_for, save
+from ckpttool.saving.protocol import PARTIAL, Request, place_for, save
 from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.saving.upkeep import tidy
 from ckpttool.signing import read_key

@@ -37,6 +37,8 @@ MAX_SMALL_BYTES = 1 << 22
 """Manifests up to this size are read whatever lies beside them."""
 MEMORY_OF_JSON = 24
 """Bytes of memory that a byte of JSON may take."""
+REPLACED = ".replaced"
+"""Behind the name of a checkpoint that is being saved anew, until that is done."""
 MAX_PARTS = 4
 """Directories that a tag may name, one within another."""
 
@@ -165,7 +167,7 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
         raise LayoutError(path, "is no manifest of ckpttool's", "is it damaged? use another tag") from error
     if key is not None:
         _check_signature(path, found, manifest, key)
-        if not f"/{directory.rstrip('/')}".endswith(f"/{manifest.tag}"):
+        if not f"/{directory.rstrip('/').removesuffix(REPLACED)}".endswith(f"/{manifest.tag}"):
             problem = f"was signed for the tag {brief(manifest.tag)}, and lies under another name"
             raise PlanError(path, problem, "somebody renamed it: do not load it")
     return manifest

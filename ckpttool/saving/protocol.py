@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.candidates import is_whole
 from ckpttool.checksums import Checksums
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.manifest import Manifest, commits, is_commit, read_manifest
+from ckpttool.manifest import REPLACED, Manifest, commits, is_commit, read_manifest
 from ckpttool.saving.marks import ALIVE, identity, is_alive
 from ckpttool.saving.outgoing import HashedFile
 from ckpttool.saving.ranks import RankError
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 LATEST = "latest"
-REPLACED = ".replaced"
-"""Behind the name of a checkpoint that is being saved anew, until that is done."""
 PARTIAL = ".partial"
 """Behind the name of a file that is being written, where files are seen before they are whole."""
 ROOM = 1.02

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from ckpttool.candidates import is_whole, open_whole
 from ckpttool.catalog import committed
 from ckpttool.errors import CkptError
-from ckpttool.manifest import commits, directories, is_commit
+from ckpttool.manifest import REPLACED, commits, directories, is_commit
 from ckpttool.messages import printable
 from ckpttool.retention import decide, parse_best
 from ckpttool.saving.marks import is_alive
-from ckpttool.saving.protocol import PARTIAL, REPLACED, is_unfinished, read_mark
+from ckpttool.saving.protocol import PARTIAL, is_unfinished, read_mark
 from ckpttool.storage import MARK, is_half_removed, is_linked, walk
 
 if TYPE_CHECKING:

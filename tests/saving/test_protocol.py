@@ -13,12 +13,12 @@ import ckpttool
 from ckpttool.candidates import candidates, open_whole
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError, ContainerError, StorageError
-from ckpttool.manifest import Manifest, read_manifest
+from ckpttool.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.retention import Rules
 from ckpttool.saving import protocol
 from ckpttool.saving.disk import Disk
 from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
-from ckpttool.saving.protocol import REPLACED, Request, save
+from ckpttool.saving.protocol import Request, save
 from ckpttool.saving.ranks import Alone, RankError, Ranks
 from ckpttool.saving.upkeep import left_over, tidy
 from ckpttool.storage import LOCAL, MANIFEST, MARK
