@@ -73,6 +73,9 @@ class VerifyReport:
     """CRC-32 that were computed and compared: of the chunks in a manifest, or else of records."""
     records_unrecorded: int
     """Records for which no CRC-32 is recorded: those of zero checksum, and all of legacy files (counted as one)."""
+    unplaced: tuple[str, ...]
+    """Files in which nothing tells whose they are, where no manifest lies beside them: if two that hold tensors of one
+    shape were swapped, nobody would notice. NVMe swap files, states of a universal checkpoint, distributed files."""
     findings: tuple[Finding, ...]
     """Everything that is wrong; empty if nothing is."""
 
@@ -141,7 +144,17 @@ def verify_checkpoint(
         tensors=sum(1 for _ in checkpoint.states()) if checkpoint else 0,
         records_checked=checked,
         records_unrecorded=unrecorded,
+        unplaced=_unplaced(checkpoint) if checkpoint and manifest is None else (),
         findings=tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint) for e in errors)),
+    )
+
+
+def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Files whose content says nothing of the rank or the parameter that they belong to."""
+    return tuple(
+        file.name
+        for file in checkpoint.files
+        if file.kind in {"state", "swapped"} or (checkpoint.format == "dcp" and len(checkpoint.files) > 1)
     )
 
 

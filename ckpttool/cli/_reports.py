@@ -219,3 +219,7 @@ def print_verify_report(report: VerifyReport) -> None:
     verdict = "sound" if not count else f"{count} finding{'s' if count > 1 else ''}"
     how = "every byte read" if report.deep else "structure and samples; --deep reads every byte"
     print_line(f"{report.location}: {verdict} ({looked}; {how})", color="red" if count else "green")
+    if report.unplaced:
+        shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
+        told = f"nothing in {len(report.unplaced)} files tells whose they are ({shown}), and there is no manifest"
+        print_line(f"note: {told}: two of one shape that were swapped would not be noticed")
