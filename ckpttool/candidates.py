@@ -40,12 +40,11 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
 
     First what ``latest`` names, and before that a commit on top of it which still bears its mark: a run was killed
     between the two. Then commits and plain DeepSpeed saves, by step, later steps first; of one step, later commits
-    first. Unfinished saves are left out, and links that the storage does not follow, unless ``latest`` names
-    one or there is nothing else. Modification times are not used.
+    first. Unfinished saves are left out, and links that the storage does not follow. Modification times are not used.
 
     Raises:
         StorageError: The root cannot be read.
-        LinkError: ``latest`` is or names a link that the storage does not follow, or there is nothing else.
+        LinkError: ``latest`` is or names a link that the storage does not follow.
     """
     if not storage.is_dir(root):
         return []
@@ -59,8 +58,8 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         names.append(named)
     attempts: dict[str, str] = {}
     outside = [name for name in names if leads_out(storage, posixpath.join(root, name))]
-    if outside and (named in outside or len(outside) == len(names)):
-        storage.listing(posixpath.join(root, named if named in outside else outside[0]))  # says why not
+    if named in outside:
+        storage.listing(posixpath.join(root, named))  # says why not
     for name in names:
         path = posixpath.join(root, name)
         if name in outside:
