@@ -6,13 +6,14 @@ import posixpath
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import CkptError, LayoutError, PlanError
+from ckpttool.errors import CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.guarded import guard
 from ckpttool.manifest import commits, is_commit, read_manifest
 from ckpttool.storage import MARK, is_half_removed
+from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,10 +40,11 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
 
     First what ``latest`` names, and before that a commit on top of it which still bears its mark: a run was killed
     between the two. Then commits and plain DeepSpeed saves, by step, later steps first; of one step, later commits
-    first. Unfinished saves are left out. Modification times are not used.
+    first. Unfinished saves are left out, and links that the storage does not follow. Modification times are not used.
 
     Raises:
         StorageError: The root cannot be read.
+        LinkError: ``latest`` is or names a link that the storage does not follow.
     """
     if not storage.is_dir(root):
         return []
@@ -55,8 +57,13 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
     if "/" in named and named not in names and storage.is_dir(posixpath.join(root, named)):
         names.append(named)
     attempts: dict[str, str] = {}
+    outside = [name for name in names if leads_out(storage, posixpath.join(root, name))]
+    if named in outside:
+        storage.listing(posixpath.join(root, named))  # says why not
     for name in names:
         path = posixpath.join(root, name)
+        if name in outside:
+            continue
         committed, inside = is_commit(storage, path), storage.listing(path)
         is_marked = _is_marked(inside)
         if not committed and (is_marked or not any(parse_name(e.name) for e in inside if not e.is_dir)):
@@ -99,8 +106,11 @@ def _manifest(storage: Storage, path: str) -> Manifest | None:
 
 
 def _named(storage: Storage, root: str) -> str:
+    path = posixpath.join(root, LATEST)
     try:
-        return storage.read_text(posixpath.join(root, LATEST)).strip()
+        return storage.read_text(path).strip()
+    except LinkError:
+        raise
     except CkptError:
         return ""  # it says nothing then; what else there is counts
 

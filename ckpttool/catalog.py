@@ -28,7 +28,7 @@ from ckpttool.storage import (
     walk,
     without_credentials,
 )
-from ckpttool.storage.confined import ConfinedStorage, local_storage
+from ckpttool.storage.confined import leads_out, local_storage
 from ckpttool.threads import default_jobs, in_threads
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _look(
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)
     link = os.path.realpath(path) if not storage.distant and os.path.islink(path) else None
-    if link is not None and isinstance(storage, ConfinedStorage) and not storage.holds(path):
+    if link is not None and leads_out(storage, path):
         return _linked(name, path, link, latest=latest, reported=reported)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None

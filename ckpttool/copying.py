@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import crc32
-from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError
+from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.companions import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
@@ -19,9 +19,10 @@ from ckpttool.permissions import mode_of_file
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.read_checks import archive_records, chunk_records
 from ckpttool.storage import MANIFEST, MARK, walk
+from ckpttool.storage.base import NO_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckpttool.containers.torch_zip import Record
     from ckpttool.model import Checkpoint
@@ -62,6 +63,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
 
     Raises:
         LayoutError: Two of the directories hold different files of one name.
+        StorageError: The key of an object is no path of a file.
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
     if is_commit(checkpoint.storage, checkpoint.location):
@@ -70,7 +72,9 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
     found: dict[str, SourceFile] = {}
     for directory in directories:
-        for name, entry in walk(checkpoint.storage, directory):
+        entries = dict(walk(checkpoint.storage, directory))
+        _check_keys(directory, entries)
+        for name, entry in entries.items():
             path = posixpath.join(directory, name)
             held = records[path] if path in records else _records(checkpoint.storage, path)
             source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
@@ -85,6 +89,24 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
             copy[0] = (number, 0, found[name].nbytes, 0, 0)
         files.append(TargetFile(name, found[name].nbytes, (), copy))
     return CopyPlan(tuple(found[name] for name in names), (("U8", "U8"),), tuple(files))
+
+
+def _check_keys(directory: str, names: Collection[str]) -> None:
+    """Refuse keys of objects that a directory cannot hold as files.
+
+    Raises:
+        StorageError: There is one.
+    """
+    hint = "give the object another key, or remove it"
+    for name in names:
+        parts = name.split("/")
+        if not NO_NAMES.isdisjoint(parts):
+            problem = 'cannot be copied as a file: a part of its key is empty, "." or ".."'
+            raise StorageError(f"{directory}/{name}", problem, hint)
+        for count in range(1, len(parts)):
+            if (above := "/".join(parts[:count])) in names:
+                problem = f"cannot be copied as a file: {above} is a file, too, and no directory"
+                raise StorageError(f"{directory}/{name}", problem, hint)
 
 
 def _records(storage: Storage, path: str) -> tuple[Record, ...]:

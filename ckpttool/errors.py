@@ -2,6 +2,7 @@
 
 * CkptError
     * StorageError    a file or directory cannot be listed, read or written
+        * LinkError       a symbolic link leaves the checkpoint's root, and was not said to be meant
     * ContainerError  a file is not what its name says, is damaged, or is hostile
         * ChecksumError   bytes of a file do not match the checksum that was recorded when it was saved
     * LayoutError     the files are sound but do not add up to a checkpoint, or disagree with each other
@@ -39,6 +40,10 @@ class CkptError(Exception):
 
 class StorageError(CkptError):
     """A file or directory cannot be listed, read or written."""
+
+
+class LinkError(StorageError):
+    """A symbolic link leaves the checkpoint's root, and was not said to be meant."""
 
 
 class ContainerError(CkptError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool._version import __version__
 from ckpttool.candidates import Candidate, open_whole
-from ckpttool.errors import CkptError, LayoutError, PlanError
+from ckpttool.errors import CkptError, LayoutError, LinkError, PlanError
 from ckpttool.manifest import REPLACED
 from ckpttool.messages import brief
 from ckpttool.retention import Rules
@@ -25,6 +25,7 @@ from ckpttool.saving.ranks import agree_to_begin
 from ckpttool.saving.upkeep import tidy
 from ckpttool.signing import read_key
 from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, without_credentials
+from ckpttool.storage.confined import confined
 from ckpttool.storage.failures import RETRIES
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class CheckpointManager:
         grace: Seconds after which what a killed save has left is removed, by the newest of its files.
         on_save: Called on every rank after each save, in the thread that saved.
         signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
-        storage_options: What to tell the storage's fsspec class; default: what it finds itself.
+        storage_options: What to tell the storage's fsspec class; default: what it finds itself. With ``follow_links``,
+            ``restore`` follows links on local disk that leave the root.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         sign_key: Signs what is saved: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
             itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
@@ -141,6 +143,8 @@ class CheckpointManager:
         if not is_url(self.root):
             self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
         self._place = place or place_for(given, storage_options)
+        self.source = confined(self._place.storage, self.root, storage_options)
+        """The storage that ``restore`` reads from."""
         best = None if keep_best is None else ":".join(map(str, keep_best))
         given_rules = (keep_last, keep_every, best)
         self._rules = None if given_rules == (None, None, None) else Rules(*given_rules)
@@ -325,7 +329,7 @@ class CheckpointManager:
         from ckpttool.integrations.deepspeed.resuming import find
 
         found = self.begin_restore(
-            engine, lambda: [astuple(c) for c in find(self._place.storage, self.root, tag)],
+            engine, lambda: [astuple(c) for c in find(self.source, self.root, tag)],
             root=self.root, tag=tag, strict=strict, weights_only=weights_only, dry_run=dry_run, committed=committed,
             signed=signed,
         )  # fmt: skip
@@ -365,7 +369,7 @@ class CheckpointManager:
         from ckpttool.integrations.deepspeed.together import agree_on_all_ranks, open_together
 
         self.restored = None
-        ranks, storage = self._meet(), self._place.storage
+        ranks, storage = self._meet(), self.source
         first: CkptError | None = None
         for candidate in found:
             try:
@@ -376,8 +380,8 @@ class CheckpointManager:
                     engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run,
                     allow=self._allow, agree=partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout),
                 )  # fmt: skip
-            except PlanError:
-                raise  # it is whole, and does not fit: an older one will fit no better
+            except (PlanError, LinkError):
+                raise  # it is whole, and does not fit, or the user has to say more: an older one is no better
             except CkptError as error:
                 if not passing_over:
                     raise

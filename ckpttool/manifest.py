@@ -15,6 +15,7 @@ from ckpttool.errors import LayoutError, PlanError, StorageError
 from ckpttool.messages import brief
 from ckpttool.signing import is_signed, signature
 from ckpttool.storage import MANIFEST, is_half_removed, walk
+from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -131,6 +132,8 @@ def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator
         if not entry.is_dir or entry.name.startswith("."):
             continue
         directory = posixpath.join(root, entry.name)
+        if leads_out(storage, directory):
+            continue
         inside = storage.listing(directory)
         yield directory
         if inside and all(e.is_dir for e in inside):

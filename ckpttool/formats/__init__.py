@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
-__all__ = ["Source", "open_checkpoint", "source_paths"]
+__all__ = ["Source", "open_checkpoint", "source_paths", "source_storage"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A checkpoint: one directory (or file of weights), or several that hold the files of some ranks each."""
@@ -57,6 +57,21 @@ def source_paths(src: Source) -> list[str]:
     if not paths:
         raise ValueError("no directory is given")
     return paths
+
+
+def source_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> Storage:
+    """The storage that a source's directories are read from, the first of which says which it is.
+
+    Args:
+        paths: The directories.
+        options: As for ``open_checkpoint``.
+
+    Raises:
+        StorageError: There is no such scheme, or the package for it is not installed.
+    """
+    if is_url(paths[0]):
+        return open_storage(paths[0], options)
+    return local_storage([local_path(path) for path in paths if not is_url(path)], options)
 
 
 def open_checkpoint(
@@ -85,9 +100,7 @@ def open_checkpoint(
         CkptError: There is no sound checkpoint.
     """
     paths = source_paths(src)
-    if storage is None and not is_url(paths[0]):
-        storage = local_storage([local_path(path) for path in paths if not is_url(path)], options)
-    storage = storage or open_storage(paths[0], options)
+    storage = storage or source_storage(paths, options)
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")

@@ -242,7 +242,7 @@ class RayTrainCheckpoints:
         found = [
             Candidate(*one)
             for one in manager.begin_restore(
-                engine, lambda: _candidates(place.storage, manager.root), root=manager.root, **how, **required
+                engine, lambda: _candidates(manager.source, manager.root), root=manager.root, **how, **required
             )
         ]
         opener = manager.opener(**required)
@@ -251,7 +251,7 @@ class RayTrainCheckpoints:
     def _found(self) -> list[Any]:
         """What to go on from, the newest first."""
         known = ray.train.get_checkpoint()
-        return _of_run(self._place.storage, self._root, "" if known is None else url_of(known.filesystem, known.path))
+        return _of_run(self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path))
 
     def _adopt(self, found: list[Candidate], restored: str) -> None:
         """Report what was restored if Ray has not heard of it: a worker died between the commit and the report.

@@ -26,6 +26,8 @@ MANIFEST = "ckpttool.json"
 """Says that all of a directory is there: the last file of a save, and what makes it a commit."""
 MAX_DEPTH = 32
 """Directories within directories: no checkpoint has more, a link to a directory above it endlessly many."""
+NO_NAMES = frozenset({"", ".", ".."})
+"""What cannot be the name of a file, though it may be a part of an object's key."""
 FOLLOW_LINKS = "follow_links"
 """The option that lets links of checkpoints on local disk lead anywhere; stores have no links."""
 OF_OPENING = {FOLLOW_LINKS, "open_budget"}

@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import StorageError
+from ckpttool.errors import LinkError, StorageError
 from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.storage.base import Entry
+    from ckpttool.storage.base import Entry, Storage
 
 LATEST = ("latest", "latest_universal")
 """What lies in a checkpoint's root."""
@@ -36,6 +36,22 @@ def local_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> Lo
     if options and options.get(FOLLOW_LINKS):
         return LOCAL
     return ConfinedStorage(tuple(map(os.path.abspath, paths)))
+
+
+def confined(storage: Storage, root: str, options: Mapping[str, Any] | None) -> Storage:
+    """The storage that a root's checkpoints are read from: the same, but for links that leave a root on local disk.
+
+    Args:
+        storage: Where the root lies.
+        root: Its path.
+        options: With ``follow_links`` links may lead anywhere.
+    """
+    return storage if storage is not LOCAL else local_storage([root], options)
+
+
+def leads_out(storage: Storage, path: str) -> bool:
+    """Whether a path goes through a link that the storage does not follow."""
+    return isinstance(storage, ConfinedStorage) and not storage.holds(path)
 
 
 class ConfinedStorage(LocalStorage):
@@ -54,7 +70,8 @@ class ConfinedStorage(LocalStorage):
         """The names in a directory, sorted.
 
         Raises:
-            StorageError: There is no such directory, it cannot be read, or a link leads to it from outside.
+            StorageError: There is no such directory, or it cannot be read.
+            LinkError: It is reached through a link that leaves the checkpoint's root.
         """
         self._check(path, os.path.realpath(path))
         return super().listing(path)
@@ -63,7 +80,8 @@ class ConfinedStorage(LocalStorage):
         """Open a file for reading ranges.
 
         Raises:
-            StorageError: It is missing, not a file, not permitted, or a link that leaves the checkpoint's root.
+            StorageError: It is missing, not a file, or not permitted.
+            LinkError: It is reached through a link that leaves the checkpoint's root.
         """
         self._check(path, os.path.realpath(path))
         reader = super().open(path, ahead=ahead)
@@ -86,7 +104,7 @@ class ConfinedStorage(LocalStorage):
         full = os.path.abspath(path)
         if not any(_is_within(real, base) for base in self._allowed(full)):
             hint = "copy it here, or pass --follow-links (follow_links in storage_options)"
-            raise StorageError(path, "is reached through a link that leaves the checkpoint's root", hint)
+            raise LinkError(path, "is reached through a link that leaves the checkpoint's root", hint)
 
     def _allowed(self, full: str) -> list[str]:
         """The real directories in which something may lie that has a path."""
@@ -95,7 +113,7 @@ class ConfinedStorage(LocalStorage):
             above = os.path.dirname(base)
             if _is_within(full, base):
                 found += _places(base)
-                if any(os.path.lexists(os.path.join(above, name)) for name in LATEST):
+                if any(os.path.isfile(os.path.join(above, name)) for name in LATEST):
                     found.append(os.path.realpath(above))
         # Beside a tag's directory lie small files that belong to it, and other tags.
         return found or _places(os.path.dirname(full))

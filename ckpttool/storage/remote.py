@@ -11,7 +11,6 @@ import contextlib
 import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from datetime import datetime
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.errors import StorageError
 from ckpttool.messages import without_secrets
 from ckpttool.ranges import coalesced
-from ckpttool.storage.base import OF_OPENING, WAIT, Entry, check_text, decode_text
+from ckpttool.storage.base import NO_NAMES, OF_OPENING, WAIT, Entry, check_text, decode_text
 from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
+from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
 from ckpttool.storage.urls import is_chain, scheme_of
 
 if TYPE_CHECKING:
@@ -134,30 +134,19 @@ class RemoteStorage:
         return infos
 
     def _remember(self, path: str, key: str, infos: Iterable[Mapping[str, Any]]) -> list[Entry]:
-        infos = [info for info in infos if not _is_marker(info)]
-        if len(infos) == 1 and _name(infos[0]) == key.rstrip("/") and infos[0]["type"] != "directory":
+        infos = [info for info in infos if not str(info["name"]).endswith("/") or info["type"] == "directory"]
+        if len(infos) == 1 and name_of(infos[0]) == key.rstrip("/") and infos[0]["type"] != "directory":
             self._single[key] = entry_of(infos[0])
             raise StorageError(path, "is not a directory", "pass a checkpoint's directory")
-        entries = [entry_of(info) for info in infos if _name(info) != key.rstrip("/")]
-        found = self._listed[key] = sorted(entries, key=lambda e: e.name)
+        entries = [entry_of(info) for info in infos if name_of(info) != key.rstrip("/")]
+        found = self._listed[key] = in_order(e for e in entries if e.name not in NO_NAMES)
         return found
 
     def list_tree(self, path: str) -> None:
         """List a directory and all below it with few requests, and remember them."""
         root = self.key(path).rstrip("/")
         infos = call(path, partial(self.fs.find, root, detail=True))
-        listed: dict[str, dict[str, Entry]] = {root: {}}
-        for info in infos.values():
-            name = _name(info)
-            directory = posixpath.dirname(name)
-            if name == root or _is_marker(info):
-                continue
-            listed.setdefault(directory, {})[posixpath.basename(name)] = entry_of(info)
-            while directory != root and len(directory) > len(root):
-                above, base = posixpath.split(directory)
-                listed.setdefault(above, {}).setdefault(base, Entry(base, is_dir=True, nbytes=0))
-                directory = above
-        self._listed |= {d: sorted(entries.values(), key=lambda e: e.name) for d, entries in listed.items()}
+        self._listed |= tree_of(root, infos.values())
 
     def is_dir(self, path: str) -> bool:
         """Whether the path is a directory that can be looked at."""
@@ -213,6 +202,10 @@ class RemoteStorage:
             found = self._single[key] = entry_of(call(path, partial(self.fs.info, key)))
         if found is None:
             raise StorageError(path, MISSING, "check the path")
+        if found.is_dir:  # an object may have the name of a directory
+            above, name = posixpath.split(self.key(path).rstrip("/"))
+            files = (e for e in self._listed.get(above, ()) if e.name == name and not e.is_dir)
+            found = next(files, found)
         if found.is_dir:
             raise StorageError(path, "is not a regular file", "remove it or choose another checkpoint")
         return found
@@ -614,35 +607,3 @@ def _tops(directories: Iterable[str]) -> dict[str, bool]:
         else:
             tops[key] = False
     return tops
-
-
-def _name(info: Mapping[str, Any]) -> str:
-    return str(info["name"]).rstrip("/")
-
-
-def _is_marker(info: Mapping[str, Any]) -> bool:
-    """Whether it is an empty object in a directory's place, as consoles leave them."""
-    return str(info["name"]).endswith("/") and info["type"] != "directory"
-
-
-def entry_of(info: Mapping[str, Any]) -> Entry:
-    """What fsspec tells of a file or directory."""
-    is_dir = info["type"] == "directory"
-    keys = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "mtime", "modified", "created")
-    version = next((str(info[k]) for k in keys if info.get(k)), "")
-    times = (info.get(k) for k in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"))
-    modified = next((_seconds(t) for t in times if t), None)
-    return Entry(
-        posixpath.basename(_name(info)), is_dir, 0 if is_dir else int(info["size"] or 0), version.strip('"'), modified
-    )
-
-
-def _seconds(value: object) -> float | None:
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-        except ValueError:
-            return None
-    return value.timestamp() if isinstance(value, datetime) else None

@@ -15,7 +15,8 @@ from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
 from ckpttool.storage.errors import ExistsError
 from ckpttool.storage.failures import NO_BUCKET, ShortReadError, call, explain
-from ckpttool.storage.remote import CONNECTIONS, RemoteStorage, entry_of
+from ckpttool.storage.listings import entry_of
+from ckpttool.storage.remote import CONNECTIONS, RemoteStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
-from ckpttool.formats import open_checkpoint, source_paths
+from ckpttool.formats import open_checkpoint, source_paths, source_storage
 from ckpttool.integrations.deepspeed.live import look
 from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.preparing import Reading, keeps_loss_scale, prepare
@@ -27,7 +27,6 @@ from ckpttool.integrations.deepspeed.together import (
 )
 from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.ranks import agree_to_begin
-from ckpttool.storage import open_storage
 from ckpttool.transfer import memory_bytes
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def load(
     def ready() -> None:
         memory_bytes(memory)
         paths.extend(source_paths(src))
-        open_storage(paths[0], storage_options)
+        source_storage(paths, storage_options)
         look(engine)
 
     ranks = own_ranks("load")
@@ -111,7 +110,7 @@ def load(
     agree_to_begin(ranks, _named(src), {**asked, "src": _named(src)}, ready, timeout=timeout)
     checkpoint = open_together(
         paths[0],
-        open_storage(paths[0], storage_options),
+        source_storage(paths, storage_options),
         lambda: open_checkpoint(paths, tag=tag, options=storage_options, trust_names=trust_names),
         ranks,
         timeout=timeout,
