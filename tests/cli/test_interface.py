@@ -188,7 +188,8 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
         "file", "rank", "offset", "nbytes", "start", "numel", "padding",
     ]  # fmt: skip
     assert list(_json("verify", source(name), "--deep")) == [
-        "location", "tag", "deep", "files", "nbytes", "tensors", "records_checked", "records_unrecorded", "findings",
+        "location", "tag", "deep", "files", "nbytes", "tensors", "records_checked", "records_unrecorded", "unplaced",
+        "findings",
     ]  # fmt: skip
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
     assert list(written) == [
