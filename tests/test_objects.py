@@ -9,6 +9,7 @@ import datetime
 import decimal
 import pathlib
 import random
+import re
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,8 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(_same(k, m) and _same(v, w) for (k, v), (m, w) in pairs) and _attributes(a, b)
     if isinstance(a, list | tuple | collections.deque):
         return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, np.ndarray) and a.dtype == object:
+        return a.shape == b.shape and _same(a.tolist(), b.tolist())
     if isinstance(a, np.ndarray | np.generic):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if str(type(a).__module__).startswith("deepspeed") or isinstance(a, argparse.Namespace | types.SimpleNamespace):
@@ -84,6 +87,12 @@ VALUES: dict[str, Any] = {
     "arrays": [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.arange(6).reshape(2, 3)), np.array(["ab", "c"]),
                np.arange(3, dtype=">i4"), np.array(True), np.zeros((0, 4), np.float16), np.array([b"x", b"yz"]),
                np.datetime64("2026-01-02"), np.float64(1.5), np.int8(-3), np.array([1 + 2j])],
+    "arrays of objects": [np.array([{"a": 1}, None, "x", [2]], dtype=object),
+                          np.array([[1, "b"], [None, 2.5]], object).T,
+                          np.array("alone", dtype=object), np.zeros((0, 2), object)],
+    "structured arrays": [np.array([(1, 2.5, b"x"), (3, 4, b"y")], dtype=[("a", "i4"), ("b", ">f8"), ("c", "S3")]),
+                          np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+                          np.ones(3, [("m", "f4", (2, 2)), ("n", [("k", "u2")])])],
     "torch's": {"size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cuda", 1),
                 "rng": torch.get_rng_state(), "parameter": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
                 "scalar": torch.tensor(1e-2), "empty": torch.zeros(0, 3), "grad": torch.ones(2, requires_grad=True)},
@@ -147,16 +156,50 @@ class OwnWithState:
 def _function() -> None: ...
 
 
+class Zone(datetime.tzinfo):
+    """A user's own time zone."""
+
+    def utcoffset(self, _: datetime.datetime | None) -> datetime.timedelta:
+        return datetime.timedelta(0)
+
+    def dst(self, _: datetime.datetime | None) -> None: ...
+
+    def tzname(self, _: datetime.datetime | None) -> str:
+        return "zone"
+
+
+TIME = datetime.datetime(2026, 1, 2, tzinfo=Zone())
 UNKNOWN = {"object": Own(3, [1]), "own state": OwnWithState(), "function": _function, "class": Own,
-           "exception": ValueError("x"), "array of objects": np.array([{}, None], dtype=object),
-           "method": "text".upper, "structured": np.zeros(2, dtype=[("a", "i4")])}  # fmt: skip
+           "exception": ValueError("x"), "array of objects": np.array([{}, Own(1)], dtype=object),
+           "method": "text".upper, "structured": np.zeros(2, dtype=[("a", "O")]), "time zone": TIME}  # fmt: skip
 
 
 @pytest.mark.parametrize("value", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_other_classes_are_refused_by_name(value: Any, tmp_path: Path) -> None:
     torch.save({"here": [value]}, tmp_path / "f.pt")
-    with pytest.raises(PlanError, match=r"f\.pt: holds an object of .*, which ckpttool does not build; .*allow="):
+    with pytest.raises(
+        PlanError, match=r"f\.pt: holds an object of .*, which ckpttool does not build; .*allow="
+    ) as error:
         _read(tmp_path / "f.pt")
+    with LOCAL.open(str(tmp_path / "f.pt")) as reader:
+        names = unknown_classes(read_torch_file(reader).root)
+    assert any(f'"{name}"' in str(error.value) for name in names)
+
+
+def test_a_class_that_the_error_names_can_be_allowed(tmp_path: Path) -> None:
+    value = [Own(1), ValueError("x", 3), max, _function, TIME, np.array([Own(2)], dtype=object)]
+    torch.save(value, tmp_path / "f.pt")
+    allow: tuple[str, ...] = ()
+    for _ in range(10):
+        try:
+            found = _read(tmp_path / "f.pt", allow)
+            break
+        except PlanError as error:
+            allow += tuple(re.findall(r'allow=\["(.*)"\]', str(error)))
+    assert [found[0], found[1].args, *found[2:4]] == [Own(1), ("x", 3), max, _function]
+    assert isinstance(found[4].tzinfo, Zone)
+    assert found[5][0] == Own(2)
+    assert {"builtins.ValueError", "builtins.max"} <= set(allow)
 
 
 def test_they_are_built_where_the_user_allows_them(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ Source: torch 2.13, torch/_utils.py and torch/_tensor.py (the rebuilders); numpy
 
 from __future__ import annotations
 
+import _compat_pickle
 import collections
 import enum
 import importlib
+import importlib.util
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +61,6 @@ FACTORIES = {"dict", "float", "int", "list", "set", "str", "tuple"}
 FUNCTIONS = ("torch.optim.", "deepspeed.runtime.lr_schedules.")
 """Modules whose functions a scheduler's state may name; they are not called here."""
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-_BUILTINS = ("builtins", "__builtin__")
-_MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib"}
-"""Modules by the names that they have, or had, in other releases of Python."""
-_RENAMED = {"xrange": "range"}
-"""Names of protocol 2."""
-_ARRAY_KINDS = "biufcSUMmV"
-"""Kinds of numpy's dtypes that hold no Python objects."""
 
 
 class UnknownClassError(Exception):
@@ -103,15 +98,38 @@ def unknown_class(path: str, name: str) -> PlanError:
 
 def unknown_classes(root: object, allow: Collection[str] = ()) -> list[str]:
     """The classes in a file's structure that ``read_objects`` would refuse, each once, sorted."""
-    inert = _Builder(None, None, allow)
+    builder = _Builder(None, None, allow)
     found = set()
     for value in walk(root):
         if isinstance(value, Opaque):
             try:
-                inert.known(value)
+                builder.build(value)
             except UnknownClassError as error:
                 found.add(str(error))
+            except Exception:  # noqa: S112  (damaged, or of what only the file holds: ``read_objects`` says so)
+                continue
     return sorted(found)
+
+
+def _current_name(module: str, name: str) -> tuple[str, str]:
+    """Module and name of a class in this Python, of the ones that its pickle has.
+
+    Source: CPython, Lib/_compat_pickle.py, which ``pickle`` uses for protocols below 3.
+    """
+    if module == "pathlib._local":  # Python 3.13
+        return "pathlib", name
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        return _compat_pickle.NAME_MAPPING[module, name]
+    renamed = _compat_pickle.IMPORT_MAPPING.get(module, module)
+    # A user's own module may have the name of one of Python 2.
+    if renamed == module or importlib.util.find_spec(module.partition(".")[0]) is not None:
+        return module, name
+    return renamed, name
+
+
+def _class_name(value: Opaque) -> str:
+    """What a class is called in this Python, as "module.Class"."""
+    return ".".join(_current_name(value.module, value.name))
 
 
 class _Ranges:
@@ -141,7 +159,14 @@ class _Ranges:
 
 
 class _Builder:
-    """Builds the values of one file, each shared one once."""
+    """Builds the values of one file, each shared one once.
+
+    Args:
+        read: The file's structure; None to try whether everything is known: tensors, and objects of the classes that
+            the caller allows, are None then.
+        file: The file; None as ``read``.
+        allow: Classes that the caller trusts.
+    """
 
     def __init__(self, read: TorchFile | None, file: RangeFile | None, allow: Collection[str]) -> None:
         self._read = read
@@ -205,7 +230,7 @@ class _Builder:
         """The bytes of a storage, in memory."""
         import torch
 
-        assert self._read is not None  # noqa: S101  (who only looks builds nothing)
+        assert self._read is not None  # noqa: S101  (``_tensor`` and ``_typed_storage`` look)
         assert self._file is not None  # noqa: S101
         held = self._storages.get(ref.key)
         if held is None:
@@ -220,6 +245,8 @@ class _Builder:
     def _typed_storage(self, ref: StorageRef) -> Any:
         import torch
 
+        if self._read is None:
+            return None
         storage = self._storage(ref)
         if ref.storage_class == "UntypedStorage":
             return storage
@@ -234,6 +261,8 @@ class _Builder:
         """
         import torch
 
+        if self._read is None:
+            return None
         storage = self._storage(ref.storage)
         made: Any = torch.empty(0, dtype=getattr(torch, DTYPES[ref.dtype].torch))
         made.set_(storage, ref.offset, ref.shape, ref.stride)
@@ -247,24 +276,25 @@ class _Builder:
 
     # ------------------------------------------------------------------------------------------------------- objects
 
-    def known(self, value: Opaque) -> Callable[[Opaque], Any]:
-        """What builds an object.
+    def _object(self, value: Opaque) -> Any:
+        """An object of a class that is known or allowed.
 
         Raises:
-            UnknownClassError: Nothing does.
+            UnknownClassError: It is neither.
         """
-        name = value.qualified_name
+        name = _class_name(value)
         if value.function is None:
-            if name in self._allow:
-                return self._allowed
+            if not self._allow.isdisjoint({name, value.qualified_name}):
+                return None if self._read is None else self._allowed(value)
             for kind, builder in self._builders(value):
                 if kind == value.how:
-                    return builder
+                    return builder(value)
         raise UnknownClassError(name)
 
     def _builders(self, value: Opaque) -> Iterator[tuple[str, Callable[[Opaque], Any]]]:
         """What builds objects of a class, and how the pickle must have made them for it."""
-        name, module = value.qualified_name, value.module
+        name = _class_name(value)
+        module, _, short = name.rpartition(".")
         if name in STATED:
             yield "new", self._stated
         if name in CALLED:
@@ -275,37 +305,32 @@ class _Builder:
             yield "global", self._member
         if name.startswith(FUNCTIONS):
             yield "global", self._named
-        if module in _BUILTINS:
-            if value.name in FACTORIES | {"Ellipsis", "NotImplemented"}:
+        if module == "builtins":
+            if short in FACTORIES | {"Ellipsis", "NotImplemented"}:
                 yield "global", self._named
-            if value.name in {"slice", "range", "xrange"}:
+            if short in {"slice", "range"}:
                 yield "call", self._called
-        if module in _NUMPY and value.name in {"_reconstruct", "scalar"}:
-            yield "call", self._array if value.name == "_reconstruct" else self._scalar
+        if module in _NUMPY and short in {"_reconstruct", "scalar"}:
+            yield "call", self._array if short == "_reconstruct" else self._scalar
         if name == "numpy.dtype":
             yield "call", self._dtype
         if name == "numpy.ndarray":
             yield "global", self._named
 
-    def _object(self, value: Opaque) -> Any:
-        return self.known(value)(value)
-
     def _named(self, value: Opaque) -> Any:
         """What a module calls so, and only if it is that module's own."""
-        module = _MOVED.get(value.module, value.module)
-        found: Any = importlib.import_module(module)
-        for part in _RENAMED.get(value.name, value.name).split("."):
-            found = getattr(found, part)
+        module, _ = _current_name(value.module, value.name)
+        found = _imported(value)
         home = getattr(found, "__module__", None) or type(found).__module__
-        if _MOVED.get(home, home) != module:
-            raise UnknownClassError(value.qualified_name)
+        if _current_name(home, "")[0] != module:
+            raise UnknownClassError(_class_name(value))
         return found
 
     def _member(self, value: Opaque) -> Any:
         """A member of an enumeration."""
         found = self._named(value)
         if not isinstance(found, enum.Enum):
-            raise UnknownClassError(value.qualified_name)
+            raise UnknownClassError(_class_name(value))
         return found
 
     def _stated(self, value: Opaque) -> Any:
@@ -313,16 +338,18 @@ class _Builder:
         made = self._built[id(value)] = cls.__new__(cls)
         state = self.build(value.state) if value.stated else {}
         if value.args or value.kwargs or not isinstance(state, dict) or not all(isinstance(k, str) for k in state):
-            raise UnknownClassError(value.qualified_name)
+            raise UnknownClassError(_class_name(value))
         made.__dict__.update(state)
         return made
 
     def _called(self, value: Opaque) -> Any:
-        if any(isinstance(part, Opaque) and part.qualified_name not in CALLED for part in walk(value.args)):
-            raise UnknownClassError(value.qualified_name)
+        for part in walk(value.args):
+            if isinstance(part, Opaque) and _class_name(part) not in CALLED:
+                self.build(part)  # names it, if it is not known
+                raise UnknownClassError(_class_name(value))
         made = self._named(value)(*self.build(value.args))
         if value.stated and value.state is not None:
-            raise UnknownClassError(value.qualified_name)
+            raise UnknownClassError(_class_name(value))
         return made
 
     def _defaultdict(self, value: Opaque) -> Any:
@@ -355,44 +382,61 @@ class _Builder:
     # --------------------------------------------------------------------------------------------------------- numpy
 
     def _dtype(self, value: Opaque) -> Any:
-        """A dtype that holds no objects.
+        """A dtype.
 
         Source: numpy 2, numpy/_core/src/multiarray/descriptor.c (``arraydescr_reduce``): (name, align, copy), and a
         state whose second value is the byte order.
         """
         import numpy as np
 
-        state = value.state
         code = value.args[0] if value.args else None
-        fields = isinstance(state, tuple) and len(state) > 4 and any(part is not None for part in state[2:5])
-        if not isinstance(code, str) or not code.isascii() or len(code) > 20 or fields:
-            raise UnknownClassError("numpy.dtype of fields")
+        if not isinstance(code, str) or not code.isascii() or len(code) > 20:
+            raise UnknownClassError("numpy.dtype")
+        state = value.state if isinstance(value.state, tuple) else ()
+        _, order, subarray, names, fields = (*state[:5], *(None,) * 5)[:5]
+        if subarray is not None:
+            return np.dtype((self.build(subarray[0]), subarray[1]))
+        if names is not None:
+            held = {self.build(name): self.build(field) for name, field in fields.items()}
+            return np.dtype(
+                {
+                    "names": list(names),
+                    "formats": [held[name][0] for name in names],
+                    "offsets": [held[name][1] for name in names],
+                    "itemsize": state[5],
+                }
+            )
         made = np.dtype(code)
-        if made.kind not in _ARRAY_KINDS:
-            raise UnknownClassError(f"numpy.dtype {code!r}")
-        if made.kind in "mM" and isinstance(state, tuple) and len(state) > 8:
+        if made.kind in "mM" and len(state) > 8:
             unit, count = state[8][1][:2]  # of time
             made = np.dtype(f"{code}[{int(count)}{unit.decode('ascii')}]")
-        big = isinstance(state, tuple) and len(state) > 1 and state[1] == ">"
-        return made.newbyteorder(">") if big else made
+        return made.newbyteorder(">") if order == ">" else made
 
     def _array(self, value: Opaque) -> Any:
-        """An array, from the bytes in its state: (version, shape, dtype, Fortran order, bytes)."""
+        """An array, from what is in its state: (version, shape, dtype, Fortran order, bytes or a list of objects)."""
         import numpy as np
 
         state = value.state
-        if not (isinstance(state, tuple) and len(state) == 5 and isinstance(state[4], bytes)):
-            raise UnknownClassError("numpy.ndarray of objects")
-        shape, dtype = state[1], self.build(state[2])
-        made = np.frombuffer(state[4], dtype).copy()
-        return made.reshape(shape, order="F" if state[3] else "C")
+        if not (isinstance(state, tuple) and len(state) == 5):
+            raise UnknownClassError("numpy.ndarray")
+        shape, dtype, order = state[1], self.build(state[2]), "F" if state[3] else "C"
+        if isinstance(state[4], list) and dtype.kind == "O":
+            made = np.empty(len(state[4]), object)
+            for n, item in enumerate(state[4]):
+                made[n] = self.build(item)
+            return made.reshape(shape)  # a list is in C's order, whatever the array's
+        if not isinstance(state[4], bytes) or dtype.hasobject:
+            raise UnknownClassError("numpy.ndarray")
+        return np.frombuffer(state[4], dtype).copy().reshape(shape, order=order)
 
     def _scalar(self, value: Opaque) -> Any:
         import numpy as np
 
         dtype, data = self.build(value.args[0]), value.args[1]
-        if not isinstance(data, bytes):
-            raise UnknownClassError("numpy scalar of objects")
+        if dtype.kind == "O":
+            return self.build(data)
+        if not isinstance(data, bytes) or dtype.hasobject:
+            raise UnknownClassError("numpy.ndarray")
         return np.frombuffer(data, dtype)[0]
 
     # ------------------------------------------------------------------------------------------------ what is allowed
@@ -402,9 +446,7 @@ class _Builder:
 
         Source: CPython, Lib/pickle.py (``load_reduce``, ``load_newobj_ex``, ``load_build``).
         """
-        found: Any = importlib.import_module(value.module)
-        for part in value.name.split("."):
-            found = getattr(found, part)
+        found = _imported(value)
         if value.how == "global":
             return found
         args, kwargs = self.build(value.args), self.build(value.kwargs)
@@ -413,6 +455,15 @@ class _Builder:
         if value.stated:
             _set_state(made, self.build(value.state))
         return self._fill(made, value)
+
+
+def _imported(value: Opaque) -> Any:
+    """What the module of a class has under its name."""
+    module, name = _current_name(value.module, value.name)
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _set_state(made: Any, state: Any) -> None:
