@@ -64,6 +64,13 @@ def mode_of_file(storage: Storage, path: str) -> int:
     return permissions(path)
 
 
+def mode_of_directory(storage: Storage, path: str) -> int:
+    """The permissions of one directory; the usual ones where the storage has none."""
+    if storage.distant or not _is_there(path):
+        return DIRECTORY
+    return permissions(path)
+
+
 def _intersection(modes: Iterable[int]) -> int:
     shared = FILE
     for mode in modes:

@@ -98,7 +98,7 @@ def check_apart(out: str, source: str) -> None:
 @contextlib.contextmanager
 def staged(
     out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (), key: str = "", resume: bool = False,
-    mode: int = 0o777,
+    mode: int = 0o777, parent_mode: int = 0o777,
 ) -> Iterator[Directory]:  # fmt: skip
     """Yield a directory to write into; move it to ``out`` if the body succeeds, remove it if not.
 
@@ -117,6 +117,7 @@ def staged(
         key: What is going to be written: what a run with the same key has left can be gone on with.
         resume: Go on from it, and leave what there is if the body fails.
         mode: Permissions of a new OUT, before the umask.
+        parent_mode: Those of the directory that OUT lies in, if it is made.
 
     Raises:
         StorageError: Another run is writing to the same OUT, writing fails, or another user may have put something
@@ -127,7 +128,9 @@ def staged(
     staging = _staging(out)
     existing = _existing_parent(out)
     with translate_os_errors(staging):
-        os.makedirs(os.path.dirname(out), exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.dirname(out)), exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(out), parent_mode | 0o700)
     try:
         directory = _enter(staging, key if resume else None)
     except BaseException:

@@ -36,12 +36,13 @@ class Destination:
     Args:
         out: Path or URL.
         options: What to tell the storage's fsspec class.
+        parent_mode: Permissions on local disk of the directory that OUT lies in, if it is made, before the umask.
 
     Raises:
         StorageError: The URL cannot be understood.
     """
 
-    def __init__(self, out: str, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, out: str, options: Mapping[str, Any] | None, parent_mode: int = 0o777) -> None:
         self.out = without_credentials(local_path(out))
         self._remote: RemoteStorage | None = None
         if is_url(out):
@@ -52,10 +53,11 @@ class Destination:
             raise StorageError("OUT", "is an empty name", "name a directory to write")
 
         self._options = options
+        self._parent_mode = parent_mode
 
-    def within(self, name: str) -> Destination:
-        """A directory in this one."""
-        return Destination(f"{self.out.rstrip('/')}/{name}", self._options)
+    def within(self, name: str, mode: int) -> Destination:
+        """A directory in this one, which gets the permissions ``mode`` if it is made."""
+        return Destination(f"{self.out.rstrip('/')}/{name}", self._options, mode)
 
     @property
     def storage(self) -> Storage:
@@ -169,7 +171,13 @@ class Destination:
         with (
             workers or nullcontext() as there,
             staging.staged(
-                self.out, replaces=_is_weights, last=last, key=key, resume=bool(resume), mode=mode
+                self.out,
+                replaces=_is_weights,
+                last=last,
+                key=key,
+                resume=bool(resume),
+                mode=mode,
+                parent_mode=self._parent_mode,
             ) as directory,
         ):
             journal = staging.Journal(directory) if resume else None

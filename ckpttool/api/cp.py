@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats import Source, open_checkpoint
+from ckpttool.permissions import mode_of, mode_of_directory, mode_of_file
 from ckpttool.read_checks import checks_for
 from ckpttool.transfer import memory_bytes
 from ckpttool.writing import Destination
@@ -85,7 +87,8 @@ def cp(
     began = time.perf_counter()
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     root = Destination(os.fspath(dst), storage_options)
-    target = root.within(checkpoint.tag) if copying.is_tagged(checkpoint) else root
+    tagged = copying.is_tagged(checkpoint)
+    target = root.within(checkpoint.tag, mode_of_directory(checkpoint.storage, checkpoint.root)) if tagged else root
     target.check_apart(checkpoint)
     plan = copying.plan_copy(checkpoint)
     # A run that was killed after all of it was committed has left but latest to be written.
@@ -120,10 +123,13 @@ def cp(
     if there:
         notes.append(f"{target.out} was there already, with the same values")
     newest, name = False, copying.latest_name(checkpoint)
-    if copying.is_tagged(checkpoint):
+    if tagged:
         newest = copying.is_newest(checkpoint, root.storage, root.out, storage_options)
         if newest:
-            root.put(name, checkpoint.tag.encode())
+            latest = posixpath.join(checkpoint.root, name)
+            there_too = checkpoint.storage.exists(latest)
+            mode = mode_of_file(checkpoint.storage, latest) if there_too else mode_of(checkpoint)
+            root.put(name, checkpoint.tag.encode(), mode)
         else:
             notes.append(f"{name} names a newer one there: left as it is")
     return TransferReport(

@@ -227,8 +227,7 @@ def test_private_sources_make_private_outputs(
     rest = [options[0], *last] if name == "extract" else [*last, *options]
     assert command(name, root, *rest).code == 0
     path = tmp_path / "made.npy" if name == "extract" else out
-    assert _modes(path) - ({0o644} if name == "cp" else set()) == {0o600}  # latest of a copy says nothing
-    assert name != "cp" or {p.name for p in out.rglob("*") if stat.S_IMODE(p.stat().st_mode) == 0o644} == {"latest"}
+    assert _modes(path) == {0o600}
 
 
 def test_one_private_source_is_enough(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -241,5 +240,15 @@ def test_one_private_source_is_enough(checkpoint_copy: Callable[[str], Path], tm
 def test_permissions_of_directories_are_not_widened(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
     root = checkpoint_copy(SRC)
     (root / "global_step3").chmod(0o700)
+    root.chmod(0o710)
+    copy = tmp_path / "new" / "copy"
+    assert command("cp", root, copy).code == 0
+    assert stat.S_IMODE((copy / "global_step3").stat().st_mode) == 0o700
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o710
+
+
+def test_copy_keeps_the_mode_of_latest(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    root = checkpoint_copy(SRC)
+    (root / "latest").chmod(0o640)
     assert command("cp", root, tmp_path / "copy").code == 0
-    assert stat.S_IMODE((tmp_path / "copy/global_step3").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "copy/latest").stat().st_mode) == 0o640
