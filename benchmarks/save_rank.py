@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ckpttool
 from ckpttool.integrations.deepspeed import host_memory
-from ckpttool.saving import outgoing
+from ckpttool.saving import payloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,11 +185,11 @@ def main(given: dict[str, Any], data: Path) -> None:
         blocking.save(engine, tag=f"t{next(numbers)}")
 
     def unhashed() -> None:
-        crc32, outgoing.crc32 = outgoing.crc32, lambda *_: 0
+        crc32, payloads.crc32 = payloads.crc32, lambda *_: 0
         try:
             ours()
         finally:
-            outgoing.crc32 = crc32
+            payloads.crc32 = crc32
 
     ways = {
         "engine.save_checkpoint": native,

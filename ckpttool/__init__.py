@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 from ckpttool._version import __version__
 
 if TYPE_CHECKING:
+    from ckpttool.analysis.diff import DiffReport
+    from ckpttool.analysis.digest import Digest
+    from ckpttool.analysis.stats import TensorStats
+    from ckpttool.analysis.verify import VerifyReport
     from ckpttool.api.consolidate import CopyReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
     from ckpttool.api.cp import TransferReport, cp
     from ckpttool.api.extract import ExtractReport, extract, extract_to_file
     from ckpttool.api.reading import diff, digest, inspect, stats, verify
     from ckpttool.api.roots import ls, prune
-    from ckpttool.catalog import Catalog, CatalogEntry
-    from ckpttool.comparison import DiffReport
-    from ckpttool.digests import Digest
+    from ckpttool.catalog.entries import Catalog, CatalogEntry
+    from ckpttool.catalog.retention import Decision
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
-    from ckpttool.integrations.deepspeed.loading import load, preview
+    from ckpttool.integrations.deepspeed.load import load, preview
+    from ckpttool.integrations.deepspeed.manager import CheckpointManager, SaveReport
     from ckpttool.integrations.deepspeed.report import LoadReport
-    from ckpttool.integrations.state_dict import LazyStateDict, load_state_dict
-    from ckpttool.manager import CheckpointManager, SaveReport
+    from ckpttool.integrations.torch.state_dict import LazyStateDict, load_state_dict
     from ckpttool.model import Checkpoint
-    from ckpttool.retention import Decision
-    from ckpttool.statistics import TensorStats
-    from ckpttool.verification import VerifyReport
 
 # Attached when first asked for, so that `import ckpttool` costs next to nothing.
 _HOMES = {
@@ -36,19 +36,19 @@ _HOMES = {
     "diff": "api.reading", "digest": "api.reading", "inspect": "api.reading", "stats": "api.reading",
     "verify": "api.reading",
     "ls": "api.roots", "prune": "api.roots",
-    "Catalog": "catalog", "CatalogEntry": "catalog",
-    "CheckpointManager": "manager", "SaveReport": "manager",
-    "Decision": "retention",
-    "DiffReport": "comparison",
-    "Digest": "digests",
+    "Catalog": "catalog.entries", "CatalogEntry": "catalog.entries",
+    "CheckpointManager": "integrations.deepspeed.manager", "SaveReport": "integrations.deepspeed.manager",
+    "Decision": "catalog.retention",
+    "DiffReport": "analysis.diff",
+    "Digest": "analysis.digest",
     "CkptError": "errors", "ContainerError": "errors", "LayoutError": "errors", "PlanError": "errors",
     "StorageError": "errors",
-    "load": "integrations.deepspeed.loading", "preview": "integrations.deepspeed.loading",
+    "load": "integrations.deepspeed.load", "preview": "integrations.deepspeed.load",
     "LoadReport": "integrations.deepspeed.report",
-    "LazyStateDict": "integrations.state_dict", "load_state_dict": "integrations.state_dict",
+    "LazyStateDict": "integrations.torch.state_dict", "load_state_dict": "integrations.torch.state_dict",
     "Checkpoint": "model",
-    "TensorStats": "statistics",
-    "VerifyReport": "verification",
+    "TensorStats": "analysis.stats",
+    "VerifyReport": "analysis.verify",
 }  # fmt: skip
 
 __all__ = [

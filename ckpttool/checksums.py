@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32  # zlib's, and seven times as fast
 
+from ckpttool.ranges import ByteRange
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Checksums", "chunk_bytes", "combine", "crc32", "cuts", "of_bytes", "of_pieces"]
+__all__ = ["Checksums", "Record", "chunk_bytes", "chunk_records", "combine", "crc32", "cuts", "of_bytes", "of_pieces"]
 
 MIN_CHUNK_BYTES = 1 << 20
 """Chunks are no shorter than this,"""
@@ -38,6 +40,29 @@ class Checksums:
     """
     sha256: tuple[bytes, ...] = ()
     """SHA-256 of each chunk, 32 bytes each; none where nobody asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A range of a file whose CRC-32 is known: a record of an archive, or a chunk that a manifest has."""
+
+    name: str
+    """Full name, prefix included: "archive/data/0"."""
+    where: ByteRange
+    """Its payload, counted from the start of the file."""
+    crc32: int
+    """CRC-32 of the payload; 0 over a payload that is not empty means "not recorded"."""
+
+    @property
+    def crc_recorded(self) -> bool:
+        """Whether a checksum was recorded (torch leaves 0 when told not to compute it)."""
+        return self.crc32 != 0 or self.where.nbytes == 0
+
+
+def chunk_records(sums: Checksums) -> tuple[Record, ...]:
+    """The chunks of a file as records."""
+    chunks = zip(cuts(0, sums.nbytes, sums.chunk_bytes), sums.crcs, strict=True)
+    return tuple(Record(f"chunk {n}", ByteRange(*where), crc) for n, (where, crc) in enumerate(chunks))
 
 
 def chunk_bytes(nbytes: int) -> int:

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from ckpttool import block_writes, execute, moving
 from ckpttool.casts import CAST_ELEMENTS, cast
+from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
-from ckpttool.pace import Pace
+from ckpttool.execution import local, local_copy
+from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.output.staging import JOURNAL, Journal
 from ckpttool.plan import COPY, PROOF, CopyPlan, Proofs, SourceFile, TargetFile
-from ckpttool.progress import Meter
-from ckpttool.proving import failed_proofs
-from ckpttool.staging import JOURNAL, Journal
-from ckpttool.storage import LOCAL, direct
+from ckpttool.storage import LOCAL, block_writes, direct_io
 from ckpttool.storage.safe_files import Directory
-from ckpttool.threads import in_threads
+from ckpttool.storage.write_policy import Pace
+from ckpttool.units import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SIZE = 3 * moving.BUFFER_BYTES + 12345
+SIZE = 3 * local_copy.BUFFER_BYTES + 12345
 PAGE = 4096
 
 
@@ -58,7 +58,7 @@ def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8",
 
 def _run(plan: CopyPlan, directory: Path, jobs: int = 1) -> bytes:
     done: list[int] = []
-    execute.run(plan, str(directory), jobs=jobs, advance=done.append)
+    local.run(plan, str(directory), jobs=jobs, advance=done.append)
     assert sum(done) == plan.nbytes_written - sum(len(d) for f in plan.files for _, d in f.literals)
     return (directory / "out").read_bytes()
 
@@ -119,7 +119,7 @@ def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
     source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy, read = os.copy_file_range, os.preadv
-    monkeypatch.setattr(moving, "KERNEL_COPY_BYTES", moving.BUFFER_BYTES)
+    monkeypatch.setattr(local_copy, "KERNEL_COPY_BYTES", local_copy.BUFFER_BYTES)
 
     def cut_and_copy(*arguments: int) -> int:
         os.truncate(source, SIZE // 2)
@@ -192,9 +192,9 @@ def test_files_are_written_at_once_and_each_by_one_thread(
             both.wait()  # breaks if the other file is not being written
         return write(fd, data, at)
 
-    monkeypatch.setattr(execute, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", together)
-    execute.run(_two_files(source), str(tmp_path), jobs=4, advance=lambda _: None)
+    local.run(_two_files(source), str(tmp_path), jobs=4, advance=lambda _: None)
     assert [len(threads) for threads in writers.values()] == [1, 1]
     expected = b"x" + source.read_bytes()[: SIZE // 10 * 10]
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b" / "c").read_bytes() == expected
@@ -217,10 +217,10 @@ def test_an_error_in_one_file_stops_the_others_in_the_middle(
             after.append(at)
         return write(fd, data, at)
 
-    monkeypatch.setattr(execute, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", fail_in_the_second)
     with pytest.raises(StorageError, match="c: no space left on the device"):
-        execute.run(_two_files(source), str(tmp_path), jobs=2, advance=lambda _: None)
+        local.run(_two_files(source), str(tmp_path), jobs=2, advance=lambda _: None)
     assert len(after) < 8  # of twenty and more
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
@@ -316,13 +316,13 @@ class _Alternating:
 def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
     """Let files of any size be written past the page cache, in small blocks."""
     disk = _Direct(os.pwrite)
-    monkeypatch.setattr(direct, "os", disk)
-    monkeypatch.setattr(execute, "file_system_of", lambda _: "ext4")
-    monkeypatch.setattr(execute, "BLOCK_BYTES", 1)
-    for module in (moving, block_writes):
+    monkeypatch.setattr(direct_io, "os", disk)
+    monkeypatch.setattr(local, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(local, "BLOCK_BYTES", 1)
+    for module in (local_copy, block_writes):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4 * PAGE)
     monkeypatch.setattr(block_writes, "TELLING_BYTES", PAGE)
-    monkeypatch.setattr(moving, "CARRIED_BYTES", PAGE)
+    monkeypatch.setattr(local_copy, "CARRIED_BYTES", PAGE)
     return disk
 
 
@@ -333,7 +333,7 @@ def test_bytes_arrive_past_the_cache(
     source: Path, tmp_path: Path, past_cache: _Direct, shift: int, pace: type, jobs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ckpttool.block_writes.Pace", pace)
+    monkeypatch.setattr("ckpttool.storage.block_writes.Pace", pace)
     assert _run(_plan(source, shift), tmp_path, jobs) == b"x" * shift + source.read_bytes()[10:]
     assert past_cache.written
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
@@ -360,7 +360,7 @@ def test_files_of_one_thread_each_are_told_from_those_of_many(
     else:
         _masters(tmp_path / "source")
         plan = _masters_and_weights(tmp_path / "source")
-    execute.run(plan, str(tmp_path), jobs=3, advance=lambda _: None)
+    local.run(plan, str(tmp_path), jobs=3, advance=lambda _: None)
     assert _Telling.told == {files == "only copied"}
     assert past_cache.written
 
@@ -372,29 +372,29 @@ def test_how_many_threads_are_used_unasked(source: Path, tmp_path: Path, monkeyp
         used.append(jobs)
         return in_threads(tasks, jobs, *more)
 
-    monkeypatch.setattr(execute, "in_threads", noted)
+    monkeypatch.setattr(local, "in_threads", noted)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     _masters(tmp_path / "source")
     plans = [_plan(source, 10), _two_files(source), _masters_and_weights(tmp_path / "source")]
     for number, (kind, plan) in enumerate(itertools.product(["ext4", "nfs"], plans)):
-        monkeypatch.setattr(execute, "file_system_of", lambda _, kind=kind: kind)
+        monkeypatch.setattr(local, "file_system_of", lambda _, kind=kind: kind)
         (tmp_path / str(number)).mkdir()
-        execute.run(plan, str(tmp_path / str(number)), jobs=None, advance=lambda _: None)
+        local.run(plan, str(tmp_path / str(number)), jobs=None, advance=lambda _: None)
     assert used == [4, 6, 4, 2, 2, 2]
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-@pytest.mark.parametrize("elements", [execute.TASK_ELEMENTS, 12_345])
+@pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
 def test_what_is_cast_on_the_way_past_the_cache_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: _Direct, bytes_read: list[int], jobs: int,
     elements: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(execute, "TASK_ELEMENTS", elements)
+    monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
     monkeypatch.setattr(block_writes, "Pace", _Alternating)
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
     meter = Meter(plan.nbytes_written, None)
-    assert execute.run(plan, str(tmp_path), jobs=jobs, advance=meter).overflowed == 2
+    assert local.run(plan, str(tmp_path), jobs=jobs, advance=meter).overflowed == 2
     _check_masters_and_weights(tmp_path, values, "F16")
     assert past_cache.written
     assert sum(bytes_read) == 4 * COUNT
@@ -408,7 +408,7 @@ def test_what_is_cast_twice_on_the_way_arrives_twice(
     """Neither ends in the order in which they begin."""
     if past:
         request.getfixturevalue("past_cache")
-    monkeypatch.setattr(moving, "CARRIED_BYTES", PAGE)
+    monkeypatch.setattr(local_copy, "CARRIED_BYTES", PAGE)
     values = _masters(tmp_path / "source")
     casts = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"))
     spans = [("all", 0, COUNT, 1), ("first", 1, 3000, 2), ("middle", 2000, HALF, 1), ("late", 40_000, 41_000, 2)]
@@ -416,7 +416,7 @@ def test_what_is_cast_twice_on_the_way_arrives_twice(
     for name, a, b, number in spans:
         files.append(TargetFile(name, 2 * (b - a), (), np.array([(0, 4 * a, b - a, 0, number)], dtype=COPY)))
     plan = CopyPlan((_source(tmp_path / "source"),), casts, tuple(files))
-    execute.run(plan, str(tmp_path), jobs=2, advance=lambda _: None)
+    local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None)
     assert (tmp_path / "masters").read_bytes() == values.tobytes()
     for name, a, b, number in spans:
         assert (tmp_path / name).read_bytes() == cast(values[a:b], casts[number][1]).tobytes(), name
@@ -453,7 +453,7 @@ def test_what_files_may_share_is_left_to_the_kernel(
     source: Path, tmp_path: Path, past_cache: _Direct, kind: str, shift: int, past: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(execute, "file_system_of", lambda _: kind)
+    monkeypatch.setattr(local, "file_system_of", lambda _: kind)
     assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
     assert bool(past_cache.written) == past
 
@@ -462,7 +462,7 @@ def test_what_files_may_share_is_left_to_the_kernel(
 def test_other_file_systems_are_written_through_the_cache(
     source: Path, tmp_path: Path, past_cache: _Direct, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute, "file_system_of", lambda _: kind)
+    monkeypatch.setattr(local, "file_system_of", lambda _: kind)
     assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
     assert not past_cache.written
 
@@ -513,17 +513,17 @@ def _check_masters_and_weights(directory: Path, values: NDArray[np.float32], dty
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-@pytest.mark.parametrize("elements", [execute.TASK_ELEMENTS, 12_345])
+@pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
 def test_what_is_copied_and_cast_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_read: list[int], jobs: int, elements: int
 ) -> None:
-    monkeypatch.setattr(execute, "TASK_ELEMENTS", elements)
+    monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source")
     meter = Meter(plan.nbytes_written, None)
-    execute.run(plan, str(tmp_path), jobs=jobs, advance=meter)
+    local.run(plan, str(tmp_path), jobs=jobs, advance=meter)
     _check_masters_and_weights(tmp_path, values)
-    assert sum(bytes_read) == execute.nbytes_read(plan) == 4 * COUNT
+    assert sum(bytes_read) == local.nbytes_read(plan) == 4 * COUNT
     assert meter.done == plan.nbytes_written - 66  # all but the headers
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
@@ -531,7 +531,7 @@ def test_what_is_copied_and_cast_is_read_once(
 def test_what_overflows_is_counted_where_it_is_cast_on_the_way(tmp_path: Path) -> None:
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
-    assert execute.run(plan, str(tmp_path), jobs=2, advance=lambda _: None).overflowed == 2
+    assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None).overflowed == 2
     _check_masters_and_weights(tmp_path, values, "F16")
 
 
@@ -547,14 +547,14 @@ def test_what_is_missing_of_a_run_before_is_read_for_itself(
     out = tmp_path / "out"
     out.mkdir()
     with Directory.open(str(out)) as directory:
-        execute.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+        local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
     entries = (out / JOURNAL).read_text().splitlines(keepends=True)
     (out / JOURNAL).write_text("".join(e for e in entries if not any(name in e for name in gone)))
     for name in gone:
         (out / name).unlink()
     bytes_read.clear()
     with Directory.open(str(out)) as directory:
-        execute.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+        local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
     _check_masters_and_weights(out, values)
     assert sum(bytes_read) == 4 * elements
 
@@ -574,6 +574,6 @@ def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, m
     plan = _masters_and_weights(tmp_path / "source")
     with Directory.open(str(out)) as directory:
         with pytest.raises(StorageError, match="2: no space left on the device"):
-            execute.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+            local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
         assert [f.name for f in plan.files if Journal(directory).has(f.name, f.nbytes)] == ["masters/1"]
     assert not {f for f in _open_files() if f.startswith(str(out))}

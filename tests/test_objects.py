@@ -21,8 +21,8 @@ import torch
 
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError, ContainerError, PlanError
-from ckpttool.integrations.objects import read_objects, unknown_classes
-from ckpttool.planned import StoredFile
+from ckpttool.execution.virtual_file import StoredFile
+from ckpttool.integrations.torch.objects import read_objects, unknown_classes
 from ckpttool.storage import LOCAL
 from tests.hostile import attacks, zip_file
 from tests.truth import HERE

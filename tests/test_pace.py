@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.pace import Pace
+from ckpttool.storage.write_policy import Pace
 
 MB = 1 << 20
 

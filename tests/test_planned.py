@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from ckpttool.execute import run
+from ckpttool.execution.local import run
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import PlannedFile, RangeFile, StoredFile
 from ckpttool.formats import open_checkpoint
-from ckpttool.planned import PlannedFile, RangeFile, StoredFile
-from ckpttool.sources import Sources
 from ckpttool.storage import LOCAL
-from ckpttool.targets.packed import plan_packed
-from ckpttool.targets.zero.plan import Shape, plan_rank, plan_zero
+from ckpttool.targets.replicas import plan_packed
+from ckpttool.targets.zero.writer import Shape, plan_rank, plan_zero
 from tests.truth import REPRESENTATIVE, source
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def test_a_planned_file_reads_as_if_it_had_been_written(name: str, tmp_path: Pat
 def test_torch_loads_a_stored_file(name: str) -> None:
     """The form before ZIP too."""
     pytest.importorskip("deepspeed")
-    from ckpttool.integrations.objects import read_objects
+    from ckpttool.integrations.torch.objects import read_objects
 
     checkpoint = open_checkpoint(source(name))
     path = next(checkpoint.path(n) for n, f in enumerate(checkpoint.files) if f.name.endswith("model_states.pt"))

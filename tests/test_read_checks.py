@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.containers.torch_zip import Record
+from ckpttool.checksums import Record
 from ckpttool.errors import ChecksumError
+from ckpttool.execution.read_checks import ALLOWANCE_BYTES, ReadChecks
 from ckpttool.plan import SourceFile
 from ckpttool.ranges import ByteRange
-from ckpttool.read_checks import ALLOWANCE_BYTES, ReadChecks
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.riders import find_riders
+from ckpttool.plan.shared_reads import find_riders
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.sizes import format_size, parse_size
+from ckpttool.units import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckpttool.threads import Once
+from ckpttool.concurrency import Once
 
 
 def test_what_many_ask_for_at_once_is_made_once() -> None:

@@ -7,28 +7,28 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api.opening import open_for
-from ckpttool.api.workers import workers_for
+from ckpttool.api._common import open_for
+from ckpttool.api._workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import PlanError
+from ckpttool.execution.output.destination import Destination
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.formats.companions import find_companions
-from ckpttool.proofs import sample_proofs
-from ckpttool.read_checks import checks_for
-from ckpttool.sizes import parse_size
-from ckpttool.targets.companions import with_companions
+from ckpttool.formats.sidecars import find_companions
+from ckpttool.plan.copy_checks import sample_proofs
+from ckpttool.targets.sidecars import with_companions
 from ckpttool.targets.weights import select_weights
-from ckpttool.transfer import memory_bytes
-from ckpttool.writing import Destination
+from ckpttool.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, Proofs
-    from ckpttool.progress import Progress
-    from ckpttool.read_checks import Check, ReadReport
     from ckpttool.targets.weights import WeightSelection
+    from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def consolidate(
     def check_written(directory: str) -> None:
         nonlocal digested
         if prove:
-            from ckpttool.api.proof import same_weights
+            from ckpttool.api._digests import same_weights
 
             written = open_checkpoint(directory, options=storage_options, unfinished=True)
             digested = same_weights(checkpoint, selection, written, jobs)

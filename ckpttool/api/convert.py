@@ -7,21 +7,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api.opening import open_for
-from ckpttool.api.workers import workers_for
+from ckpttool.api._common import open_for
+from ckpttool.api._workers import workers_for
 from ckpttool.dtypes import TRAINING_DTYPES
+from ckpttool.execution.output.destination import Destination
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.proofs import sample_proofs
-from ckpttool.read_checks import checks_for
-from ckpttool.targets.companions import companions_for, with_companions
-from ckpttool.transfer import memory_bytes
-from ckpttool.writing import Destination
+from ckpttool.plan.copy_checks import sample_proofs
+from ckpttool.targets.sidecars import companions_for, with_companions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.progress import Progress
-    from ckpttool.read_checks import Check, ReadReport
+    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def convert(
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     name = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
     if to == "zero":
-        from ckpttool.targets.zero.plan import LATEST, plan_zero, shape_for, zero_losses
+        from ckpttool.targets.zero.writer import LATEST, plan_zero, shape_for, zero_losses
 
         shape = shape_for(
             checkpoint,
@@ -165,7 +165,7 @@ def convert(
 
     def check_written(directory: str) -> None:
         if prove:
-            from ckpttool.api.proof import same_digest
+            from ckpttool.api._digests import same_digest
 
             written = open_checkpoint(directory, options=storage_options, unfinished=True)
             same_digest(checkpoint, written, directory, jobs)

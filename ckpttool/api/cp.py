@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError
+from ckpttool.execution.output.destination import Destination
+from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.permissions import mode_of, mode_of_directory, mode_of_file
-from ckpttool.read_checks import checks_for
-from ckpttool.transfer import memory_bytes
-from ckpttool.writing import Destination
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.progress import Progress
-    from ckpttool.read_checks import Check, ReadReport
+    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +81,23 @@ def cp(
     Raises:
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
-    from ckpttool import copying
-    from ckpttool.api.proof import are_same, same_digest
+    from ckpttool.api._digests import are_same, same_digest
+    from ckpttool.catalog import copies
 
     began = time.perf_counter()
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     root = Destination(os.fspath(dst), storage_options)
-    tagged = copying.is_tagged(checkpoint)
+    tagged = copies.is_tagged(checkpoint)
     target = root.within(checkpoint.tag, mode_of_directory(checkpoint.storage, checkpoint.root)) if tagged else root
     target.check_apart(checkpoint)
-    plan = copying.plan_copy(checkpoint)
+    plan = copies.plan_copy(checkpoint)
     # A run that was killed after all of it was committed has left but latest to be written.
-    there = copying.is_there(target.storage, target.out, plan) and are_same(
+    there = copies.is_there(target.storage, target.out, plan) and are_same(
         checkpoint, open_checkpoint(target.out, options=storage_options, trust_names=trust_names), jobs
     )
     if not there:
         target.check_target(overwrite=None)
-    around = copying.beside(checkpoint, root.storage, root.out)
+    around = copies.beside(checkpoint, root.storage, root.out)
     digested: str | None = None
 
     checks = checks_for(plan.sources, checkpoint, check)
@@ -114,7 +114,7 @@ def cp(
         check_copy(target.out)
     else:
         target.write(
-            plan, last=copying.INDICES, jobs=jobs, memory=memory_bytes(memory), progress=progress,
+            plan, last=copies.INDICES, jobs=jobs, memory=memory_bytes(memory), progress=progress,
             check=check_copy, resume=resume, checks=checks,
         )  # fmt: skip
     for name, data in around.carried.items():
@@ -122,9 +122,9 @@ def cp(
     notes = [*map(str, checkpoint.notes), *around.notes]
     if there:
         notes.append(f"{target.out} was there already, with the same values")
-    newest, name = False, copying.latest_name(checkpoint)
+    newest, name = False, copies.latest_name(checkpoint)
     if tagged:
-        newest = copying.is_newest(checkpoint, root.storage, root.out, storage_options)
+        newest = copies.is_newest(checkpoint, root.storage, root.out, storage_options)
         if newest:
             latest = posixpath.join(checkpoint.root, name)
             there_too = checkpoint.storage.exists(latest)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.errors import PlanError
+from ckpttool.execution.read_checks import checks_for
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.proofs import source_files
-from ckpttool.read_checks import checks_for
+from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
-    from ckpttool.read_checks import Check, ReadReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ def extract(
         CkptError: The checkpoint is not sound, or holds no such tensor.
         ValueError: ``part`` does not fit the shape.
     """
-    from ckpttool.contents import find
-    from ckpttool.extraction import read_part
+    from ckpttool.analysis.extract import read_part
     from ckpttool.model import Checkpoint
+    from ckpttool.model.selection import find
 
     checkpoint = (
         src
@@ -85,7 +85,7 @@ def extract(
     checks = checks_for(source_files(checkpoint), checkpoint, check)
     values = read_part(checkpoint, find(checkpoint, name, state), part, checks)
     if framework == "torch":
-        from ckpttool.integrations.torch import as_torch
+        from ckpttool.integrations.torch.tensors import as_torch
 
         return as_torch(values)
     return values
@@ -122,10 +122,10 @@ def extract_to_file(
         ChecksumError: What was read is not what was saved.
         CkptError: The checkpoint is not sound, holds no such tensor, or the file cannot be written.
     """
-    from ckpttool.contents import find
-    from ckpttool.extraction import encode, read_part
-    from ckpttool.permissions import mode_of
-    from ckpttool.writing import write_file
+    from ckpttool.analysis.extract import encode, read_part
+    from ckpttool.execution.output.destination import write_file
+    from ckpttool.execution.permissions import mode_of
+    from ckpttool.model.selection import find
 
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     found = find(checkpoint, name, state)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import PlanError
 from ckpttool.formats import Source, open_checkpoint, source_paths
-from ckpttool.progress import Meter
+from ckpttool.units import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.comparison import DiffReport
-    from ckpttool.digests import Digest
+    from ckpttool.analysis.diff import DiffReport
+    from ckpttool.analysis.digest import Digest
+    from ckpttool.analysis.stats import TensorStats
+    from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.commit.signing import Key
     from ckpttool.model import Checkpoint
-    from ckpttool.progress import Progress
-    from ckpttool.signing import Key
-    from ckpttool.statistics import TensorStats
-    from ckpttool.verification import VerifyReport
+    from ckpttool.units import Progress
 
 
 def inspect(
@@ -68,8 +68,8 @@ def digest(
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
-    from ckpttool import digests
-    from ckpttool.contents import contents
+    from ckpttool.analysis import digest as digests
+    from ckpttool.model.selection import contents
 
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     meter = Meter(sum(c.state.nbytes for c in contents(checkpoint)), progress)
@@ -103,8 +103,8 @@ def verify(
     Raises:
         PlanError: The key cannot be read.
     """
-    from ckpttool.signing import read_key
-    from ckpttool.verification import verify_checkpoint
+    from ckpttool.analysis.verify import verify_checkpoint
+    from ckpttool.commit.signing import read_key
 
     return verify_checkpoint(
         source_paths(src),
@@ -156,8 +156,8 @@ def diff(
     Raises:
         CkptError: One of them is not sound, or cannot be read.
     """
-    from ckpttool.comparison import compare
-    from ckpttool.contents import contents, matcher
+    from ckpttool.analysis.diff import compare
+    from ckpttool.model.selection import contents, matcher
 
     first, second = (
         open_checkpoint(a, tag=tag_a, options=storage_options, trust_names=trust_names),
@@ -201,8 +201,8 @@ def stats(
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
-    from ckpttool.contents import WEIGHTS, contents, matcher
-    from ckpttool.statistics import statistics
+    from ckpttool.analysis.stats import statistics
+    from ckpttool.model.selection import WEIGHTS, contents, matcher
 
     checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     matches = matcher(include, exclude)

@@ -10,8 +10,8 @@ from ckpttool.errors import LayoutError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.catalog import Catalog
-    from ckpttool.retention import Decision
+    from ckpttool.catalog.entries import Catalog
+    from ckpttool.catalog.retention import Decision
 
 
 def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Catalog:
@@ -24,7 +24,7 @@ def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | Non
     Raises:
         CkptError: The directory cannot be read, or holds no checkpoint.
     """
-    from ckpttool.catalog import catalog
+    from ckpttool.catalog.entries import catalog
 
     return catalog(os.fspath(root), options=storage_options)
 
@@ -59,8 +59,8 @@ def prune(
         CkptError: The directory cannot be read, no checkpoint has the number, or one cannot be removed.
         ValueError: No rule is given, or one makes no sense.
     """
-    from ckpttool.catalog import catalog
-    from ckpttool.retention import Rules, decide
+    from ckpttool.catalog.entries import catalog
+    from ckpttool.catalog.retention import Rules, decide
     from ckpttool.storage import remove_directory
 
     rules = Rules(keep_last, keep_every, keep_best)

@@ -10,7 +10,7 @@ from ckpttool.cli._output import print_facts, print_line, print_table
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
 from ckpttool.model import UNKNOWN_GROUP
-from ckpttool.sizes import format_size
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckpttool.budget import OPTION
-from ckpttool.sizes import parse_size
 from ckpttool.storage.base import FOLLOW_LINKS
+from ckpttool.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

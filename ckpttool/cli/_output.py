@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpttool.messages import hide_secrets, printable
-from ckpttool.sizes import format_size
 from ckpttool.storage import storage_error
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.progress import Progress as Bar
 
-    from ckpttool.progress import Progress
+    from ckpttool.units import Progress
 
 SECONDS_BEFORE_BAR = 0.5
 """Work that is over sooner needs no bar."""

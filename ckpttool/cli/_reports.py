@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog import OWN_ROOT
+from ckpttool.catalog.entries import OWN_ROOT
 from ckpttool.cli._output import print_line, print_table
 from ckpttool.dtypes import SHORT_NAMES
-from ckpttool.sizes import format_age, format_size
+from ckpttool.units import format_age, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool import ConvertReport, CopyReport, TransferReport
-    from ckpttool.catalog import Catalog, CatalogEntry
-    from ckpttool.comparison import Difference, DiffReport
-    from ckpttool.read_checks import ReadReport
-    from ckpttool.retention import Decision
-    from ckpttool.statistics import TensorStats
-    from ckpttool.verification import VerifyReport
+    from ckpttool.analysis.diff import Difference, DiffReport
+    from ckpttool.analysis.stats import TensorStats
+    from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.catalog.entries import Catalog, CatalogEntry
+    from ckpttool.catalog.retention import Decision
+    from ckpttool.execution.read_checks import ReadReport
 
 
 WHO_LOADS = {"zero": "load_checkpoint", "universal": "load_universal", "dcp": "torch.distributed.checkpoint"}

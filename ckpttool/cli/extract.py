@@ -40,7 +40,7 @@ def extract(
     """Write the tensor NAME of SRC to a file; only its bytes are read."""
     import ckpttool
     from ckpttool.cli._output import print_line
-    from ckpttool.sizes import format_size
+    from ckpttool.units import format_size
 
     written = ckpttool.extract_to_file(
         src,

@@ -37,9 +37,9 @@ def prune(
     counts on, what is torn (it may be being saved) and what is no native ZeRO checkpoint.
     """
     import ckpttool
+    from ckpttool.catalog.retention import parse_best
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_decisions
-    from ckpttool.retention import parse_best
 
     if keep_last is None and keep_every is None and keep_best is None:
         raise click.UsageError("say what to keep: --keep-last, --keep-every or --keep-best")

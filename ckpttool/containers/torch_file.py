@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import saw
-from ckpttool.checksums import crc32
+from ckpttool.checksums import Record, crc32
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.dtypes import itemsize
@@ -39,7 +39,7 @@ class TorchFile:
     """What was saved: plain data, TensorRef and Opaque. Shared by all who ask: not to be changed."""
     storages: dict[str, ByteRange]
     """Where the bytes of each storage lie, by key, in the order of first use."""
-    records: tuple[torch_zip.Record, ...]
+    records: tuple[Record, ...]
     """Every record with its CRC-32; empty for the legacy form, which has none."""
 
     def locate(self, tensor: TensorRef) -> ByteRange:
@@ -128,7 +128,7 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
     return TorchFile(reader.path, reader.nbytes, "zip", saved.value, storages, tuple(records.values()))
 
 
-def _check_byte_order(reader: RangeReader, record: torch_zip.Record | None) -> None:
+def _check_byte_order(reader: RangeReader, record: Record | None) -> None:
     if record is None:
         return  # torch before 2.1, which was little-endian only
     if (record.crc32, record.where.nbytes) == (crc32(b"little"), len(b"little")):

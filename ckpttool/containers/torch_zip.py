@@ -16,6 +16,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.checksums import Record
 from ckpttool.errors import ContainerError, PlanError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
@@ -46,23 +47,6 @@ _MAX_EXTRA = 36
 _ENCRYPTED = 0x2041  # plainly, strongly, or with masked headers
 _DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One stored record of the archive."""
-
-    name: str
-    """Full name, prefix included: "archive/data/0"."""
-    where: ByteRange
-    """Its payload, counted from the start of the file."""
-    crc32: int
-    """CRC-32 of the payload; 0 over a payload that is not empty means "not recorded"."""
-
-    @property
-    def crc_recorded(self) -> bool:
-        """Whether a checksum was recorded (torch leaves 0 when told not to compute it)."""
-        return self.crc32 != 0 or self.where.nbytes == 0
 
 
 # ------------------------------------------------------------------------------------------------- parse

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import OPTION, opening
+from ckpttool.checksums import chunk_records
+from ckpttool.commit.checksummed import with_manifest
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
-from ckpttool.formats.zero.files import raise_at_once
+from ckpttool.formats.zero.file_set import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
-from ckpttool.guarded import with_manifest
 from ckpttool.messages import brief
-from ckpttool.read_checks import chunk_records
 from ckpttool.storage import (
     WAIT,
     is_url,
@@ -31,8 +31,8 @@ from ckpttool.storage.confined import local_storage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.formats.zero.files import Report
-    from ckpttool.guarded import StructureStorage
+    from ckpttool.commit.checksummed import StructureStorage
+    from ckpttool.formats.zero.file_set import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 

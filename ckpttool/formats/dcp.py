@@ -20,10 +20,10 @@ from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, LayoutError
-from ckpttool.formats.boxes import Box, put_together
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, fingerprint, shape_of
-from ckpttool.formats.tensors import whole_tensor
-from ckpttool.formats.zero.files import RESTORE
+from ckpttool.formats.strided import Box, put_together
+from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.messages import brief
 from ckpttool.model import (
     MASTER,
@@ -44,8 +44,8 @@ from ckpttool.ranges import ByteRange
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
-    from ckpttool.containers.torch_zip import Record
     from ckpttool.formats.locate import Location
     from ckpttool.storage import Reader, Storage
 

@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.commit.manifest import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.zero.names import parse_name
-from ckpttool.manifest import is_commit
 from ckpttool.messages import brief
 from ckpttool.storage import MARK, is_url, parent
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
-from ckpttool.formats.tensors import whole_tensor
+from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.files import (
+from ckpttool.formats.zero.file_set import (
     MAX_RANKS,
     RESTORE,
     Opener,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.zero.files import Report
+    from ckpttool.formats.zero.file_set import Report
     from ckpttool.storage import Storage
 
 FOLDER = "zero"

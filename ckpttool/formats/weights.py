@@ -16,7 +16,7 @@ from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
-from ckpttool.formats.tensors import whole_tensor
+from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
     MODULE,
@@ -33,7 +33,7 @@ from ckpttool.model import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.containers.torch_zip import Record
+    from ckpttool.checksums import Record
     from ckpttool.formats.locate import Location
     from ckpttool.storage import Storage
 

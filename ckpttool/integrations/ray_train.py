@@ -30,24 +30,24 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 
-from ckpttool.candidates import Candidate, candidates, step_of
+from ckpttool.catalog.cleanup import is_old
+from ckpttool.catalog.restore_order import Candidate, candidates, step_of
+from ckpttool.commit.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.commit.marks import is_alive, read_mark
+from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.integrations.process_group import ranks_of_process_group
-from ckpttool.integrations.ray_storage import place_of, url_of
-from ckpttool.manager import TIMEOUT, CheckpointManager
-from ckpttool.manifest import commits, is_commit, read_manifest, size_problems
-from ckpttool.ray_run import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
-from ckpttool.saving.marks import is_alive
-from ckpttool.saving.protocol import place_for, read_mark, settle
-from ckpttool.saving.upkeep import is_old
+from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
+from ckpttool.integrations.ray.storage import place_of, url_of
+from ckpttool.integrations.torch.process_group import ranks_of_process_group
+from ckpttool.saving.two_phase import place_for, settle
 from ckpttool.storage import walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from types import TracebackType
 
-    from ckpttool.manager import SaveReport
-    from ckpttool.signing import Key
+    from ckpttool.commit.signing import Key
+    from ckpttool.integrations.deepspeed.manager import SaveReport
     from ckpttool.storage import Storage
 
 LOG = logging.getLogger("ckpttool")

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.commit.marks import TAKEN, TakenError
 from ckpttool.errors import CkptError
-from ckpttool.saving.protocol import TAKEN, TakenError
 from ckpttool.storage import MANIFEST, MARK, ExistsError, is_half_removed, walk
 from ckpttool.storage.removal import remove_remote
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from ckpttool.checksums import Checksums
-    from ckpttool.saving.outgoing import OutgoingFile
-    from ckpttool.storage.remote import RemoteStorage, Upload
+    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.storage.fsspec import RemoteStorage, Upload
 
 LOG = logging.getLogger("ckpttool")
 PARTS_AT_ONCE = 8

@@ -12,8 +12,7 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ckpttool.saving.blocks import BlockWriter, write_all
-from ckpttool.saving.protocol import PARTIAL, TAKEN, TakenError
+from ckpttool.commit.marks import PARTIAL, TAKEN, TakenError
 from ckpttool.storage import (
     LOCAL,
     MANIFEST,
@@ -27,12 +26,13 @@ from ckpttool.storage import (
 )
 from ckpttool.storage.local import CREATE
 from ckpttool.storage.safe_files import temporary_name
+from ckpttool.storage.stream_writer import BlockWriter, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckpttool.checksums import Checksums
-    from ckpttool.saving.outgoing import OutgoingFile
+    from ckpttool.saving.payloads import OutgoingFile
 
 
 class Disk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.messages import without_secrets
 from ckpttool.storage.base import MANIFEST, MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
-from ckpttool.storage.errors import ExistsError, storage_error, translate_os_errors
+from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.local import (
     LOCAL,
     LocalReader,

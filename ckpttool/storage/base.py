@@ -198,3 +198,32 @@ def decode_text(path: str, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise StorageError(path, "is not text", "is it damaged? pass --tag to choose a checkpoint") from error
+
+
+class WritableStorage(Protocol):
+    """A place where files are written and removed. Every call is durable when it returns."""
+
+    @property
+    def storage(self) -> Storage:
+        """For reading what is there."""
+
+    def prepare(self, directory: str) -> None:
+        """Make a directory, and those above it."""
+
+    def free_bytes(self, directory: str) -> int | None:
+        """Bytes that can still be written; None where nobody knows."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file as a whole, or leave what is there."""
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """As ``put``, but raise TakenError where there is a file."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file, if it is there."""
+
+    def remove(self, directory: str) -> None:
+        """Remove a directory so that what is left of it if that fails is not taken for whole."""
+
+    def set_aside(self, directory: str, aside: str) -> bool:
+        """Give a directory another name at once; False where that cannot be done."""

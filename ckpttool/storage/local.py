@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
-from ckpttool.storage.errors import storage_error, translate_os_errors
+from ckpttool.storage.error_texts import storage_error, translate_os_errors
 from ckpttool.storage.safe_files import temporary_name
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import MARK, walk
-from ckpttool.storage.errors import translate_os_errors
+from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.local import sync_directory
 from ckpttool.storage.urls import is_url
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.storage.base import Storage
-    from ckpttool.storage.remote import RemoteStorage
+    from ckpttool.storage.fsspec import RemoteStorage
 
 
 def remove_directory(url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -29,7 +29,7 @@ def remove_directory(url: str, options: Mapping[str, Any] | None = None) -> None
         StorageError: Something in it cannot be removed.
     """
     if is_url(url):
-        from ckpttool.storage.remote import open_remote
+        from ckpttool.storage.fsspec import open_remote
 
         remove_remote(open_remote(url, options or {}), url.rstrip("/"))
     else:

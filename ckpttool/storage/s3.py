@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
-from ckpttool.storage.errors import ExistsError
-from ckpttool.storage.failures import NO_BUCKET, ShortReadError, call, explain
+from ckpttool.storage.error_texts import ExistsError
+from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage
 from ckpttool.storage.listings import entry_of
-from ckpttool.storage.remote import CONNECTIONS, RemoteStorage
+from ckpttool.storage.retry import NO_BUCKET, ShortReadError, call, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from ckpttool.storage.obstore_ranges import ObstoreRanges
-    from ckpttool.storage.signed_parts import SignedParts
+    from ckpttool.storage.s3_obstore import ObstoreRanges
+    from ckpttool.storage.s3_parts import SignedParts
 
 MAX_PARTS = 10_000
 """S3's own limits: parts of one upload,"""
@@ -137,7 +137,7 @@ class S3Storage(RemoteStorage):
     def _ranges_of(self, bucket: str) -> ObstoreRanges | None:
         with self._lock:
             if bucket not in self._ranges:
-                from ckpttool.storage.obstore_ranges import ObstoreRanges
+                from ckpttool.storage.s3_obstore import ObstoreRanges
 
                 self._ranges[bucket] = None
                 # Whatever keeps it from being made, s3fs will do, or say what is wrong.
@@ -160,7 +160,7 @@ class S3Storage(RemoteStorage):
         """What sends parts from the threads that have them; None if s3fs is to."""
         with self._lock:
             if not self._has_sender:
-                from ckpttool.storage.signed_parts import SignedParts
+                from ckpttool.storage.s3_parts import SignedParts
 
                 self._has_sender = True
                 # Whatever keeps it from being made, s3fs will do, or say what is wrong.

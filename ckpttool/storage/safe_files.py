@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.errors import translate_os_errors
+from ckpttool.storage.error_texts import translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

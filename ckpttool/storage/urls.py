@@ -82,6 +82,6 @@ def open_storage(url: str, options: Mapping[str, Any] | None = None) -> Storage:
     if not is_url(url):
         return LOCAL
     # Imported for URLs alone: fsspec takes a third of the time that a small command needs.
-    from ckpttool.storage.remote import open_remote
+    from ckpttool.storage.fsspec import open_remote
 
     return open_remote(url, options or {})

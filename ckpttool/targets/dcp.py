@@ -24,7 +24,7 @@ from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
-from ckpttool.targets.copies import CopyBuilder
+from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
 from ckpttool.targets.universal import scalar_bytes, without_tensors
 

@@ -8,7 +8,7 @@ from ckpttool.containers import safetensors
 from ckpttool.errors import PlanError
 from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.targets.copies import CopyBuilder, Piece
+from ckpttool.plan.builder import CopyBuilder, Piece
 from ckpttool.targets.index import index_file
 from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers.values import OrderedDict
 from ckpttool.plan import CopyPlan
-from ckpttool.targets.copies import CopyBuilder
+from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.index import index_file
 from ckpttool.targets.torch_file import TorchFileBuilder
 from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards

@@ -12,13 +12,13 @@ from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.plan import TargetFile, merge_literals
-from ckpttool.targets.copies import Piece
+from ckpttool.plan.builder import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckpttool.model import State
-    from ckpttool.targets.copies import CopyBuilder
+    from ckpttool.plan.builder import CopyBuilder
 
 
 class TorchFileBuilder:

@@ -23,9 +23,9 @@ from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
 from ckpttool.messages import brief
 from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State, one_extent
 from ckpttool.plan import CopyPlan
-from ckpttool.targets.copies import CopyBuilder
+from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file, view
-from ckpttool.targets.zero.plan import carried, sliced_by_autotp
+from ckpttool.targets.zero.writer import carried, sliced_by_autotp
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.casts import castable
-from ckpttool.contents import matcher
 from ckpttool.dtypes import DTYPES, SHORT_NAMES, itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MODULE
+from ckpttool.model.selection import matcher
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

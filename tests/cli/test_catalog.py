@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog import CatalogEntry
+from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
-from ckpttool.retention import Rules, decide
 from ckpttool.storage import MARK
 from tests.cli.command import ckpttool
 from tests.truth import NAMES, REPRESENTATIVE, source, truth

@@ -38,7 +38,7 @@ URLS = [
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpttool.storage.failures.ATTEMPTS", 1)
+    monkeypatch.setattr("ckpttool.storage.retry.ATTEMPTS", 1)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 

@@ -74,7 +74,7 @@ def _script(job: dict[str, Any], directory: Path, rank: int, port: int) -> None:
 
 def _slow(root: str, *, spoil: bool) -> Any:
     """Where a manager saves, which takes its time; and loses the directory meanwhile, if it is to fail."""
-    from ckpttool.saving.protocol import place_for
+    from ckpttool.saving.two_phase import place_for
 
     place: Any = place_for(root, None)
     write = place.write

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpttool.saving.ranks import GRACE
+from ckpttool.saving.coordination import GRACE
 from tests import forked
 
 COMMITTED = 3

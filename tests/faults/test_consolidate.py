@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpttool import execute
 from ckpttool.cli._errors import INTERRUPTED
+from ckpttool.execution import local
 from tests.cli.command import Outcome, ckpttool, remains
 from tests.faults.injection import Disk, failing, interrupting
 from tests.truth import source
@@ -102,7 +102,7 @@ def test_failure_at_every_operation(run: Run, act: Callable[[], object], tmp_pat
 
 @pytest.mark.parametrize("at", range(0, 40, 3))
 def test_failure_in_one_of_several_threads(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "TASK_ELEMENTS", 100)
+    monkeypatch.setattr(local, "TASK_ELEMENTS", 100)
     run = Run("", "zero3-dp2-bf16", ("--to", "safetensors", "--dtype", "bf16"))
     root = tmp_path / "root"
     before = _prepare(run, root)

@@ -12,7 +12,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import StorageError
-from ckpttool.staging import JOURNAL
+from ckpttool.execution.output.staging import JOURNAL
 from ckpttool.storage import MARK
 from ckpttool.storage.safe_files import MOVE
 from tests.cli.command import ckpttool as command

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize
+from ckpttool.execution.sources import Sources
 from ckpttool.model import EXTENT, State
 from ckpttool.plan import SourceFile
-from ckpttool.sources import Sources
 from ckpttool.storage import LocalReader
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats.boxes import Box, box, put_together
-from ckpttool.gather import Gatherer, whole
+from ckpttool.execution.state_reader import Gatherer, whole
+from ckpttool.formats.strided import Box, box, put_together
 from ckpttool.model import State, single_runs, stored_blocks
 from ckpttool.ranges import exact_cover_problem
 from tests.formats.layouts import Disk, counted

@@ -12,7 +12,7 @@ import pytest
 
 import ckpttool
 from ckpttool.budget import CHUNKS, MEMORY, Budget, opening, take
-from ckpttool.catalog import _numbers
+from ckpttool.catalog.entries import _numbers
 from ckpttool.containers import safetensors
 from ckpttool.errors import CkptError, ContainerError
 from ckpttool.formats.zero.names import parse_name

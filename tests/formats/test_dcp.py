@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import ckpttool
 from ckpttool.checksums import of_bytes
+from ckpttool.commit.manifest import Manifest
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.boxes import put_together
 from ckpttool.formats.dcp import _boxes
-from ckpttool.manifest import Manifest
+from ckpttool.formats.strided import put_together
 from ckpttool.model import UNKNOWN_GROUP, ScalarState
 from ckpttool.storage import MANIFEST
 from tests.formats.layouts import Disk, counted

@@ -17,11 +17,11 @@ import pytest
 
 import ckpttool
 from ckpttool.checksums import Checksums, of_bytes
+from ckpttool.commit.manifest import Manifest
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.torch_zip import directory_start, parse
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.errors import CkptError
-from ckpttool.manifest import Manifest
 from ckpttool.storage import MANIFEST, LocalReader
 from tests.truth import HERE, NAMES, source, tag_directory
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckpttool.integrations.pickling import describe
-from ckpttool.saving.outgoing import TorchFile
+from ckpttool.integrations.torch.pickling import describe
+from ckpttool.saving.payloads import TorchFile
 from tests.gpu import checks
 from tests.gpu.test_fixtures import command
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.checksums import Checksums
+from ckpttool.commit.manifest import Manifest, parse_manifest
 from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
-from ckpttool.manifest import Manifest, parse_manifest
 from tests.hostile import BytesReader, attacks, bombs, zip_file
 from tests.truth import source
 

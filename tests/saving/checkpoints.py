@@ -11,23 +11,24 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpttool.candidates import candidates, open_whole
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.commit.checksummed import GuardedStorage
+from ckpttool.commit.manifest import CHECKSUM, is_commit, parse_manifest, read_manifest
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
-from ckpttool.guarded import GuardedStorage
-from ckpttool.manifest import CHECKSUM, is_commit, parse_manifest, read_manifest
-from ckpttool.saving.outgoing import Held, PlainFile
-from ckpttool.saving.protocol import Request, save
+from ckpttool.formats.whole import open_whole
+from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
 from tests.truth import HERE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.manifest import Manifest
-    from ckpttool.saving.outgoing import OutgoingFile
-    from ckpttool.saving.protocol import Place
-    from ckpttool.saving.ranks import Ranks
+    from ckpttool.commit.manifest import Manifest
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.two_phase import Place
     from ckpttool.storage import Storage
 
 Version = dict[str, bytes]

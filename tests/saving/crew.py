@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.saving import protocol, ranks
-from ckpttool.saving.ranks import Alone, Ranks
+from ckpttool.saving import coordination, two_phase
+from ckpttool.saving.coordination import Alone, Ranks
 from tests.saving.disks import Killed, Machine
 
 if TYPE_CHECKING:
@@ -149,5 +149,5 @@ class Crew:
 
 def install(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the protocol live in the crew's time."""
-    monkeypatch.setattr(ranks, "time", clock)
-    monkeypatch.setattr(protocol, "time", clock)
+    monkeypatch.setattr(coordination, "time", clock)
+    monkeypatch.setattr(two_phase, "time", clock)

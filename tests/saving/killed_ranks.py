@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from ckpttool.errors import CkptError
-from ckpttool.saving import ranks as ranks_module
+from ckpttool.saving import coordination as ranks_module
+from ckpttool.saving.coordination import Ranks
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.ranks import Ranks
 from tests.saving import disks
 from tests.saving.checkpoints import save_version
 from tests.saving.disks import Fault, Machine

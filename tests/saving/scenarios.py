@@ -8,11 +8,11 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.candidates import open_whole
-from ckpttool.manifest import is_commit
-from ckpttool.retention import Rules
+from ckpttool.catalog.cleanup import left_over, tidy
+from ckpttool.catalog.retention import Rules
+from ckpttool.commit.manifest import is_commit
+from ckpttool.formats.whole import open_whole
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.upkeep import left_over, tidy
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving import crew, disks
 from tests.saving.checkpoints import chosen, debris, number_of, save_version, state, version, whole
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from ckpttool.saving.ranks import Ranks
+    from ckpttool.saving.coordination import Ranks
     from tests.saving.crew import Outcome
 
 

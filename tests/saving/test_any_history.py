@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckpttool.candidates import candidates, contradiction
+from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.restore_order import candidates, contradiction
+from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError
-from ckpttool.retention import Rules
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.upkeep import tidy
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving import crew, disks
 from tests.saving.checkpoints import chosen, debris, save_version, version, whole

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.manifest import is_commit, read_manifest
+from ckpttool.commit.manifest import is_commit, read_manifest
 from ckpttool.storage import LOCAL
 
 PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPTTOOL_TEST_PYTHONS", "").split(os.pathsep))]
@@ -18,9 +18,9 @@ SCRIPT = """
 import logging, multiprocessing, os, sys, time
 from ckpttool.saving.background import Background
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.outgoing import Held, PlainFile
-from ckpttool.saving.protocol import Request, save
-from ckpttool.saving.ranks import Alone
+from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.two_phase import Request, save
+from ckpttool.saving.coordination import Alone
 from ckpttool.errors import CkptError
 
 logging.basicConfig(level="INFO")

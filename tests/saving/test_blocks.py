@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.saving import blocks
-from ckpttool.saving.blocks import BlockWriter
-from ckpttool.storage import direct
+from ckpttool.storage import direct_io, stream_writer
+from ckpttool.storage.stream_writer import BlockWriter
 from tests.saving.conftest import in_memory
 
 if TYPE_CHECKING:
@@ -42,14 +41,14 @@ class _Os:
 
 
 def _use(fake: _Os, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, direct):
+    for module in (stream_writer, direct_io):
         monkeypatch.setattr(module, "os", fake)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", PAGE)
-    monkeypatch.setattr(blocks, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(stream_writer, "BLOCK_BYTES", PAGE)
+    monkeypatch.setattr(stream_writer, "file_system_of", lambda _: "ext4")
 
 
 def _write(path: Path, parts: Sequence[bytes], writer: BlockWriter | None = None) -> bytes:
@@ -64,7 +63,7 @@ def _write(path: Path, parts: Sequence[bytes], writer: BlockWriter | None = None
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 100, 20 * PAGE])
 @pytest.mark.parametrize("kind", ["ext4", "nfs4", ""])
 def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "file_system_of", lambda _: kind)
+    monkeypatch.setattr(stream_writer, "file_system_of", lambda _: kind)
     written: list[int] = []
 
     def pwrite(fd: int, data: Any, start: int) -> int:

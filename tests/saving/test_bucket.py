@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 
+from ckpttool.catalog.cleanup import tidy
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.bucket import PARTS_AT_ONCE, Bucket
-from ckpttool.saving.outgoing import Held, PlainFile
-from ckpttool.saving.protocol import place_for
-from ckpttool.saving.ranks import Alone
-from ckpttool.saving.upkeep import tidy
-from ckpttool.storage import MANIFEST, MARK, failures
+from ckpttool.saving.coordination import Alone
+from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.two_phase import place_for
+from ckpttool.storage import MANIFEST, MARK, retry
 from ckpttool.storage import s3 as s3_module
-from ckpttool.storage.failures import RETRIES
-from ckpttool.storage.remote import open_remote
+from ckpttool.storage.fsspec import open_remote
+from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import S3Storage
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
@@ -31,7 +31,7 @@ from tests.storage.proxy import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut, P
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckpttool.saving.ranks import Ranks
+    from ckpttool.saving.coordination import Ranks
     from tests.saving.crew import Outcome
 
 PART_BYTES = 8192
@@ -47,8 +47,8 @@ def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ite
     endpoint, client = small_parts
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setattr(s3_module, "MIN_PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(failures, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(failures, "LONGEST_PAUSE", 0.005)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.005)
     s3fs.S3FileSystem.clear_instance_cache()
     bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
     client.create_bucket(Bucket=bucket.name)
@@ -282,7 +282,7 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
 ) -> None:
     clock = crew.Clock()
     crew.install(clock, monkeypatch)
-    monkeypatch.setattr(failures, "ATTEMPTS", 3)
+    monkeypatch.setattr(retry, "ATTEMPTS", 3)
     with Proxy(bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         name = sorted(version(1))[1]  # the second rank's

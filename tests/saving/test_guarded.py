@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ckpttool import checksums
 from ckpttool.checksums import of_bytes
+from ckpttool.commit.checksummed import GuardedStorage
 from ckpttool.errors import ContainerError
-from ckpttool.guarded import GuardedStorage
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
 

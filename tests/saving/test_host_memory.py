@@ -15,7 +15,7 @@ import torch
 
 from ckpttool.integrations.deepspeed import host_memory
 from ckpttool.integrations.deepspeed.host_memory import ALIGNMENT, HostMemory
-from ckpttool.integrations.pickling import StorageBytes, describe
+from ckpttool.integrations.torch.pickling import StorageBytes, describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

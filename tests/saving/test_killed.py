@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.saving.ranks import RankError
+from ckpttool.saving.coordination import RankError
 from tests.saving.disks import CHANGES, Fault
 from tests.saving.scenarios import CASES, Scenario, expected, recorded
 

@@ -9,13 +9,14 @@ import botocore.exceptions
 import pytest
 import s3fs
 
+from ckpttool.commit import marks
 from ckpttool.errors import CkptError
-from ckpttool.saving import disk, marks
-from ckpttool.saving.protocol import place_for
-from ckpttool.saving.ranks import Alone
+from ckpttool.saving import disk
+from ckpttool.saving.coordination import Alone
+from ckpttool.saving.two_phase import place_for
 from ckpttool.storage import MANIFEST, is_url, rename_new, walk
 from ckpttool.storage import s3 as s3_module
-from ckpttool.storage.remote import RemoteStorage
+from ckpttool.storage.fsspec import RemoteStorage
 from tests.saving.checkpoints import chosen, save_version, version
 from tests.storage import server
 

@@ -11,10 +11,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from ckpttool.commit import marks
 from ckpttool.errors import CkptError
-from ckpttool.saving import background, marks, protocol
+from ckpttool.saving import background, two_phase
+from ckpttool.saving.coordination import Alone, RankError, agree_to_begin
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.ranks import Alone, RankError, agree_to_begin
 from ckpttool.storage import MANIFEST
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, whole
@@ -121,7 +122,7 @@ class Law(History):
         outcomes = crew.Crew(size, self.machine, self.clock).do(begin)
         if rank or not late:  # for the first, who decides, the others wait longer
             assert all(f"rank {rank}" in str(o.error) or "not ready" in str(o.error) for o in outcomes)
-        limit = 3 * crew.TIMEOUT + protocol.SEEN_WITHIN if late else crew.TIMEOUT
+        limit = 3 * crew.TIMEOUT + two_phase.SEEN_WITHIN if late else crew.TIMEOUT
         assert self.clock.monotonic() - began <= limit
 
     @rule(tag=tags, when=st.sampled_from(["before", "after"]), overwrite=st.booleans())

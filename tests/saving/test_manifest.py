@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.checksums import MIN_CHUNK_BYTES, Checksums, of_bytes
+from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum, parse_manifest, read_manifest, size_problems
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.manifest import CHECKSUM, Manifest, checksum, parse_manifest, read_manifest, size_problems
 from ckpttool.storage import LOCAL, MANIFEST
 
 if TYPE_CHECKING:

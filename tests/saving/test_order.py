@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpttool.candidates import candidates, contradiction
-from ckpttool.manifest import read_manifest
-from ckpttool.saving import marks
+from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.restore_order import candidates, contradiction
+from ckpttool.commit import marks
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.saving.coordination import Alone
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.ranks import Alone
-from ckpttool.saving.upkeep import tidy
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving.checkpoints import chosen, save_version
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckpttool.catalog.cleanup import tidy
+from ckpttool.saving.coordination import Alone
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.ranks import Alone
-from ckpttool.saving.upkeep import tidy
 from tests.saving.checkpoints import chosen, debris, number_of, save_version
 from tests.saving.conftest import in_memory
 from tests.saving.disks import CHANGES

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.candidates import candidates, open_whole
+from ckpttool.catalog.cleanup import left_over, tidy
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.retention import Rules
 from ckpttool.checksums import crc32
+from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.errors import CkptError, ContainerError, StorageError
-from ckpttool.manifest import REPLACED, Manifest, read_manifest
-from ckpttool.retention import Rules
-from ckpttool.saving import protocol
+from ckpttool.formats.whole import open_whole
+from ckpttool.saving import two_phase
+from ckpttool.saving.coordination import Alone, RankError, Ranks
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.outgoing import Held, PlainFile, TorchFile
-from ckpttool.saving.protocol import Request, save
-from ckpttool.saving.ranks import Alone, RankError, Ranks
-from ckpttool.saving.upkeep import left_over, tidy
+from ckpttool.saving.payloads import Held, PlainFile, TorchFile
+from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
@@ -29,7 +30,7 @@ from tests.saving.disks import Machine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.saving.outgoing import OutgoingFile
+    from ckpttool.saving.payloads import OutgoingFile
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[
     total = sum(map(len, version(2).values()))
     monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: total)
     outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step2", 2))
-    needed = int(protocol.ROOM * total)
+    needed = int(two_phase.ROOM * total)
     assert {str(o.error) for o in outcomes} == {
         f"{root}/step2: takes {needed:,} bytes, and only {total:,} are free; "
         "free some space, keep fewer checkpoints, or choose another root"

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.errors import CkptError, LayoutError, StorageError
-from ckpttool.saving.ranks import RankError
+from ckpttool.saving.coordination import RankError
 from tests.saving import crew
 from tests.saving.disks import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.saving.ranks import Ranks
+    from ckpttool.saving.coordination import Ranks
 
 
 @pytest.fixture

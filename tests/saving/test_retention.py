@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
+from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.retention import Rules
+from ckpttool.saving.coordination import Alone
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.protocol import settle
-from ckpttool.saving.ranks import Alone
-from ckpttool.saving.upkeep import tidy
+from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving.checkpoints import save_version, version, whole
 

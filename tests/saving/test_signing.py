@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.candidates import open_whole
 from ckpttool.checksums import MIN_CHUNK_BYTES, of_bytes
+from ckpttool.commit.manifest import CHECKSUM, SIGNATURE, Manifest, checksum, read_manifest
+from ckpttool.commit.signing import read_key, signature
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.manager import CheckpointManager
-from ckpttool.manifest import CHECKSUM, SIGNATURE, Manifest, checksum, read_manifest
+from ckpttool.formats.whole import open_whole
+from ckpttool.integrations.deepspeed.manager import CheckpointManager
+from ckpttool.saving.coordination import Alone
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.outgoing import HashedFile, Held, PlainFile
-from ckpttool.saving.protocol import Request, save
-from ckpttool.saving.ranks import Alone
-from ckpttool.signing import read_key, signature
+from ckpttool.saving.payloads import HashedFile, Held, PlainFile
+from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST
 from tests.cli.command import ckpttool as command
 from tests.saving.checkpoints import part, version

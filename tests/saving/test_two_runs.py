@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import s3fs
 
+from ckpttool.commit import marks
+from ckpttool.commit.marks import TakenError
 from ckpttool.errors import CkptError
-from ckpttool.saving import marks, protocol
+from ckpttool.saving import two_phase
+from ckpttool.saving.coordination import Alone
 from ckpttool.saving.disk import Disk
-from ckpttool.saving.protocol import TakenError, place_for
-from ckpttool.saving.ranks import Alone
+from ckpttool.saving.two_phase import place_for
 from ckpttool.storage import MARK
 from tests.saving.checkpoints import chosen, save_version, version
 from tests.storage import server
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpttool.checksums import Checksums
-    from ckpttool.saving.outgoing import OutgoingFile
+    from ckpttool.saving.payloads import OutgoingFile
 
 
 @pytest.fixture(params=["disk", "bucket"])
@@ -146,7 +148,7 @@ def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
 def test_what_another_machine_has_begun_is_watched(
     changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "WATCHED", 2.0)
+    monkeypatch.setattr(two_phase, "WATCHED", 2.0)
     (tmp_path / "a").mkdir()
     mark = {"key": "save 1", "files": [], "host": "elsewhere", "machine": "another", "process": 1, "began": "1"}
     (tmp_path / "a" / MARK).write_text(json.dumps(mark))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpttool.storage import failures
+from ckpttool.storage import retry
 from tests.storage import places, server
 from tests.storage.proxy import Proxy
 
@@ -53,8 +53,8 @@ def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import fsspec
     import s3fs
 
-    monkeypatch.setattr(failures, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(failures, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.05)
     s3fs.S3FileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
     yield
     memory = fsspec.filesystem("memory")

@@ -24,14 +24,14 @@ from botocore.exceptions import (
 from s3fs.errors import translate_boto_error
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import failures, open_storage
-from ckpttool.storage.failures import ATTEMPTS, PATIENCE, ShortReadError, call, explain
-from ckpttool.storage.remote import RemoteStorage
+from ckpttool.storage import open_storage, retry
+from ckpttool.storage.fsspec import RemoteStorage
+from ckpttool.storage.retry import ATTEMPTS, PATIENCE, ShortReadError, call, explain
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0)
 
 
 def client_error(code: str, status: int = 400) -> Exception:
@@ -193,8 +193,8 @@ def test_an_error_of_our_own_is_passed_on() -> None:
 
 def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(failures, "FIRST_PAUSE", 0.1)
-    monkeypatch.setattr(failures, "LONGEST_PAUSE", 1.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 1.0)
     monkeypatch.setattr("time.sleep", pauses.append)
     monkeypatch.setattr("random.uniform", lambda _, high: high)
     with pytest.raises(StorageError):

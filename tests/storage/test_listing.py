@@ -8,7 +8,7 @@ import pytest
 
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
-from ckpttool.storage.remote import RemoteStorage
+from ckpttool.storage.fsspec import RemoteStorage
 
 if TYPE_CHECKING:
     from tests.storage.proxy import Proxy

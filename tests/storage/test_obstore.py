@@ -11,9 +11,9 @@ import pytest
 import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
-from ckpttool.storage.failures import RETRIES
-from ckpttool.storage.obstore_ranges import ObstoreRanges
+from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import BULK_BYTES
+from ckpttool.storage.s3_obstore import ObstoreRanges
 from tests.storage import server
 from tests.storage.large import write_weights
 from tests.storage.proxy import Answer, Cut

@@ -13,8 +13,8 @@ import s3fs
 
 import ckpttool
 from ckpttool.errors import StorageError
-from ckpttool.storage import failures, open_storage, without_secrets
-from ckpttool.storage.remote import RemoteStorage
+from ckpttool.storage import open_storage, retry, without_secrets
+from ckpttool.storage.fsspec import RemoteStorage
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.storage import proxy as faults
@@ -175,7 +175,7 @@ def test_an_object_written_anew_while_it_is_read(
 
 def test_an_object_that_changes_behind_the_reads_is_noticed(run: str, s3: Bucket, tmp_path: Path) -> None:
     """All was read of what was there before: what is written would still be a mixture of two moments."""
-    from ckpttool.transfer import _LocalTarget
+    from ckpttool.execution.streaming import _LocalTarget
 
     right = _LocalTarget.write
     rewritten: list[bool] = []
@@ -240,7 +240,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     assert "large/model.safetensors: the store failed 7 times, at last with 22,4" in error
     assert "bytes instead of " in error
     assert rule.fired == 0 or proxy.requests("get_object")
-    assert len(proxy.requests("get_object")) == failures.ATTEMPTS + (road == "obstore")  # which is then given up
+    assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (road == "obstore")  # which is then given up
 
 
 @pytest.mark.parametrize("fault", [k for k in READS if k != "timeout"])
@@ -251,14 +251,14 @@ def test_a_read_that_always_fails_is_given_up(fault: str, run: str, s3: Bucket, 
         r"/run/\w+/\w*rank_2_mp_rank_00_optim_states\.pt: the store failed 7 times, at last with ", done.error
     )
     # aiohttp itself asks once more where a connection was closed that it had used before.
-    assert failures.ATTEMPTS <= rule.fired <= 2 * failures.ATTEMPTS
+    assert retry.ATTEMPTS <= rule.fired <= 2 * retry.ATTEMPTS
     assert not (tmp_path / "out").exists()
 
 
 def test_a_listing_that_always_fails_is_given_up(run: str, proxy: Proxy) -> None:
     rule = proxy.add(faults.UNAVAILABLE, "list_objects_v2", times=None)
     assert "/run: the store failed 7 times, at last with ServiceUnavailable" in command("inspect", run).error
-    assert rule.fired == failures.ATTEMPTS
+    assert rule.fired == retry.ATTEMPTS
 
 
 # ------------------------------------------------------------------------------------------------- for good
@@ -426,9 +426,7 @@ def in_memory() -> str:
 def test_a_short_answer_is_never_taken_for_a_whole_one(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = RemoteStorage.get
     monkeypatch.setattr(RemoteStorage, "get", lambda *arguments: read(*arguments)[:-1])
-    with pytest.raises(
-        StorageError, match=f"the store failed {failures.ATTEMPTS} times, at last with .* bytes instead"
-    ):
+    with pytest.raises(StorageError, match=f"the store failed {retry.ATTEMPTS} times, at last with .* bytes instead"):
         ckpttool.inspect(in_memory)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import PlannedFile, StoredFile
 from ckpttool.formats import open_checkpoint
-from ckpttool.planned import PlannedFile, StoredFile
-from ckpttool.sources import Sources
 from ckpttool.storage import open_storage
-from ckpttool.targets.zero.plan import Shape, plan_rank
+from ckpttool.targets.zero.writer import Shape, plan_rank
 from tests.deepspeed_engines import Load, load_all
 from tests.storage.large import write_weights
 from tests.truth import source, truth

@@ -14,7 +14,7 @@ import pytest
 import urllib3
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import beside_s3fs, failures, open_storage, signed_parts
+from ckpttool.storage import open_storage, retry, s3_client, s3_parts
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from tests.storage import proxy as faults
 from tests.storage import server
@@ -113,11 +113,11 @@ def test_credentials_that_expire_are_asked_for_again(
     asked = []
 
     async def credentials_of(fs: Any) -> tuple[Any, Any]:
-        found, _ = await beside_s3fs.credentials_of(fs)
+        found, _ = await s3_client.credentials_of(fs)
         asked.append(found)
         return found, expires
 
-    monkeypatch.setattr(signed_parts, "credentials_of", credentials_of)
+    monkeypatch.setattr(s3_parts, "credentials_of", credentials_of)
     _write(s3)
     assert _stored(s3) == DATA
     assert len(_parts(proxy)[0]) == 2
@@ -183,12 +183,12 @@ def test_what_is_refused_s3fs_asks_again(fault: faults.Answer, s3: Bucket, proxy
 @pytest.mark.parametrize("fault", [faults.SLOW_DOWN, faults.INTERNAL_ERROR], ids=lambda f: f.code)
 def test_what_passes_is_tried_again(fault: faults.Answer, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(fault, "upload_part", times=3)
-    before = failures.RETRIES.count
+    before = retry.RETRIES.count
     _write(s3)
     assert _stored(s3) == DATA
     sent, by_s3fs = _parts(proxy)
     assert (len(sent), len(by_s3fs)) == (5, 0)
-    assert failures.RETRIES.count == before + 3
+    assert retry.RETRIES.count == before + 3
 
 
 def test_what_is_gone_is_said(s3: Bucket, proxy: Proxy) -> None:
@@ -218,7 +218,7 @@ def test_what_is_not_reached(after: int, s3: Bucket, proxy: Proxy) -> None:
     storage: Any = open_storage(s3.url(KEY), {})
     storage.sender_of_parts()._pool = broken = _Broken(storage, after)
     upload = storage.create(s3.url(KEY), len(DATA))
-    before = failures.RETRIES.count
+    before = retry.RETRIES.count
     for start in (0, MIN_PART_BYTES):
         upload.write(start, DATA[start : start + MIN_PART_BYTES])
     upload.commit()
@@ -226,7 +226,7 @@ def test_what_is_not_reached(after: int, s3: Bucket, proxy: Proxy) -> None:
     sent, by_s3fs = _parts(proxy)
     # At first s3fs may know better, for good; once it worked, it is the network, which is tried again.
     assert (len(sent), len(by_s3fs)) == ((0, 2) if after == 0 else (2, 0))
-    assert (broken.asked, failures.RETRIES.count - before) == ((1, 0) if after == 0 else (3, 1))
+    assert (broken.asked, retry.RETRIES.count - before) == ((1, 0) if after == 0 else (3, 1))
 
 
 def test_a_socket_is_given_little_at_once(s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.execution.output.bucket import uploaded
 from ckpttool.plan import COPY, CopyPlan, TargetFile
-from ckpttool.storage import MARK, failures, open_storage, remote
+from ckpttool.storage import MARK, open_storage, retry
+from ckpttool.storage import fsspec as remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
-from ckpttool.uploads import uploaded
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.storage import proxy as faults
@@ -34,7 +35,7 @@ from tests.truth import source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.transfer import Target
+    from ckpttool.execution.streaming import Target
     from tests.storage.proxy import Action, Proxy, Request
     from tests.storage.server import Bucket
 
@@ -211,8 +212,8 @@ def test_what_fails_always_leaves_nothing(
     rule = proxy.add(ONCE[fault], operation, match, times=None)
     done = command("consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB")
     assert f"s3://{s3.name}/out/" in done.error
-    assert f"the store failed {failures.ATTEMPTS} times, at last with " in done.error
-    assert rule.fired >= failures.ATTEMPTS
+    assert f"the store failed {retry.ATTEMPTS} times, at last with " in done.error
+    assert rule.fired >= retry.ATTEMPTS
     _assert_nothing_is_left(s3)
 
 
@@ -486,7 +487,7 @@ def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypat
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpttool.api.proof.same_weights", interrupted)
+    monkeypatch.setattr("ckpttool.api._digests.same_weights", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
     _assert_nothing_is_left(s3)
@@ -497,7 +498,7 @@ def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypat
 
 def _fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Let the window that begins at a byte fail, of every file."""
-    from ckpttool.windows import Windows
+    from ckpttool.execution.assemble import Windows
 
     right = Windows.assemble
 
@@ -596,7 +597,7 @@ def _piped(self: Any, path: str, value: bytes, **_: Any) -> None:
 MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
-from ckpttool.windows import Windows
+from ckpttool.execution.assemble import Windows
 from ckpttool import transfer, uploads
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ckpttool.casts import cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.execution.assemble import Windows
+from ckpttool.execution.sources import Sources
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.sources import Sources
 from ckpttool.storage import open_storage
-from ckpttool.windows import Windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

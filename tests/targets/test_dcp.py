@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ckpttool import inspect
-from ckpttool.digests import digest
+from ckpttool.analysis.digest import digest
 from ckpttool.errors import PlanError
-from ckpttool.execute import run
+from ckpttool.execution.local import run
 from ckpttool.targets.dcp import plan_dcp
 from tests.truth import HERE, REPRESENTATIVE, source, truth
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ckpttool import convert, inspect, verify
+from ckpttool.analysis.digest import digest
 from ckpttool.containers.values import StorageRef, TensorRef
-from ckpttool.digests import digest
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.execute import run
+from ckpttool.execution.local import run
 from ckpttool.model import MASTER, MODULE
 from ckpttool.targets.universal import plan_universal, universal_losses
 from tests.deepspeed_engines import Load, Loaded, load_all

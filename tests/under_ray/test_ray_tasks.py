@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 import ckpttool
-from ckpttool import tasks
 from ckpttool.errors import CkptError, PlanError, StorageError
-from ckpttool.integrations import ray_tasks
-from ckpttool.staging import SHARED
+from ckpttool.execution import distributed
+from ckpttool.execution.output.staging import SHARED
+from ckpttool.integrations.ray import cluster as ray_tasks
 from tests import damage
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
@@ -104,7 +104,7 @@ def _through(proxy: Proxy) -> dict[str, Any]:
 
 
 def _small_tasks(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(tasks, "TASK_BYTES", nbytes)
+    monkeypatch.setattr(distributed, "TASK_BYTES", nbytes)
 
 
 def _beside_progress(stderr: str) -> list[str]:

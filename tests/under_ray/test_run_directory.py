@@ -11,9 +11,8 @@ import pytest
 
 import ckpttool
 from ckpttool.checksums import of_bytes
-from ckpttool.errors import LayoutError, PlanError
-from ckpttool.manifest import CHECKSUM, Manifest, checksum
-from ckpttool.ray_run import (
+from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
+from ckpttool.commit.ray_runs import (
     SNAPSHOT,
     directory_name,
     is_checkpoint_name,
@@ -22,6 +21,7 @@ from ckpttool.ray_run import (
     listed_by_ray,
     run_commits,
 )
+from ckpttool.errors import LayoutError, PlanError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.truth import HERE, source
 
@@ -181,7 +181,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
     s3fs = pytest.importorskip("s3fs")
     from fsspec.implementations.local import LocalFileSystem
 
-    from ckpttool.integrations.ray_storage import place_of, url_of
+    from ckpttool.integrations.ray.storage import place_of, url_of
     from ckpttool.saving.disk import Disk
 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -211,7 +211,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
 
 def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
     fs = pytest.importorskip("pyarrow.fs")
-    from ckpttool.integrations.ray_storage import place_of
+    from ckpttool.integrations.ray.storage import place_of
 
     with pytest.raises(PlanError, match="SubTreeFileSystem"):
         place_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))

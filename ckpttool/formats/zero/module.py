@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
-from ckpttool.formats.tensors import whole_tensor
+from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import State, one_extent
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from ckpttool.formats.zero.files import RankFile, ZeroFiles
+    from ckpttool.formats.zero.file_set import RankFile, ZeroFiles
 
 # Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
 ENGINE_KEYS = frozenset(

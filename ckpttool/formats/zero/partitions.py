@@ -16,7 +16,7 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
-from ckpttool.formats.zero.files import RESTORE
+from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents, tensor_number
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero.files import RankFile, Report, SwappedFile, ZeroFiles
+    from ckpttool.formats.zero.file_set import RankFile, Report, SwappedFile, ZeroFiles
 
 FRAGMENT = np.dtype(
     [

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpttool.commit.manifest import is_commit, read_manifest
 from ckpttool.errors import LayoutError
-from ckpttool.formats.zero.files import RESTORE, AllFiles, ZeroFiles, read_zero_files
+from ckpttool.formats.zero.file_set import RESTORE, AllFiles, ZeroFiles, read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
+from ckpttool.formats.zero.model_rank import Slice, read_slice
 from ckpttool.formats.zero.module import carried_storages, client_state, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
-from ckpttool.formats.zero.slices import Slice, read_slice
-from ckpttool.manifest import is_commit, read_manifest
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.zero.files import RankFile, Report
+    from ckpttool.formats.zero.file_set import RankFile, Report
     from ckpttool.formats.zero.pipeline import Layers
     from ckpttool.storage import Storage
 

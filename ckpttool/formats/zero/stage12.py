@@ -16,7 +16,7 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.files import RESTORE, partition_counts
+from ckpttool.formats.zero.file_set import RESTORE, partition_counts
 from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
 from ckpttool.formats.zero.partitions import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.formats.zero.files import RankFile, Report, ZeroFiles
+    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
 
 Shapes = "Mapping[str, tuple[int, ...]]"
 

@@ -15,7 +15,7 @@ import numpy as np
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields, shape_of
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.files import RESTORE, SWAPPED
+from ckpttool.formats.zero.file_set import RESTORE, SWAPPED
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
 from ckpttool.formats.zero.partitions import (
     FRAGMENT,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.containers.values import TensorRef
-    from ckpttool.formats.zero.files import RankFile, Report, ZeroFiles
+    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
     from ckpttool.formats.zero.partitions import Stored
 
 

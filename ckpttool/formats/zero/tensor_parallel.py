@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import OBJECTS, take
 from ckpttool.errors import LayoutError
-from ckpttool.formats.boxes import Box, box, put_together
 from ckpttool.formats.fields import shape_of
+from ckpttool.formats.strided import Box, box, put_together
 from ckpttool.messages import brief
 from ckpttool.model import BY_ROWS, Slicing, State
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import Opaque
-    from ckpttool.formats.zero.files import ZeroFiles
+    from ckpttool.formats.zero.file_set import ZeroFiles
 
 NEWEST_VERSION = 0.4
 """Of ``universal_checkpoint_info``; what a later one means cannot be known."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckpttool.saving.outgoing import Held
+from ckpttool.saving.payloads import Held
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.integrations.pickling import StorageBytes
+    from ckpttool.integrations.torch.pickling import StorageBytes
 
 LOG = logging.getLogger("ckpttool")
 ALIGNMENT = 64

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.integrations.deepspeed.live import LiveEngine
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
 
 
 def micro_batches(live: LiveEngine) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.sizes import format_size
-from ckpttool.targets.zero.fitting import listed
+from ckpttool.targets.zero.match import listed
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

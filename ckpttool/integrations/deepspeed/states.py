@@ -26,7 +26,7 @@ _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.integrations.deepspeed.live import LiveEngine
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model import Checkpoint
 
 

@@ -1,0 +1,187 @@
+"""Two checkpoints, of any formats and topologies, held against each other tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.state_reader import Gatherer, chunk_elements
+from ckpttool.model.selection import WEIGHTS, contents, matcher
+from ckpttool.plan.copy_checks import source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.model import Checkpoint, State
+    from ckpttool.units import Advance
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one tensor differs, or that it does not."""
+
+    name: str
+    """Parameter or buffer."""
+    state: str
+    """"weights", or the optimizer's name for the state."""
+    kind: str
+    """"equal", "values", "shape", "only in a" or "only in b"."""
+    dtypes: tuple[str | None, str | None]
+    """Types in a and b, safetensors' spelling; equal values in two types are equal."""
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    """Shapes in a and b."""
+    differing: int = 0
+    """Elements beyond the tolerance; NaN equals NaN."""
+    max_abs: float = 0.0
+    """Largest absolute difference of finite elements; infinite where one side is not finite."""
+    max_rel: float = 0.0
+    """Largest difference relative to b."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """What comparing two checkpoints found."""
+
+    a: str
+    """The first."""
+    b: str
+    """The second."""
+    tensors: tuple[Difference, ...]
+    """Every tensor of either, in the order of a, then what only b has."""
+    notes: tuple[str, ...]
+    """What was not compared, and why."""
+
+    @property
+    def different(self) -> tuple[Difference, ...]:
+        """Tensors that differ."""
+        return tuple(t for t in self.tensors if t.kind != "equal")
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.different
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    rtol: float,
+    atol: float,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    jobs: int | None,
+    advance: Advance,
+) -> DiffReport:
+    """Compare values in double precision, a piece at a time.
+
+    Element x of a equals element y of b if |x - y| <= atol + rtol |y|, or if both are NaN.
+
+    Optimizer states are compared if both have any.
+
+    Raises:
+        ChecksumError: What was read is not what was saved.
+        StorageError: Reading failed.
+    """
+    matches = matcher(include, exclude)
+    ours, theirs = (_by_name(c) for c in (a, b))
+    notes = []
+    optimizer = [any(key != WEIGHTS for _, key in held) for held in (ours, theirs)]
+    if optimizer[0] != optimizer[1]:
+        lacking = (a, b)[optimizer.index(False)]
+        notes.append(f"{lacking.location} holds no optimizer states: only weights are compared")
+        ours, theirs = ({k: s for k, s in held.items() if k[1] == WEIGHTS} for held in (ours, theirs))
+    partner = {k: p for k in ours if (p := _partner(k, a, b, theirs)) is not None}
+    files = source_files(a), source_files(b)
+    with (
+        Sources(files[0], checks_for(files[0], a, "read")) as left,
+        Sources(files[1], checks_for(files[1], b, "read")) as right,
+    ):
+        tasks = (
+            partial(_one, left, right, k, ours[k], theirs[p], (rtol, atol), advance)
+            for k, p in partner.items()
+            if matches(k[0])
+        )
+        with contextlib.closing(
+            in_threads(tasks, jobs or default_jobs(distant=left.distant or right.distant))
+        ) as results:
+            found = {(d.name, d.state): d for d in results}
+        for sources in (left, right):
+            sources.finish_checks(jobs=jobs)
+            sources.check_unchanged()
+    tensors = [
+        found[k] if k in found else Difference(*k, "only in a", (s.dtype, None), (s.shape, None))
+        for k, s in ours.items()
+        if matches(k[0])
+    ]
+    taken = set(partner.values())
+    tensors += [
+        Difference(*k, "only in b", (None, s.dtype), (None, s.shape))
+        for k, s in theirs.items()
+        if k not in taken and matches(k[0])
+    ]
+    return DiffReport(a.location, b.location, tuple(tensors), tuple(notes))
+
+
+def _partner(
+    key: tuple[str, str], a: Checkpoint, b: Checkpoint, theirs: Mapping[tuple[str, str], State]
+) -> tuple[str, str] | None:
+    """What b calls a tensor of a: a tied one may be stored under either of its names."""
+    name, state = key
+    others = (alias for alias, stored in a.aliases.items() if stored == name)
+    return next((k for n in (name, b.aliases.get(name, name), *others) if (k := (n, state)) in theirs), None)
+
+
+def _by_name(checkpoint: Checkpoint) -> dict[tuple[str, str], State]:
+    return {(c.name, c.key): c.state for c in contents(checkpoint)}
+
+
+def _one(
+    left: Sources, right: Sources, key: tuple[str, str], a: State, b: State, tolerance: tuple[float, float],
+    advance: Advance,
+) -> Difference:  # fmt: skip
+    dtypes, shapes = (a.dtype, b.dtype), (a.shape, b.shape)
+    if a.shape != b.shape:
+        return Difference(*key, "shape", dtypes, shapes)
+    differing, max_abs, max_rel = 0, 0.0, 0.0
+    step = chunk_elements(left, right)
+    ours, theirs = Gatherer(left).chunks(a, step=step), Gatherer(right).chunks(b, step=step)
+    for (_, x), (_, y) in zip(ours, theirs, strict=True):
+        advance(x.nbytes + y.nbytes)
+        if x.dtype == y.dtype and np.array_equal(x.view(np.uint8), y.view(np.uint8)):
+            continue
+        count, absolute, relative = _compared(x, y, *tolerance)
+        differing += count
+        max_abs, max_rel = max(max_abs, absolute), max(max_rel, relative)
+    return Difference(*key, "values" if differing else "equal", dtypes, shapes, differing, max_abs, max_rel)
+
+
+def _compared(x: NDArray[Any], y: NDArray[Any], rtol: float, atol: float) -> tuple[int, float, float]:
+    """(elements beyond the tolerance, largest absolute difference, largest relative one) of two pieces."""
+    exact = x.dtype.kind in "iub" and y.dtype.kind in "iub"
+    if exact and not rtol and not atol and not (x != y).any():
+        return 0, 0.0, 0.0
+    wide = np.complex128 if "c" in x.dtype.kind + y.dtype.kind else np.float64
+    p, q = x.astype(wide), y.astype(wide)
+    with np.errstate(all="ignore"):
+        distance = np.abs(p - q)
+        size = np.abs(q)
+        same = (p == q) | (np.isnan(p) & np.isnan(q))
+        distance = np.where(same, 0.0, np.where(np.isnan(distance), math.inf, distance))
+        # Nothing but infinity itself is near infinity.
+        beyond = ~same & ~(np.isfinite(distance) & (distance <= atol + rtol * size))
+        if exact:
+            beyond |= (x != y) & (distance == 0)  # integers beyond what a double holds
+        relative = np.where(same, 0.0, distance / size)
+        relative = np.where(np.isnan(relative), math.inf, relative)
+    return int(beyond.sum()), float(distance.max(initial=0.0)), float(relative.max(initial=0.0))

@@ -1,0 +1,103 @@
+"""A digest of what a checkpoint says, not of how it says it: the same at any stage, world size and format."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.casts import cast
+from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.state_reader import Gatherer
+from ckpttool.model.selection import WEIGHTS, Content, contents
+from ckpttool.plan.copy_checks import source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.model import Checkpoint
+    from ckpttool.units import Advance
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Digests of a checkpoint, as "sha256:" and 64 hexadecimal digits.
+
+    Values narrower than fp32 are widened first, which is exact: weights that are equal as numbers (zeros of different
+    sign apart) have one digest, whatever type keeps them.
+    """
+
+    weights: str
+    """Of all parameters and buffers, with their names and shapes."""
+    optimizer: str | None
+    """Of all tensors of the optimizer, with their names and shapes; None where there are none."""
+
+
+def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Digest:
+    """Read every value that counts, and digest it.
+
+    Args:
+        checkpoint: The checkpoint.
+        jobs: Threads; None for one for each core, up to four.
+        advance: Told of bytes read.
+
+    Raises:
+        StorageError: Reading failed, or a file changed meanwhile.
+    """
+    held = contents(checkpoint)
+    weights = [c for c in held if c.key == WEIGHTS]
+    optimizer = [c for c in held if c.key != WEIGHTS]
+    return Digest(
+        digest_of(checkpoint, weights, jobs=jobs, advance=advance),
+        digest_of(checkpoint, optimizer, jobs=jobs, advance=advance) if optimizer else None,
+    )
+
+
+def digest_of(
+    checkpoint: Checkpoint,
+    tensors: Sequence[Content],
+    *,
+    jobs: int | None,
+    dtypes: Mapping[str, str] | None = None,
+    advance: Advance = lambda _: None,
+) -> str:
+    """The digest of some tensors.
+
+    Args:
+        checkpoint: Where they are.
+        tensors: The tensors; their order does not matter.
+        jobs: Threads.
+        dtypes: Types to cast tensors to first, by name, to foretell the digest of what they are written as.
+        advance: Told of bytes read.
+    """
+    files = source_files(checkpoint)
+    with Sources(files, checks_for(files, checkpoint, "read")) as sources:
+        tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=sources.distant))) as results:
+            parts = sorted(results)
+        sources.finish_checks(jobs=jobs)
+        sources.check_unchanged()
+    return "sha256:" + hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _one(sources: Sources, content: Content, dtype: str | None, advance: Advance) -> bytes:
+    """The digest of one tensor: of its role, name, kind and shape, then its values in C order."""
+    state = content.state
+    written = dtype or state.dtype
+    kind = "F32" if written in {"F32", "F16", "BF16"} else written
+    head = "\0".join([content.key, content.name, kind, ",".join(map(str, state.shape)), ""])
+    sha = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
+    for _, values in Gatherer(sources).chunks(state):
+        advance(values.nbytes)
+        if state.dtype != written:
+            values = cast(values, written)
+        if kind != written:
+            values = cast(values, kind)
+        sha.update(np.ascontiguousarray(values).view(np.uint8).data)
+    return sha.digest()

@@ -1,0 +1,127 @@
+"""One tensor out of a checkpoint, or a slice of it, in memory or in a file of its own."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import posixpath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.containers import safetensors, torch_zip
+from ckpttool.containers.pickler import pickle
+from ckpttool.containers.values import StorageRef, TensorRef
+from ckpttool.dtypes import DTYPES, SHORT_NAMES, numpy_dtype
+from ckpttool.errors import PlanError
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.state_reader import GATHER_ELEMENTS, Gatherer
+from ckpttool.plan.copy_checks import source_files
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.model import Checkpoint, State
+
+
+def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
+    """Read a tensor or a part of it; bytes of other parts stay where they are.
+
+    Args:
+        checkpoint: Where it lies.
+        state: The tensor.
+        part: Integers and slices of step 1, one for each dimension from the first on; None for all.
+        checks: Compares what is read with recorded checksums; None to read without.
+
+    Raises:
+        ChecksumError: What was read is not what was saved.
+        StorageError: Reading failed.
+        ValueError: ``part`` does not fit the shape.
+    """
+    ranges, dropped = _ranges(state.shape, part)
+    shape = tuple(stop - start for start, stop in ranges)
+    out = np.empty(math.prod(shape), dtype=numpy_dtype(state.dtype))
+    # From the last dimension that is cut on, elements lie in one run.
+    last = max((d for d, (r, n) in enumerate(zip(ranges, state.shape, strict=True)) if r != (0, n)), default=0)
+    strides = [math.prod(state.shape[d + 1 :]) for d in range(len(shape))]
+    run = shape[last] * strides[last] if shape else 1
+    with Sources(source_files(checkpoint), checks) as sources:
+        gatherer = Gatherer(sources)
+        at = 0
+        for index in itertools.product(*(range(*r) for r in ranges[:last])) if out.size else ():
+            first = sum(i * s for i, s in zip((*index, *(r[0] for r in ranges[last:])), strides, strict=True))
+            for begin in range(0, run, GATHER_ELEMENTS):
+                count = min(GATHER_ELEMENTS, run - begin)
+                gatherer.fill(state, first + begin, out[at + begin : at + begin + count])
+            at += run
+        sources.finish_checks()
+        sources.check_unchanged()
+    return out.reshape([n for d, n in enumerate(shape) if d not in dropped])
+
+
+def _ranges(shape: tuple[int, ...], part: Any) -> tuple[list[tuple[int, int]], set[int]]:
+    """(start, stop) of every dimension, and the dimensions that an integer removes."""
+    wanted = () if part is None else part if isinstance(part, tuple) else (part,)
+    if len(wanted) > len(shape):
+        raise ValueError(f"{len(wanted)} indices do not fit shape {shape}")
+    ranges = [(0, n) for n in shape]
+    dropped = set()
+    for d, item in enumerate(wanted):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(shape[d])
+            if step != 1:
+                raise ValueError("only slices of step 1 can be taken")
+            ranges[d] = (start, max(start, stop))
+        elif isinstance(item, int) and not isinstance(item, bool) and -shape[d] <= item < shape[d]:
+            ranges[d] = (item % shape[d], item % shape[d] + 1)
+            dropped.add(d)
+        else:
+            raise ValueError(f"{item!r} does not fit a dimension of {shape[d]}")
+    return ranges, dropped
+
+
+def encode(values: NDArray[Any], name: str, out: str) -> list[bytes | memoryview]:
+    """The parts of a file that holds one tensor, of the kind that the file's name tells.
+
+    Args:
+        values: The tensor.
+        name: Its name, which safetensors files tell.
+        out: Name of the file: ``.safetensors``, ``.npy``, ``.pt`` or ``.bin``.
+
+    Raises:
+        PlanError: The name tells no kind, or one that cannot hold the tensor's type.
+    """
+    dtype = next(d for d in DTYPES.values() if numpy_dtype(d.name) == values.dtype)
+    # In one dimension: a view of a scalar in another type is not possible.
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    suffix = posixpath.splitext(out)[1]
+    if suffix == ".safetensors":
+        header, _ = safetensors.build([safetensors.Tensor(name, dtype.name, values.shape)], {"format": "pt"})
+        return [header, data]
+    if suffix == ".npy":
+        if values.dtype.kind not in "biufc":
+            hint = "choose .safetensors or .pt"
+            raise PlanError(out, f"cannot hold {SHORT_NAMES.get(dtype.name, dtype.name)}, which numpy has not", hint)
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(
+            head, {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}
+        )
+        return [head.getvalue(), data]
+    if suffix in {".pt", ".bin"}:
+        numel = values.size
+        strides = tuple(math.prod(values.shape[d + 1 :]) for d in range(values.ndim))
+        typed = dtype.storage is not None
+        storage = StorageRef(
+            "0", dtype.storage or "UntypedStorage", dtype.name if typed else "U8", "cpu", numel if typed else len(data)
+        )
+        ref = TensorRef(storage, dtype.name, 0, values.shape, strides)
+        built = torch_zip.build(pickle(ref, path=out), {"0": len(data)}, prefix="archive", path=out)
+        where = built.payloads["0"]
+        before, behind = bytearray(where.start), bytearray(built.nbytes - where.end)
+        for offset, literal in built.literals:
+            side, at = (before, offset) if offset < where.start else (behind, offset - where.end)
+            side[at : at + len(literal)] = literal
+        return [bytes(before), data, bytes(behind)]
+    raise PlanError(out, "is of no known kind", "name it .safetensors, .npy or .pt")

@@ -1,0 +1,116 @@
+"""What is done after a save: old checkpoints go, and what killed saves have left."""
+
+from __future__ import annotations
+
+import logging
+import math
+import posixpath
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpttool.catalog.entries import committed
+from ckpttool.catalog.retention import decide, parse_best
+from ckpttool.commit.manifest import REPLACED, commits, directories, is_commit
+from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, read_mark
+from ckpttool.errors import CkptError
+from ckpttool.formats.whole import is_whole, open_whole
+from ckpttool.messages import printable
+from ckpttool.storage import MARK, is_half_removed, is_linked, walk
+
+if TYPE_CHECKING:
+    from ckpttool.catalog.retention import Rules
+    from ckpttool.storage.base import WritableStorage
+
+LOG = logging.getLogger("ckpttool")
+SCRATCH = ".ckpttool-scratch-"
+"""Begins the name of a directory for what a framework copies by itself."""
+
+
+def tidy(place: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
+    """Remove what no rule keeps, and left-overs; what cannot be removed is told to the log, and tried again next time.
+
+    Args:
+        place: Where.
+        root: The directory of all checkpoints.
+        rules: What to keep; None for all.
+        grace: Seconds that a left-over must be old, by the newest of its files.
+    """
+    try:
+        doomed = left_over(place, root, grace=grace)
+        if rules is not None:
+            doomed += _not_kept(place, root, rules)
+        whole = [d for d in commits(place.storage, root) if not is_linked(place.storage, root, d)]
+        marks = (posixpath.join(directory, MARK) for directory in whole)
+        marks_left = [mark for mark in marks if place.storage.exists(mark)]
+        marks_left += _partial_files(place, root, grace=grace)
+    except CkptError as error:
+        LOG.warning("old checkpoints were not looked at: %s", error)
+        return
+    for remove, path in [(place.remove, d) for d in dict.fromkeys(doomed)] + [(place.delete, m) for m in marks_left]:
+        try:
+            remove(path)
+            LOG.info("removed %s", printable(path))
+        except CkptError as error:
+            LOG.warning("could not remove what is not needed any more: %s", error)
+
+
+def _not_kept(place: WritableStorage, root: str, rules: Rules) -> list[str]:
+    entries = committed(place.storage, root)
+    if rules.best is not None:
+        metric = parse_best(rules.best)[0]
+        if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
+            if rules.last is None and rules.every is None:
+                return []
+            rules = replace(rules, best=None)  # none is known to be better than another
+    doomed = [d.entry.path for d in decide(entries, rules, root=root) if not d.keep]
+    newest = max((e for e in entries if e.whole), key=lambda e: e.order, default=None)
+    if not doomed or newest is None:
+        return []
+    try:
+        for path in dict.fromkeys([newest.path, *(e.path for e in entries if e.latest)]):
+            open_whole(place.storage, path)
+    except CkptError as error:
+        LOG.warning("no checkpoint was removed, for the newest one cannot be read: %s", error)
+        return []
+    return doomed
+
+
+def left_over(place: WritableStorage, root: str, *, grace: float) -> list[str]:
+    """Directories that killed saves and removals have left."""
+    storage = place.storage
+    found = []
+    here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
+    for directory in dict.fromkeys([*here, *directories(storage, root)]):
+        if not _is_left_over(place, directory):
+            continue
+        if is_linked(storage, root, directory):
+            LOG.warning("%s is reached through a link: it is left as it is", printable(directory))
+            continue
+        newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
+        if is_old(newest, grace) and is_alive(read_mark(storage, directory)) is not True:
+            found.append(directory)
+    return found
+
+
+def is_old(modified: float, grace: float) -> bool:
+    """Whether something was last written so many seconds ago, or by a clock that was ahead by as much."""
+    return abs(time.time() - modified) >= grace
+
+
+def _partial_files(place: WritableStorage, root: str, *, grace: float) -> list[str]:
+    """Small files that were being written into a root when a process was killed."""
+    entries = place.storage.listing(root) if place.storage.is_dir(root) else []
+    found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
+    return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
+
+
+def _is_left_over(place: WritableStorage, directory: str) -> bool:
+    storage = place.storage
+    if posixpath.basename(directory).startswith(SCRATCH) or is_half_removed(storage, directory):
+        return True
+    if directory.endswith(REPLACED):
+        return is_commit(storage, directory.removesuffix(REPLACED)) and is_whole(
+            storage, directory.removesuffix(REPLACED)
+        )
+    return is_unfinished(storage, directory)

@@ -1,0 +1,187 @@
+"""Copies a checkpoint from one storage to another: its files as they are, and what lies beside them."""
+
+from __future__ import annotations
+
+import fnmatch
+import posixpath
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.checksums import chunk_records, crc32
+from ckpttool.commit.manifest import is_commit, read_manifest
+from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
+from ckpttool.execution.permissions import mode_of_file
+from ckpttool.execution.read_checks import archive_records
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
+from ckpttool.formats.sidecars import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
+from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.storage import MANIFEST, MARK, walk
+from ckpttool.storage.base import NO_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from ckpttool.checksums import Record
+    from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata", MANIFEST)
+"""Files that make the others of a checkpoint look whole."""
+CARRIED = (*BESIDE, *RANDOM, *POSITION)
+"""What frameworks put beside a checkpoint to resume from it."""
+MAX_NAMED = 10
+"""Files left behind that are named one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What lies in a checkpoint's root, beside the directory of its tag."""
+
+    carried: Mapping[str, bytes]
+    """Small files that belong to it, by name: configuration, what a trainer resumes from."""
+    notes: tuple[str, ...]
+    """What is left behind."""
+    modes: Mapping[str, int] = field(default_factory=dict)
+    """Permissions of those small files, by name."""
+
+
+def is_tagged(checkpoint: Checkpoint) -> bool:
+    """Whether it is a directory of its own in a root, named by ``latest``."""
+    return checkpoint.format in {"zero", "universal"}
+
+
+def latest_name(checkpoint: Checkpoint) -> str:
+    """The file that names the newest checkpoint of its kind."""
+    return LATEST_UNIVERSAL if checkpoint.format == "universal" else LATEST
+
+
+def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
+    """Every file in the checkpoint's directories, whether it was understood or not.
+
+    Raises:
+        LayoutError: Two of the directories hold different files of one name.
+        StorageError: The key of an object is no path of a file.
+    """
+    records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
+    if is_commit(checkpoint.storage, checkpoint.location):
+        for name, sums in read_manifest(checkpoint.storage, checkpoint.location).files.items():
+            records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
+    directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
+    found: dict[str, SourceFile] = {}
+    for directory in directories:
+        entries = dict(walk(checkpoint.storage, directory))
+        _check_keys(directory, entries)
+        for name, entry in entries.items():
+            path = posixpath.join(directory, name)
+            held = records[path] if path in records else _records(checkpoint.storage, path)
+            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
+            if found.setdefault(name, source).nbytes != entry.nbytes:
+                problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
+                raise LayoutError(path, problem, "two saves are mixed: pass directories of one")
+    names = sorted((n for n in found if n != MARK), key=lambda n: (n in INDICES, n))
+    files = []
+    for number, name in enumerate(names):
+        copy = np.zeros(1 if found[name].nbytes else 0, dtype=COPY)
+        if found[name].nbytes:
+            copy[0] = (number, 0, found[name].nbytes, 0, 0)
+        files.append(TargetFile(name, found[name].nbytes, (), copy))
+    return CopyPlan(tuple(found[name] for name in names), (("U8", "U8"),), tuple(files))
+
+
+def _check_keys(directory: str, names: Collection[str]) -> None:
+    """Refuse keys of objects that a directory cannot hold as files.
+
+    Raises:
+        StorageError: There is one.
+    """
+    hint = "give the object another key, or remove it"
+    for name in names:
+        parts = name.split("/")
+        if not NO_NAMES.isdisjoint(parts):
+            problem = 'cannot be copied as a file: a part of its key is empty, "." or ".."'
+            raise StorageError(f"{directory}/{name}", problem, hint)
+        for count in range(1, len(parts)):
+            if (above := "/".join(parts[:count])) in names:
+                problem = f"cannot be copied as a file: {above} is a file, too, and no directory"
+                raise StorageError(f"{directory}/{name}", problem, hint)
+
+
+def _records(storage: Storage, path: str) -> tuple[Record, ...]:
+    """The records of an archive that the checkpoint is not read from: a replica, or what is left over."""
+    try:
+        return archive_records(storage, path)
+    except ContainerError:
+        return ()  # damaged: it is copied as it is
+
+
+def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:
+    """Whether a directory holds the files of a plan, by name and size, all of them and no others."""
+    if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
+        return False
+    return {n: e.nbytes for n, e in walk(storage, directory)} == {f.name: f.nbytes for f in plan.files}
+
+
+def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
+    """What of the files beside the directory of a tag goes along to another root.
+
+    Only what frameworks are known to put there: a home directory is no part of a checkpoint.
+
+    Raises:
+        LayoutError: The root holds another checkpoint's.
+    """
+    if not is_tagged(checkpoint):
+        return Beside({}, ())
+    carried: dict[str, bytes] = {}
+    modes: dict[str, int] = {}
+    left = []
+    for entry in checkpoint.storage.listing(checkpoint.root):
+        if entry.is_dir or _matches(entry.name, OWN):
+            continue
+        if not _matches(entry.name, CARRIED) or entry.nbytes > MAX_BYTES:
+            left.append(entry.name)
+            continue
+        data = _content(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
+        path = posixpath.join(root, entry.name)
+        if not storage.exists(path):
+            carried[entry.name] = data
+            modes[entry.name] = mode_of_file(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
+        elif _content(storage, path) != data:
+            hint = "choose another root: a trainer's checkpoints need one each"
+            raise LayoutError(path, f"is another one than that beside {checkpoint.location}", hint)
+    what = f"{', '.join(left[:MAX_NAMED])}{' ...' if len(left) > MAX_NAMED else ''}"
+    return Beside(carried, (f"what else lies beside it stays there: {what}",) if left else (), modes)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _content(storage: Storage, path: str) -> bytes:
+    records = archive_records(storage, path)
+    with storage.open(path) as reader:
+        data = reader.read(0, reader.nbytes)
+    for record in records:
+        if record.crc_recorded and crc32(data[record.where.start : record.where.end]) != record.crc32:
+            problem = f"record {record.name} does not match its checksum"
+            raise ChecksumError(path, problem, "restore it from a copy, or remove it")
+    return data
+
+
+def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapping[str, Any] | None) -> bool:
+    """Whether ``latest`` of a root is to name a copy: it is the first there, or as far as the one that is named.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    path = posixpath.join(root, latest_name(checkpoint))
+    if not storage.exists(path):
+        return True
+    try:
+        named = open_checkpoint(root, tag=storage.read_text(path).strip(), options=options)
+    except CkptError:
+        return True  # what it names cannot be resumed from
+    ours = (checkpoint.step or 0, natural_order(checkpoint.tag))
+    return ours >= (named.step or 0, natural_order(named.tag))

@@ -1,0 +1,335 @@
+"""What checkpoints lie under a root, and which of them are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.commit.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
+from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, NoCheckpointError, natural_order, refuse_unfinished
+from ckpttool.formats.zero.names import parse_name
+from ckpttool.messages import brief
+from ckpttool.storage import (
+    HALF_REMOVED,
+    is_half_removed,
+    is_linked,
+    is_url,
+    local_path,
+    open_storage,
+    parent,
+    walk,
+    without_credentials,
+)
+from ckpttool.storage.confined import leads_out, local_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
+
+MAX_NUMBERS = 10_000
+"""Of the numbers in a client state, no more are looked at."""
+MAX_VISITED = 10 * MAX_NUMBERS
+"""Of the values in it, no more are looked at."""
+MAX_NAME = 1000
+"""A number whose keys are longer together is left out."""
+OWN_ROOT = "is a root of its own"
+"""What begins the problem of a directory that holds checkpoints and is none."""
+_TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
+"""What trainers call a directory that is one checkpoint and holds DeepSpeed's as a tag within it."""
+_OF_TRAINER = re.compile(r"checkpoint-\d+")
+"""What the Hugging Face Trainer calls them in its output folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One checkpoint under a root."""
+
+    name: str
+    """Its directory, relative to the root: the tag, or a trainer's "checkpoint-500"."""
+    path: str
+    """Its directory."""
+    format: str | None
+    """As ``Checkpoint.format``; None where it cannot be told."""
+    stage: int | None
+    """ZeRO stage."""
+    world_size: int | None
+    """Ranks that saved it."""
+    step: int | None
+    """Steps of the engine."""
+    nbytes: int
+    """Size of all files below its directory; 0 for a link."""
+    modified: float | None
+    """When the newest of them was written, in seconds since 1970."""
+    whole: bool
+    """Whether every rank's file is there and they agree."""
+    problem: str | None
+    """What is wrong if it is torn."""
+    latest: bool
+    """Whether ``latest`` names it."""
+    link: str | None
+    """The directory that a symbolic link leads to; None for what is none."""
+    metrics: Mapping[str, float]
+    """Numbers in its client state, by the keys that lead to them, with dots between them; and what it was saved with as
+    metrics."""
+    reported: bool = False
+    """Whether Ray Train's snapshot of the run lists it: Ray removes it when its own rules say so, and a run from which
+    it is gone does not start again."""
+
+    @property
+    def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
+        """Older checkpoints before newer ones: by step, or the numbers in the name where no step is known."""
+        numbers = [int(value) for kind, value in natural_order(self.name) if kind == 0]
+        step = self.step if self.step is not None else numbers[-1] if numbers else -1
+        return step, natural_order(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The checkpoints under a root."""
+
+    root: str
+    """The directory."""
+    entries: tuple[CatalogEntry, ...]
+    """Older before newer ones."""
+    problems: tuple[str, ...]
+    """What is wrong with ``latest``, or with Ray Train's snapshot."""
+
+
+def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
+    """The checkpoints in a directory.
+
+    Args:
+        root: A checkpoint root; a directory of a trainer's ``checkpoint-N``; or a tag's directory.
+        options: What to tell the storage's fsspec class.
+
+    Raises:
+        StorageError: The directory cannot be read.
+        LayoutError: There is no checkpoint in it, or it is being written.
+    """
+    if not root:
+        raise StorageError("ROOT", "is an empty name", "pass a directory that holds checkpoints")
+    storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
+    root = without_credentials(local_path(root)).rstrip("/") or root
+    if not is_url(root) and posixpath.basename(root) in {".", ".."}:
+        root = posixpath.abspath(root)
+    if not storage.is_dir(root):
+        problem = "is not a directory" if storage.exists(root) else "does not exist"
+        raise StorageError(root, problem, "pass a directory that holds checkpoints")
+    refuse_unfinished(storage, root)
+    storage.list_tree(root)
+    entries = storage.listing(root)
+    if any(parse_name(e.name) for e in entries if not e.is_dir):
+        root, names = parent(root), [posixpath.basename(root)]
+    else:
+        names = [e.name for e in entries if e.is_dir]
+    named, problems = _named(storage, root, None if len(names) == 1 else names)
+    try:
+        reported = listed_by_ray(storage, root)
+    except CkptError as error:
+        reported = frozenset()
+        problems.append(f"{posixpath.basename(error.path)} {error.problem}")
+    tasks = (partial(_look, storage, root, name, name in named, name in reported, options) for name in names)
+    jobs = default_jobs(distant=True) if storage.distant else 1
+    with contextlib.closing(in_threads(tasks, jobs)) as results:
+        found = [entry for entry in results if entry is not None]
+    if not found:
+        raise LayoutError(root, "holds no checkpoints", "pass the directory that holds their directories")
+    return Catalog(root, tuple(sorted(found, key=lambda entry: entry.order)), tuple(problems))
+
+
+def committed(storage: Storage, root: str) -> list[CatalogEntry]:
+    """The checkpoints in a directory that were saved to their end, by their manifests; older before newer ones.
+
+    Their files are not opened: one that is not as long as its manifest says makes a checkpoint torn.
+
+    Raises:
+        CkptError: The directory cannot be read.
+    """
+    latest = posixpath.join(root, LATEST)
+    try:
+        named = storage.read_text(latest).strip() if storage.exists(latest) else ""
+    except CkptError:
+        named = ""
+    entries = []
+    for directory in commits(storage, root):
+        try:
+            manifest = read_manifest(storage, directory)
+        except CkptError:
+            continue  # nobody knows what it is worth: it is not counted, and so it stays
+        name = directory.removeprefix(f"{root.rstrip('/')}/")
+        problems = size_problems(storage, directory, manifest)
+        entries.append(
+            CatalogEntry(
+                name=name,
+                path=directory,
+                format="zero",
+                stage=manifest.stage,
+                world_size=manifest.world_size,
+                step=manifest.step,
+                nbytes=manifest.nbytes,
+                modified=manifest.created,
+                whole=not problems,
+                problem=str(problems[0]) if problems else None,
+                latest=name == posixpath.normpath(named),
+                link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
+                metrics=manifest.metrics,
+            )
+        )
+    return sorted(entries, key=lambda entry: entry.order)
+
+
+def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
+    """The directories of a root in which what ``latest`` names lies, and what is wrong with those files."""
+    found: set[str] = set()
+    problems: list[str] = []
+    for latest in (LATEST, LATEST_UNIVERSAL):
+        path = posixpath.join(root, latest)
+        try:
+            if not storage.exists(path):
+                continue
+            tag = storage.read_text(path).strip()
+        except CkptError as error:
+            problems.append(f"{latest} cannot be read: {error.problem}")
+            continue
+        parts = posixpath.normpath(tag).split("/")
+        if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
+            problems.append(f"{latest} names {brief(tag, 200)}, which is not there")
+        elif names is None or parts[0] in names:
+            found.add(parts[0])
+    return found, problems
+
+
+def _look(
+    storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
+) -> CatalogEntry | None:
+    path = posixpath.join(root, name)
+    link = os.path.realpath(path) if not storage.distant and os.path.islink(path) else None
+    if link is not None and leads_out(storage, path):
+        return _linked(name, path, link, latest=latest, reported=reported)
+    errors: list[CkptError] = []
+    checkpoint: Checkpoint | None = None
+    if is_half_removed(storage, path):
+        errors.append(LayoutError(path, HALF_REMOVED, ""))
+    else:
+        try:
+            checkpoint = open_checkpoint(path, options=options, report=errors.append)
+        except NoCheckpointError:
+            return None
+        except CkptError as error:
+            if error not in errors:  # the first that was reported ends the reading
+                errors.append(error)
+        if (
+            checkpoint is not None
+            and parent(checkpoint.root) == path
+            and _OF_TRAINER.fullmatch(posixpath.basename(checkpoint.root))
+        ):
+            return None  # a Trainer's output folder: what it holds is not this root's to keep or to remove
+        if checkpoint is None or checkpoint.root == path:
+            errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
+    metrics = _numbers(checkpoint.client_state) if checkpoint else {}
+    directory = checkpoint.location if checkpoint else path
+    if is_commit(storage, directory):
+        try:
+            manifest = read_manifest(storage, directory)
+            errors += size_problems(storage, directory, manifest)
+            metrics |= manifest.metrics
+        except CkptError as error:
+            errors.append(error)
+    nbytes, modified = 0, None
+    with contextlib.suppress(StorageError):
+        for _, entry in walk(storage, path):
+            nbytes += entry.nbytes
+            if entry.modified is not None:
+                modified = max(modified or 0.0, entry.modified)
+    return CatalogEntry(
+        name=name,
+        path=path,
+        format=checkpoint.format if checkpoint else None,
+        stage=checkpoint.stage if checkpoint else None,
+        world_size=checkpoint.topology.world_size if checkpoint else None,
+        step=checkpoint.step if checkpoint else None,
+        nbytes=0 if link else nbytes,
+        modified=modified,
+        whole=checkpoint is not None and not errors,
+        problem=_first(errors, path) if errors else None,
+        latest=latest,
+        link=link,
+        metrics=metrics,
+        reported=reported,
+    )
+
+
+def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:
+    """A link that leaves the root: what it leads to is not looked at."""
+    return CatalogEntry(
+        name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
+        problem="is a link that leaves the root; pass --follow-links to look there", latest=latest, link=link,
+        metrics={}, reported=reported,
+    )  # fmt: skip
+
+
+def _holds_one(name: str) -> bool:
+    return bool(_TRAINERS.fullmatch(name)) or is_checkpoint_name(name)
+
+
+def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
+    """Whether a directory is no checkpoint but holds some: what a trainer made for one of its steps holds one."""
+    entries = storage.listing(path)
+    if any(parse_name(e.name) for e in entries if not e.is_dir):
+        return []
+    tags = [e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(path, e.name))]
+    trainers = holds_one or any(e.name == "trainer_state.json" for e in entries)
+    if not tags or (trainers and len(tags) == 1):
+        return []
+    what = "a checkpoint" if len(tags) == 1 else f"{len(tags)} checkpoints"
+    return [LayoutError(path, f"{OWN_ROOT}, with {what}", "")]
+
+
+def _is_tag(storage: Storage, path: str) -> bool:
+    with contextlib.suppress(StorageError):
+        return any(parse_name(e.name) for e in storage.listing(path) if not e.is_dir)
+    return False
+
+
+def _first(errors: list[CkptError], path: str) -> str:
+    """The first error without the path that all of them begin with, and how many more there are."""
+    own = next((e for e in errors if e.problem.startswith(OWN_ROOT)), None)
+    if own is not None:
+        return own.problem
+    inside = errors[0].path.removeprefix(path).lstrip("/")
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{inside}: {errors[0].problem}{more}" if inside else f"{errors[0].problem}{more}"
+
+
+def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    visited = 0
+
+    def visit(prefix: str, value: object, depth: int) -> None:
+        nonlocal visited
+        visited += 1  # a dict may hold another one hundreds of times, which holds a third one ...
+        if visited > MAX_VISITED or len(found) >= MAX_NUMBERS or depth > 8 or len(prefix) > MAX_NAME:
+            return
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if visited > MAX_VISITED:
+                    return
+                if isinstance(key, str | int):
+                    visit(f"{prefix}.{key}" if prefix else str(key), inner, depth + 1)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # no float is as large as Python's integers may be
+                found[prefix] = float(value)
+
+    visit("", dict(state), 0)
+    return found

@@ -1,0 +1,125 @@
+"""Which checkpoint of a root to go on from: the newest whole one."""
+
+from __future__ import annotations
+
+import posixpath
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.commit.manifest import commits, is_commit, read_manifest
+from ckpttool.errors import CkptError, LinkError
+from ckpttool.formats.locate import LATEST, natural_order
+from ckpttool.formats.zero.names import parse_name
+from ckpttool.storage import MARK
+from ckpttool.storage.confined import leads_out
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpttool.commit.manifest import Manifest
+    from ckpttool.storage import Entry, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A directory that may be a checkpoint."""
+
+    tag: str
+    """Its name, relative to the root."""
+    path: str
+    """Its directory."""
+    committed: bool
+    """Whether ckpttool saved it to its end."""
+
+
+def candidates(storage: Storage, root: str) -> list[Candidate]:
+    """What there is to go on from, best first.
+
+    First what ``latest`` names, and before that a commit on top of it which still bears its mark: a run was killed
+    between the two. Then commits and plain DeepSpeed saves, by step, later steps first; of one step, later commits
+    first. Unfinished saves are left out, and links that the storage does not follow. Modification times are not used.
+
+    Raises:
+        StorageError: The root cannot be read.
+        LinkError: ``latest`` is or names a link that the storage does not follow.
+    """
+    if not storage.is_dir(root):
+        return []
+    entries = storage.listing(root)
+    found: list[tuple[tuple[int, int], Candidate]] = []
+    ahead: list[tuple[Candidate, Manifest]] = []
+    named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""
+    names = [e.name for e in entries if e.is_dir and not e.name.startswith(".")]
+    names += [c.removeprefix(f"{root}/") for c in commits(storage, root) if posixpath.dirname(c) != root.rstrip("/")]
+    if "/" in named and named not in names and storage.is_dir(posixpath.join(root, named)):
+        names.append(named)
+    attempts: dict[str, str] = {}
+    outside = [name for name in names if leads_out(storage, posixpath.join(root, name))]
+    if named in outside:
+        storage.listing(posixpath.join(root, named))  # says why not
+    for name in names:
+        path = posixpath.join(root, name)
+        if name in outside:
+            continue
+        committed, inside = is_commit(storage, path), storage.listing(path)
+        is_marked = _is_marked(inside)
+        if not committed and (is_marked or not any(parse_name(e.name) for e in inside if not e.is_dir)):
+            continue
+        candidate, manifest = Candidate(name, path, committed), _manifest(storage, path) if committed else None
+        found.append(((step_of(storage, path, name), 0 if manifest is None else manifest.number), candidate))
+        if manifest is not None:
+            attempts[name] = manifest.attempt
+            if is_marked and name != named:
+                ahead.append((candidate, manifest))
+    is_there = any(c.tag == named for _, c in found)
+    in_order = [
+        c for c, manifest in ahead if is_there and (not manifest.number or manifest.parent == attempts.get(named, ""))
+    ]
+    newest_first = sorted(found, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
+    in_order += [c for _, c in newest_first if c.tag == named]
+    return list(dict.fromkeys([*in_order, *(c for _, c in newest_first)]))
+
+
+def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> str:
+    """What speaks against the first of some candidates; "" if nothing does."""
+    if not found:
+        return ""
+    steps = {c.tag: step_of(storage, c.path, c.tag) for c in found}
+    first, named = found[0].tag, _named(storage, root) if storage.exists(posixpath.join(root, LATEST)) else ""
+    if named != first:
+        # Without a valid latest the last step comes first.
+        return f"latest names {named}, and {first} was committed on top of it" if named in steps else ""
+    best = max(steps, key=lambda tag: steps[tag])
+    if steps[best] > steps[first]:
+        return f"latest names {first} of step {steps[first]}, though {best} is of step {steps[best]}"
+    return ""
+
+
+def _manifest(storage: Storage, path: str) -> Manifest | None:
+    try:
+        return read_manifest(storage, path)
+    except CkptError:
+        return None
+
+
+def _named(storage: Storage, root: str) -> str:
+    path = posixpath.join(root, LATEST)
+    try:
+        return storage.read_text(path).strip()
+    except LinkError:
+        raise
+    except CkptError:
+        return ""  # it says nothing then; what else there is counts
+
+
+def _is_marked(inside: list[Entry]) -> bool:
+    return any(e.name == MARK for e in inside)
+
+
+def step_of(storage: Storage, path: str, name: str) -> int:
+    """Steps of the engine, by the manifest, or else the last number in the name; -1 if there is none."""
+    try:
+        return read_manifest(storage, path).step
+    except CkptError:
+        numbers = [int(value) for kind, value in natural_order(name) if kind == 0]
+        return numbers[-1] if numbers else -1

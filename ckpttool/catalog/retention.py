@@ -1,0 +1,133 @@
+"""Which checkpoints stay and which go, and why."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.catalog.entries import OWN_ROOT
+from ckpttool.errors import PlanError
+from ckpttool.storage import HALF_REMOVED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.catalog.entries import CatalogEntry
+
+REPORTED = "Ray Train's snapshot lists it"
+"""Why Ray's own rules, and no other, remove it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one checkpoint."""
+
+    entry: CatalogEntry
+    """Which."""
+    keep: bool
+    """Whether it stays."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What to keep; a checkpoint that any rule keeps stays.
+
+    Raises:
+        ValueError: No rule is given, or one makes no sense.
+    """
+
+    last: int | None = None
+    """So many of the newest."""
+    every: int | None = None
+    """Those whose step is a multiple of this."""
+    best: str | None = None
+    """The one with the smallest value of this metric, or number of the client state; with ":max" behind it, the
+    largest; with ":min:3", the three smallest."""
+
+    def __post_init__(self) -> None:
+        if self.last is None and self.every is None and self.best is None:
+            raise ValueError("no rule says what to keep: give keep_last, keep_every or keep_best")
+        given: tuple[tuple[str, object], ...] = (("keep_last", self.last), ("keep_every", self.every))
+        for name, value in given:
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} is {value!r}, not a whole number above 0")
+        if self.best is not None:
+            parse_best(self.best)
+
+
+def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[Decision]:
+    """What becomes of each checkpoint, older before newer ones.
+
+    Only whole native ZeRO checkpoints count and go, and what a killed run has half removed. The newest whole one stays
+    in any case, and so do the one that ``latest`` names, those that Ray Train's snapshot lists, links and what they
+    lead to, and what is torn: it may be in the middle of being saved.
+
+    Raises:
+        PlanError: No whole checkpoint has the number that tells the best one.
+    """
+    whole = sorted((e for e in entries if e.whole and e.format == "zero" and not e.link), key=lambda e: e.order)
+    linked = {entry.link: entry.name for entry in entries if entry.link}
+    reasons: dict[str, list[str]] = {e.name: [] for e in whole}
+    for number, entry in enumerate(reversed(whole)):
+        if number == 0:
+            reasons[entry.name].append("the newest whole one")
+        elif rules.last is not None and number < rules.last:
+            reasons[entry.name].append(f"one of the last {rules.last}")
+        if entry.latest:
+            reasons[entry.name].append("latest names it")
+        if entry.reported:
+            reasons[entry.name].append(REPORTED)
+        place = os.path.realpath(entry.path)
+        reasons[entry.name] += [f"{n} is a link to it" for p, n in linked.items() if f"{p}/".startswith(f"{place}/")]
+        if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
+            reasons[entry.name].append(f"step {entry.order[0]} is a multiple of {rules.every}")
+    if rules.best is not None and whole:
+        for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
+            which = "the best" if number == 1 else f"number {number} of the best"
+            reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
+    return [_decision(entry, reasons) for entry in sorted(entries, key=lambda e: e.order)]
+
+
+def _decision(entry: CatalogEntry, reasons: Mapping[str, list[str]]) -> Decision:
+    if entry.name in reasons:
+        why = reasons[entry.name]
+        return Decision(entry, bool(why), "; ".join(why) or "no rule keeps it")
+    if entry.reported:
+        return Decision(entry, keep=True, reason=REPORTED)
+    if entry.link:
+        return Decision(entry, keep=True, reason=f"a link to {entry.link}")
+    if entry.problem == HALF_REMOVED:
+        return Decision(entry, keep=False, reason=HALF_REMOVED)
+    if not entry.whole:
+        torn = "" if (entry.problem or "").startswith(OWN_ROOT) else "torn, or being saved: "
+        return Decision(entry, keep=True, reason=f"{torn}{entry.problem}")
+    return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
+
+
+def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[CatalogEntry, float]]:
+    metric, direction, count = parse_best(rule)
+    sign = -1 if direction == "max" else 1
+    values = [(e, e.metrics[metric]) for e in whole if math.isfinite(e.metrics.get(metric, math.nan))]
+    if not values:
+        known = sorted({name for e in whole for name in e.metrics})[:20]
+        hint = f"these have numbers: {', '.join(known)}" if known else "save it with metrics or client_state={...}"
+        raise PlanError(root, f"no checkpoint has {metric} in its metrics or client state", hint)
+    values.reverse()  # of equals the newest: it has been trained longest
+    return sorted(values, key=lambda pair: sign * pair[1])[:count]
+
+
+def parse_best(rule: str) -> tuple[str, str, int]:
+    """METRIC[:min|max[:COUNT]].
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    metric, *rest = rule.split(":")
+    direction, count = (rest + ["min", "1"][len(rest) :])[:2]
+    if not metric or len(rest) > 2 or direction not in {"min", "max"} or not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"keep_best is {rule!r}: write METRIC, METRIC:min or METRIC:max, and :COUNT for several")
+    return metric, direction, int(count)

@@ -1,0 +1,1 @@
+"""Which files mark a directory as a finished checkpoint, and what they say."""

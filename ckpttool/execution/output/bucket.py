@@ -1,0 +1,322 @@
+"""An output in a bucket that appears whole or not at all, as far as a store without renames can do that.
+
+Large files are uploaded in parts, which nobody sees before the upload is completed. When all parts of all files are
+there the uploads are completed, and what makes them look whole (``latest``, an index) is written at the very end. While
+this goes on a mark lies in OUT, and readers refuse what has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.concurrency import Once
+from ckpttool.errors import ChecksumError, CkptError, StorageError
+from ckpttool.execution.output.staging import NOT_EMPTY
+from ckpttool.storage import MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ckpttool.execution.streaming import Sender, Target
+    from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.storage.fsspec import RemoteStorage, Upload
+
+
+def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) -> None:
+    """Refuse an output that cannot or must not be written, before any work is done.
+
+    Raises:
+        StorageError: OUT is a file, or holds something that no killed run has left and ``overwrite`` is False; or the
+            store cannot be reached.
+    """
+    if not storage.exists(out):
+        return
+    if not storage.is_dir(out):
+        raise StorageError(out, "already exists and is not a directory", "choose another OUT")
+    names = {e.name for e in storage.listing(out)}
+    if MARK in names:  # what it left does not count, but what was there before it does
+        names -= {MARK, *(name.split("/")[0] for name in _read_mark(storage, out)[1])}
+    if names and not overwrite:
+        raise StorageError(out, "already exists and is not empty", NOT_EMPTY[overwrite is None])
+
+
+def _read_mark(storage: RemoteStorage, out: str) -> tuple[str, list[str]]:
+    """What a run before this one was going to write: its key, and names of files."""
+    path = f"{out.rstrip('/')}/{MARK}"
+    try:
+        mark = json.loads(storage.read_text(path))
+        files = [str(name) for name in mark["files"]]
+        return str(mark["key"]), [n for n in files if not {"", ".", ".."} & set(n.split("/"))]
+    except (ValueError, KeyError, TypeError) as error:
+        problem = "was not written by ckpttool"
+        raise StorageError(path, problem, "move it out of the way, or choose another OUT") from error
+
+
+def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
+    """Refuse to write where the source lies.
+
+    Raises:
+        StorageError: OUT is the source or holds it.
+    """
+    # By the store's own names: schemes may have several spellings.
+    ours, theirs = storage.key(out).rstrip("/"), storage.key(source).rstrip("/")
+    if f"{theirs}/".startswith(f"{ours}/"):
+        raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
+
+
+@contextlib.contextmanager
+def uploaded(
+    storage: RemoteStorage,
+    out: str,
+    plan: CopyPlan,
+    *,
+    replaces: Callable[[str], bool],
+    last: Sequence[str] = (),
+    key: str = "",
+    resume: bool = False,
+) -> Iterator[RemoteOutput]:
+    """Yield where a plan's files go; let them be seen if the body succeeds, remove all of them if not.
+
+    Args:
+        storage: Where OUT lies.
+        out: Its URL.
+        plan: What is going to be written.
+        replaces: Whether a file name in an existing OUT belongs to what is being replaced.
+        last: Names of files to write last, in this order.
+        key: What is going to be written: what a run with the same key has left can be gone on with.
+        resume: Go on from it, and leave what there is if the body fails.
+
+    Raises:
+        StorageError: Writing fails.
+    """
+    output = RemoteOutput(storage, out, plan, replaces=replaces, last=last, key=key, resume=resume)
+    try:
+        yield output
+        output.commit()
+    except BaseException as error:
+        if not resume or isinstance(error, ChecksumError):  # what was written wrongly must not be gone on with
+            output.discard()
+        raise
+
+
+class RemoteOutput:
+    """Where a plan's files go; see ``uploaded``."""
+
+    def __init__(
+        self, storage: RemoteStorage, out: str, plan: CopyPlan, *, replaces: Callable[[str], bool],
+        last: Sequence[str], key: str, resume: bool,
+    ) -> None:  # fmt: skip
+        self._storage = storage
+        self._out = out.rstrip("/")
+        self._replaces = replaces
+        self._last = tuple(last)
+        self._key = key
+        self._resume = resume
+        self._lock = threading.Lock()
+        self._marked = False
+        self._begun = False
+        self._uploads: list[Upload] = []
+        self._written: list[str] = []
+        self._held_back: dict[str, bytes] = {}
+        self._pending: dict[str, str] = {}
+        self._done: dict[str, int] = {}
+        self._names = [f.name for f in plan.files]
+        self.claimed = Once(self._claim)
+        """Names in OUT that are somebody else's. Asked for before anything is written, not before all is read."""
+
+    def path(self, name: str) -> str:
+        """The URL of a file of OUT."""
+        return f"{self._out}/{name}"
+
+    def _claim(self) -> set[str]:
+        """See to what a killed run has left, and leave the mark."""
+        before = self._take_over()
+        self._marked = True  # if this fails, the store may have done it, and only its answer been lost
+        self._storage.put(self.path(MARK), json.dumps({"key": self._key, "files": self._names}).encode())
+        return before
+
+    def _take_over(self) -> set[str]:
+        self._storage.forget()
+        names = {e.name for e in self._storage.listing(self._out)} if self._storage.is_dir(self._out) else set()
+        if MARK not in names:
+            return names
+        left_key, left = _read_mark(self._storage, self._out)
+        if self._resume and left_key == self._key:
+            self._pending = self._storage.uploads(self._out)
+            self._storage.list_tree(self._out)
+            self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._is_there(name)}
+        else:
+            self._storage.abort_uploads(self._out, left)
+            self._storage.delete([self.path(name) for name in left])
+        return names - {MARK} - {name.split("/")[0] for name in left}
+
+    def _is_there(self, name: str) -> bool:
+        return self._storage.exists(self.path(name))
+
+    def has(self, file: TargetFile) -> bool:
+        """Whether a run before this one has completed the file."""
+        if not self._resume:
+            return False
+        self.claimed()
+        return file.name not in self._last and self._done.get(file.name) == file.nbytes
+
+    def begin(self, file: TargetFile) -> Target:
+        """Begin to write a file.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+        part = self._storage.part_bytes(file.nbytes)
+        if file.nbytes <= part:
+            return _Small(self, file.name, part)
+        target = _Large(partial(self._create, file), part)
+        if self._resume:
+            target.open()  # which parts are there already is asked before they are read
+        return target
+
+    def _create(self, file: TargetFile) -> Upload:
+        self.claimed()
+        path = self.path(file.name)
+        number = self._pending.get(self._storage.object_name(path), "")
+        self._begun = True
+        upload = self._storage.create(path, file.nbytes, number)
+        with self._lock:
+            self._uploads.append(upload)
+        return upload
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file; those that replace another or make the rest look whole are kept until the end."""
+        if self._comes_last(name):
+            self._held_back[name] = data
+            return
+        with self._lock:
+            self._written.append(name)
+        self._storage.put(self.path(name), data)
+
+    def sender(self, name: str) -> Sender:
+        """What writes a small file in another process; what is kept until the end comes back to this one."""
+        if self._comes_last(name):
+            return _Returned()
+        with self._lock:
+            self._written.append(name)
+        return _Put(self._storage, self.path(name))
+
+    def _comes_last(self, name: str) -> bool:
+        return name in self.claimed() or name in self._last
+
+    def place(self) -> None:
+        """None: a bucket is the same everywhere."""
+
+    def commit(self) -> None:
+        """Let everything be seen, what makes it look whole last."""
+        before = self.claimed()
+        self._storage.delete([self.path(name) for name in self._last if name in before])
+        self._storage.at_once([partial(upload.commit) for upload in self._uploads])
+        new = {*self._written, *self._held_back, *self._last, *self._done}
+        written = {upload.path for upload in self._uploads}
+        old = (n for n in before if self._replaces(n) and n not in new and self.path(n) not in written)
+        self._storage.delete([self.path(name) for name in old])
+        for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
+            self._written.append(name)
+            self._storage.put(self.path(name), self._held_back[name])
+        self._storage.delete([self.path(MARK)])
+
+    def discard(self) -> None:
+        """Remove what was written, as far as the store lets us; where it does not, the mark stays for a later run."""
+        if not self._marked:
+            return
+        with contextlib.suppress(CkptError):
+            self._storage.at_once([partial(upload.discard) for upload in self._uploads])
+            self._storage.delete([self.path(name) for name in self._written])
+            if self._begun:
+                # There may be some whose number was never heard.
+                self._storage.abort_uploads(self._out, self._names)
+            self._storage.delete([self.path(MARK)])
+
+
+class _Small:
+    """A file that is written in one go."""
+
+    def __init__(self, output: RemoteOutput, name: str, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self._output = output
+        self._name = name
+
+    def open(self) -> None:
+        self._output.claimed()
+
+    def has(self, start: int, nbytes: int) -> bool:
+        return False
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._output.put(self._name, bytes(data))
+
+    def give_up(self, error: BaseException) -> None:
+        pass
+
+    def sender(self) -> Sender:
+        return self._output.sender(self._name)
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        if receipt is not None:
+            self._output.put(self._name, receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """Writes a small file in one go."""
+
+    storage: RemoteStorage
+    path: str
+
+    def write(self, start: int, data: memoryview) -> None:
+        self.storage.put(self.path, bytes(data))
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Writes nothing: the process that commits will."""
+
+    def write(self, start: int, data: memoryview) -> bytes:
+        return bytes(data)
+
+
+class _Large:
+    """A file that is uploaded in parts; the upload is begun by who needs it first."""
+
+    def __init__(self, create: Callable[[], Upload], window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self._begun = Once(create)
+        self._failed: BaseException | None = None
+
+    def open(self) -> None:
+        self._upload()
+
+    def has(self, start: int, nbytes: int) -> bool:
+        return self._begun.made is not None and self._begun.made.has(start, nbytes)
+
+    def write(self, start: int, data: memoryview) -> None:
+        self._upload().write(start, data)
+
+    def give_up(self, error: BaseException) -> None:
+        self._failed = error
+        if self._begun.made is not None:
+            self._begun.made.give_up(error)
+
+    def sender(self) -> Sender:
+        sender: Sender = self._upload().sender()
+        return sender
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        self._upload().accept(start, nbytes, receipt)
+
+    def _upload(self) -> Upload:
+        upload = self._begun()
+        if self._failed is not None:  # perhaps before there was an upload to tell
+            upload.give_up(self._failed)
+        return upload

@@ -1,0 +1,276 @@
+"""From a plan to files in OUT, whatever storage that is."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.concurrency import default_jobs
+from ckpttool.errors import ChecksumError, LayoutError, StorageError
+from ckpttool.execution import local, streaming
+from ckpttool.execution.output import staging
+from ckpttool.execution.permissions import with_permissions
+from ckpttool.storage import LOCAL, is_url, local_path, without_credentials, write_new
+from ckpttool.units import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
+    from ckpttool.storage import Storage
+    from ckpttool.storage.fsspec import RemoteStorage
+    from ckpttool.storage.safe_files import Directory
+    from ckpttool.units import Progress
+
+
+_WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+class Destination:
+    """OUT: a directory on local disk, or a prefix of a bucket.
+
+    Args:
+        out: Path or URL.
+        options: What to tell the storage's fsspec class.
+        parent_mode: Permissions on local disk of the directory that OUT lies in, if it is made, before the umask.
+
+    Raises:
+        StorageError: The URL cannot be understood.
+    """
+
+    def __init__(self, out: str, options: Mapping[str, Any] | None, parent_mode: int = 0o777) -> None:
+        self.out = without_credentials(local_path(out))
+        self._remote: RemoteStorage | None = None
+        if is_url(out):
+            from ckpttool.storage.fsspec import open_remote
+
+            self._remote = open_remote(out, options or {})
+        elif not out:
+            raise StorageError("OUT", "is an empty name", "name a directory to write")
+
+        self._options = options
+        self._parent_mode = parent_mode
+
+    def within(self, name: str, mode: int) -> Destination:
+        """A directory in this one, which gets the permissions ``mode`` if it is made."""
+        return Destination(f"{self.out.rstrip('/')}/{name}", self._options, mode)
+
+    @property
+    def storage(self) -> Storage:
+        """Where it lies."""
+        return LOCAL if self._remote is None else self._remote
+
+    def holds(self, name: str) -> bool:
+        """Whether a file of that name is in it."""
+        return self.storage.exists(f"{self.out.rstrip('/')}/{name}")
+
+    def put(self, name: str, data: bytes, mode: int = 0o666) -> None:
+        """Write a small file, whole or not at all, in place of one of that name.
+
+        Args:
+            name: What it is called.
+            data: What is in it.
+            mode: Its permissions on local disk, before the umask.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        path = f"{self.out.rstrip('/')}/{name}"
+        if self._remote is None:
+            write_new(path, [data], overwrite=True, mode=mode)
+        else:
+            self._remote.put(path, data)
+
+    @property
+    def distant(self) -> bool:
+        """Whether it lies elsewhere than on local disk."""
+        return self._remote is not None
+
+    def check_target(self, *, overwrite: bool | None) -> None:
+        """Refuse an output that cannot or must not be written, before any work is done.
+
+        Raises:
+            StorageError: OUT is no directory, holds something that is not to be overwritten (None: cannot be), or
+                cannot be written.
+        """
+        if self._remote is None:
+            staging.check_target(self.out, overwrite=overwrite)
+            return
+        from ckpttool.execution.output import bucket
+
+        bucket.check_target(self._remote, self.out, overwrite=overwrite)
+
+    def check_shareable(self) -> None:
+        """Refuse an output that several processes cannot write.
+
+        Raises:
+            StorageError: It is a storage whose files are written by one process, from the first byte to the last.
+        """
+        if self._remote is not None and not self._remote.parts_from_anywhere:
+            problem = "is a storage that only one process can write a file of"
+            raise StorageError(self.out, problem, "write to S3 or to a directory that all nodes share, or without Ray")
+
+    def check_apart(self, checkpoint: Checkpoint) -> None:
+        """Refuse to write where the source lies.
+
+        Raises:
+            StorageError: OUT is the source or holds it.
+        """
+        directories = {checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)}
+        if self._remote is None:
+            for directory in () if checkpoint.storage.distant else directories:
+                staging.check_apart(self.out, directory)
+        elif self._remote.is_same(checkpoint.storage):
+            from ckpttool.execution.output import bucket
+
+            for directory in directories:
+                bucket.check_apart(self._remote, self.out, directory)
+
+    def write(
+        self,
+        plan: CopyPlan,
+        *,
+        last: Sequence[str],
+        jobs: int | None,
+        memory: int,
+        progress: Progress | None,
+        check: Callable[[str], None],
+        resume: bool | None,
+        workers: AbstractContextManager[Workers] | None = None,
+        checks: ReadChecks | None = None,
+    ) -> int:
+        """Run a plan and commit what it wrote.
+
+        Args:
+            plan: What to write.
+            last: Names of the files that make the rest look whole.
+            jobs: Threads.
+            memory: Bytes that what is in flight may take, where storages are distant.
+            progress: Told how far it is.
+            check: Called with the directory that was written; what it raises means that this was in vain.
+            resume: Whether to go on from what a run before this one has left; None for what is not worth it.
+            workers: Other processes that do the work; None to do it here.
+            checks: Compares what is read with recorded checksums; None to copy without.
+
+        Returns:
+            Finite elements that became infinite in a narrower type.
+        """
+        meter = Meter(plan.nbytes_written, progress)
+        key = "" if resume is None else plan.fingerprint()
+        if self._remote is not None:
+            with workers or nullcontext() as there:
+                return self._upload(
+                    self._remote, plan, last, jobs, memory, meter, check, key, there, checks, resume=bool(resume)
+                )
+        staging.check_space(self.out, plan.nbytes_written)
+        plan, mode = with_permissions(plan)
+        with (
+            workers or nullcontext() as there,
+            staging.staged(
+                self.out,
+                replaces=_is_weights,
+                last=last,
+                key=key,
+                resume=bool(resume),
+                mode=mode,
+                parent_mode=self._parent_mode,
+            ) as directory,
+        ):
+            journal = staging.Journal(directory) if resume else None
+            if journal is not None:
+                journal.check([(file.name, file.nbytes) for file in plan.files], jobs or default_jobs())
+            try:
+                overflowed = self._run(plan, directory, journal, there, checks, jobs, memory, meter)
+                check(directory.path)
+            except (LayoutError, ChecksumError):
+                if journal is not None:
+                    journal.forget()  # what was written wrongly must not be gone on with
+                raise
+            return overflowed
+
+    @staticmethod
+    def _run(
+        plan: CopyPlan, directory: Directory, journal: staging.Journal | None, workers: Workers | None,
+        checks: ReadChecks | None, jobs: int | None, memory: int, meter: Meter,
+    ) -> int:  # fmt: skip
+        """Write into a local directory; returns finite elements that became infinite in a narrower type."""
+        if workers is None and not _any_distant(plan):
+            return local.run(plan, directory, jobs=jobs, advance=meter, journal=journal, checks=checks).overflowed
+        with streaming.DirectoryOutput(directory, journal) as output:
+            if workers is None:
+                return streaming.run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
+            from ckpttool.execution import distributed
+
+            return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=meter, checks=checks)
+
+    def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
+        """Bytes of the sources that ``write`` reads."""
+        if self._remote is None and workers is None and not _any_distant(plan):
+            return local.nbytes_read(plan)
+        return plan.nbytes_read
+
+    def _upload(
+        self, remote: RemoteStorage, plan: CopyPlan, last: Sequence[str], jobs: int | None, memory: int, meter: Meter,
+        check: Callable[[str], None], key: str, workers: Workers | None, checks: ReadChecks | None, *, resume: bool,
+    ) -> int:  # fmt: skip
+        from ckpttool.execution.output.bucket import uploaded
+
+        with uploaded(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
+            if workers is None:
+                overflowed = streaming.run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
+            else:
+                from ckpttool.execution import distributed
+
+                overflowed = distributed.run(
+                    plan, output, workers, jobs=jobs, memory=memory, advance=meter, checks=checks
+                )
+        try:
+            check(self.out)
+        except BaseException:
+            # Only what is seen can be read back: unlike on local disk it is seen for the moment that this takes.
+            paths = {file.name: f"{self.out.rstrip('/')}/{file.name}" for file in plan.files}
+            remote.delete([paths.pop(name) for name in last if name in paths])
+            remote.delete(paths.values())
+            raise
+        return overflowed
+
+
+def _is_weights(name: str) -> bool:
+    return _WEIGHT_FILES.fullmatch(name) is not None
+
+
+def _any_distant(plan: CopyPlan) -> bool:
+    return any(file.storage.distant for file in plan.sources)
+
+
+def write_file(
+    out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None,
+    mode: int = 0o666,
+) -> str:  # fmt: skip
+    """Write a small file whole or not at all; returns what to call it.
+
+    Args:
+        out: Path or URL.
+        parts: What is in it.
+        overwrite: Whether it may replace a file of that name.
+        options: What to tell the storage's fsspec class.
+        mode: Its permissions on local disk, before the umask.
+
+    Raises:
+        StorageError: It is there already and not to be replaced, or cannot be written.
+    """
+    if not is_url(out):
+        write_new(local_path(out), parts, overwrite=overwrite, mode=mode)
+        return local_path(out)
+    from ckpttool.storage.fsspec import open_remote
+
+    storage, shown = open_remote(out, options or {}), without_credentials(out)
+    if not overwrite and storage.exists(shown):
+        raise StorageError(shown, "exists already", "choose another name, or pass --overwrite")
+    storage.put(shown, b"".join(parts))
+    return shown

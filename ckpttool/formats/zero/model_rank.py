@@ -1,0 +1,286 @@
+"""What one model-parallel rank holds: the whole model, where there is but one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import LayoutError
+from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.zero import stage3, stage12
+from ckpttool.formats.zero.experts import Experts, with_experts
+from ckpttool.formats.zero.file_set import RESTORE
+from ckpttool.formats.zero.module import (
+    read_aliases,
+    read_buffer_names,
+    read_module,
+    read_param_shapes,
+    without_groups,
+    zenflow,
+)
+from ckpttool.formats.zero.partitions import Partitions
+from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, State, Twin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from ckpttool.containers.values import TensorRef
+    from ckpttool.formats.zero.file_set import Report, ZeroFiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """The part of the model that one model-parallel rank holds."""
+
+    files: ZeroFiles
+    """Where it was read from."""
+    parameters: dict[str, Parameter]
+    """By name, in the order of the module."""
+    buffers: dict[str, State]
+    """By name, in the order of the module."""
+    aliases: dict[str, str]
+    """Tied names."""
+    groups: list[ParamGroup]
+    """Parameter groups, of this part only."""
+    unsliceable: list[str]
+    """States that cannot be assigned to parameters."""
+    twins: list[Twin]
+    """What is stored twice."""
+    dtype: str
+    """What the module computes in."""
+    remarks: list[str]
+    """What a user should know."""
+
+
+def read_slice(
+    files: ZeroFiles,
+    layers: Mapping[str, State],
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    report: Report,
+) -> Slice:
+    """Read the layout of one model-parallel rank.
+
+    Args:
+        files: Its files.
+        layers: In a pipeline, the tensors of its layers, which are kept apart.
+        shapes: In a pipeline, shapes of the tensors of all its stages.
+        tied: Ties that another tensor-parallel rank knows: only the first of all ranks writes them down.
+        report: Takes findings.
+    """
+    first = files.model[0]
+    module = read_module(first)
+    experts = Experts(files)
+    copies = dict(layers)
+    if files.stage != 3:
+        copies |= {name: whole_tensor(first.torch, first.index, ref) for name, ref in module.items()}
+    expert_copies = experts.modules()
+    buffer_names = read_buffer_names(first, module)
+    remarks: list[str] = []
+    partitions = _partitions(files, module, layers, shapes, copies, expert_copies, buffer_names, remarks, report)
+    copies |= expert_copies
+    dtype = _module_dtype(module, copies, partitions, buffer_names)
+    own = _stored_names(files, module, partitions, buffer_names)
+    aliases, duplicates = read_aliases(
+        first, module, own, partitions.states, partitions.frozen, buffer_names, placeholders=files.stage == 3
+    )
+    for alias, name in tied.items():
+        if alias in module and alias not in partitions.states and alias not in partitions.frozen:
+            aliases.setdefault(alias, name)
+    for alias, name in experts.router_aliases(module, partitions.states).items():
+        aliases[alias] = name
+        if alias in copies:
+            duplicates[alias] = copies[alias]
+    names = with_experts([*module, *layers], [n for n in [*expert_copies, *partitions.states] if experts.own(n)])
+    names = list(dict.fromkeys(n for n in names if n not in aliases))
+    frozen = _frozen_names(files, names, copies, partitions, {*buffer_names, *aliases}, dtype)
+    parameters = _parameters(files, names, copies, partitions, frozen)
+    others = [n for n in names if n in buffer_names or n not in parameters]
+    excluded = files.stage >= 2 and not frozen and first.fields.values.get("frozen_param_shapes", ()) is None
+    lost = _lost(files, module, others, buffer_names, excluded=excluded)
+    known = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
+    others = [n for n in others if n not in set(lost)]
+    _check_values_are_there(files, module, others, buffer_names)
+    if excluded:
+        left_out = "were left out when it was saved (exclude_frozen_parameters)"
+        remarks.append(
+            f"frozen parameters {left_out}: {known}" if lost else f"frozen parameters, if there were any, {left_out}"
+        )
+    elif lost:
+        remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
+    buffers = {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others}
+    ahead = zenflow(first) and files.stage != 3
+    remarks += _untied(files, others, buffer_names)
+    twins = [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins]
+    if ahead:
+        remarks.append(f"{AHEAD}: the copies are the weights")
+    elif zenflow(first):
+        remarks.append("at stage 3 ZenFlow's masters alone are saved: they are the weights")
+    return Slice(files, parameters, buffers, aliases, partitions.groups, partitions.unsliceable, twins, dtype, remarks)
+
+
+def _partitions(
+    files: ZeroFiles,
+    module: Mapping[str, TensorRef],
+    layers: Mapping[str, State],
+    shapes: Mapping[str, tuple[int, ...]],
+    copies: Mapping[str, State],
+    experts: Mapping[str, State],
+    buffer_names: set[str],
+    remarks: list[str],
+    report: Report,
+) -> Partitions:
+    if files.stage == 3:
+        return stage3.read_partitions(files, report)
+    if files.stage:
+        return stage12.read_partitions(files, module, shapes, report)
+    if shapes:  # of a pipeline
+        remarks.append(
+            "the optimizer only numbers its parameters, and nothing tells which layers are whose: masters and moments "
+            "are left out, and weights are the model's own copies"
+        )
+        return Partitions(unsliceable=["the optimizer"], unassigned=True)
+    from ckpttool.formats.zero import stage0  # what few checkpoints need is imported for them alone
+
+    return stage0.read_partitions(files, module, copies, experts, buffer_names, remarks, report)
+
+
+def _stored_names(
+    files: ZeroFiles, module: Mapping[str, TensorRef], partitions: Partitions, buffer_names: set[str]
+) -> set[str]:
+    """Names that stand for tensors of their own, so that another name can be tied to them."""
+    shared = files.model[0].fields.optional("shared_params", dict)
+    own = set(partitions.states) | set(partitions.frozen) | buffer_names
+    # Other ranks write an empty one, and at stage 3 an old release's may lack what its placeholders tell.
+    if shared is not None and files.model_rank == 0:
+        own |= {name for name in module if name not in shared}
+    return own
+
+
+def _frozen_names(
+    files: ZeroFiles,
+    names: Sequence[str],
+    copies: Mapping[str, State],
+    partitions: Partitions,
+    others: set[str],
+    dtype: str,
+) -> set[str]:
+    """Names of the frozen parameters.
+
+    Stages 2 and 3 list them (since 0.9.1, unless they were left out); stages 0 and 1 keep them in the module without a
+    word. There, what is of the model's own type is taken for one: a state dict may hold other tensors (scales of a
+    quantised layer, ``_extra_state``), which must keep their type.
+    """
+    listed = files.model[0].fields.optional("frozen_param_shapes", dict)
+    if files.stage in {1, 2} and without_groups(files) and "buffer_names" not in files.model[0].fields:
+        every = read_param_shapes(files)[0]
+        return {n for n in names if n in every and n not in partitions.states and n not in others}
+    if files.stage == 3 or listed is not None:
+        return {n for n in [*partitions.frozen, *(listed or {})] if isinstance(n, str)} - others
+    return {n for n in names if n not in partitions.states and n not in others and copies[n].dtype == dtype}
+
+
+def _untied(files: ZeroFiles, names: Sequence[str], buffer_names: set[str]) -> list[str]:
+    """What to tell of further names of modules that are registered several times, in a mixture of experts.
+
+    DeepSpeed clones every tensor that it saves beside experts' files, so that no storage tells which are tied.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``_get_shared_params``).
+    """
+    stray = [n for n in names if n not in buffer_names and not n.endswith("_extra_state")]
+    if not files.experts or not stray or "buffer_names" not in files.model[0].fields:
+        return []
+    shown = f"{', '.join(stray[:3])}{', ...' if len(stray) > 3 else ''}"
+    return [
+        f"{len(stray)} tensors are neither parameters that the run listed nor buffers, such as other names of a module "
+        f"that is registered several times: beside experts nothing tells what they are tied to, and they are kept as "
+        f"they are, experts of other ranks left out: {shown}"
+    ]
+
+
+def _lost(
+    files: ZeroFiles,
+    module: Mapping[str, TensorRef],
+    names: Sequence[str],
+    buffer_names: set[str],
+    *,
+    excluded: bool,
+) -> list[str]:
+    """Frozen parameters of which stage 3 saved nothing but a placeholder (of one element, up to 0.5.10).
+
+    Releases before 0.9.1 did. With ``exclude_frozen_parameters`` one name of each is taken out of the state dict, and
+    the other names of a module that is registered several times under one parent stay.
+
+    Source: DeepSpeed 0.19, runtime/engine.py (``module_state_dict``, which goes by ``named_parameters``).
+    """
+    if files.stage != 3 or ("frozen_param_shapes" in files.model[0].fields and not excluded):
+        return []
+    empty = {(0,)} if excluded else {(0,), (1,)}
+    return [n for n in names if n not in buffer_names and module[n].shape in empty]
+
+
+def _check_values_are_there(
+    files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]
+) -> None:
+    """At stage 3 the module holds an empty placeholder for every parameter; each must be found on the ranks."""
+    for name in names:
+        if files.stage == 3 and name not in buffer_names and module[name].numel == 0:
+            raise LayoutError(
+                files.model[0].path,
+                f"names parameter {name}, but no rank holds its values",
+                f"its weights were left out when it was saved; {RESTORE}",
+            )
+
+
+def _parameters(
+    files: ZeroFiles, names: Iterable[str], copies: Mapping[str, State], partitions: Partitions, frozen: set[str]
+) -> dict[str, Parameter]:
+    """Every parameter once, in the order of the module."""
+    first = files.model[0]
+    group_of = {name: g for g, group in enumerate(partitions.groups) for name in group.parameters}
+    # A parameter that the module does not name was excluded there: its masters are still its weights.
+    ordered = [n for n in names if n in partitions.states or n in frozen]
+    placed = set(ordered)
+    ordered += [n for n in partitions.states if n not in placed]
+    result: dict[str, Parameter] = {}
+    for name in ordered:
+        states: dict[str, State] = dict(partitions.states.get(name, {}))
+        if name in partitions.frozen:
+            states[MODULE] = partitions.frozen[name]
+        elif name in copies:
+            states[MODULE] = copies[name]
+        shape = next(iter(states.values())).shape
+        for key, state in states.items():
+            if state.shape != shape:
+                raise LayoutError(
+                    first.path, f"{name} has shape {shape}, but its {key} copy {state.shape}", "two saves are mixed"
+                )
+        group = group_of.get(name, UNKNOWN_GROUP if partitions.unassigned else None)
+        result[name] = Parameter(name, shape, group, states)
+    return result
+
+
+def _twins(
+    parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
+) -> Iterator[Twin]:
+    """What must be equal; a copy that is ahead of its master equals only the copies under other names."""
+    for name, parameter in parameters.items():
+        master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
+        if master is not None and copy is not None and not ahead:
+            yield Twin(name, master, copy)
+    for alias, copy in duplicates.items():
+        if aliases[alias] in parameters:
+            states = parameters[aliases[alias]].states
+            own = states.get(MODULE) if ahead else None
+            yield Twin(alias, own or next(iter(states.values())), copy)
+
+
+def _module_dtype(
+    module: Mapping[str, TensorRef], copies: Mapping[str, State], partitions: Partitions, buffer_names: set[str]
+) -> str:
+    """What the trainable weights are in; at stage 3 their empty placeholders still tell."""
+    dtypes = {name: ref.dtype for name, ref in module.items()} | {name: s.dtype for name, s in copies.items()}
+    for name in partitions.states:
+        if name in dtypes:
+            return dtypes[name]
+    return next((dtype for name, dtype in dtypes.items() if name not in buffer_names), "F32")

@@ -1,0 +1,225 @@
+"""What a live DeepSpeed engine is like: its ranks, partitioning, groups and names. Looks, and changes nothing.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py (``__init__``), runtime/bf16_optimizer.py and
+runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import PlanError
+from ckpttool.model import Topology
+from ckpttool.targets.zero.match import LiveModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
+"""DeepSpeed's wrappers that partition."""
+WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
+"""Its wrappers that keep whole masters on every rank."""
+_ENGINE = (
+    "checkpoint_engine", "load_checkpoint", "_load_checkpoint", "_get_ckpt_name", "_get_rank_zero_ckpt_name",
+    "_get_expert_ckpt_name", "load_universal_checkpoint", "zero_load_from_fp32_weights", "zero_elastic_checkpoint",
+    "zero_nvme_offload_optimizer", "param_names", "mp_world_size", "checkpoint_mp_rank", "seq_dp_world_size",
+    "seq_data_parallel_group", "has_moe_layers", "lr_scheduler", "bfloat16_enabled", "fp16_enabled",
+)  # fmt: skip
+_OPTIMIZER = {
+    "DeepSpeedZeroOptimizer": (
+        "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_gradients",
+        "dp_process_group", "update_lp_params", "refresh_fp32_params", "optimizer", "load_state_dict",
+    ),
+    "BF16_Optimizer": (
+        "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "dp_process_group", "update_lp_params",
+        "refresh_fp32_params", "optimizer", "load_state_dict",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "fp16_groups", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "sub_group_size", "dp_process_group",
+        "checkpoint_event_prologue", "checkpoint_event_epilogue", "optimizer", "load_state_dict",
+    ),
+    "FP16_Optimizer": ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
+    "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LiveEngine:
+    """An engine, and what was seen of it."""
+
+    engine: Any
+    """The engine itself."""
+    wrapper: str
+    """DeepSpeed's class around the optimizer; "" if there is none."""
+    stage: int
+    """ZeRO stage; 0 where nothing is partitioned."""
+    topology: Topology
+    """Ranks."""
+    rank: int
+    """This rank among those that share a partition."""
+    model_rank: int
+    """Among those that hold slices or stages of the model."""
+    dtype: str
+    """What it computes in, safetensors' spelling."""
+    round_robin: bool
+    sub_group_size: int
+    alignment: int
+    """Elements that the place of each parameter in a flat buffer is a multiple of."""
+    model: LiveModel | None
+    """Names and shapes; None for a model that is spread over ranks by stages."""
+    hyperparameters: Sequence[dict[str, Any]]
+    """What each group of the optimizer says besides its parameters."""
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's wrapper, or the optimizer itself."""
+        return self.engine.optimizer
+
+    @property
+    def world(self) -> Any:
+        """The process group of the ranks that share a partition, or hold all alike."""
+        return self.optimizer.dp_process_group if self.stage else self.engine.seq_data_parallel_group
+
+    @property
+    def masters(self) -> list[Any]:
+        """This rank's flat partitions of fp32 weights: by group, or at stage 3 by sub-group."""
+        names = {"DeepSpeedZeroOptimizer": "single_partition_of_fp32_groups"}
+        names |= {"BF16_Optimizer": "fp32_groups_flat_partition"}
+        names |= {"DeepSpeedZeroOptimizer_Stage3": "fp32_partitioned_groups_flat"}
+        return list(getattr(self.optimizer, names[self.wrapper]))
+
+    def parameters(self) -> dict[str, Any]:
+        """The module's parameters by their first names."""
+        return dict(self.engine.module.named_parameters())
+
+    def buffers(self) -> dict[str, Any]:
+        """The module's persistent buffers."""
+        return persistent_buffers(self.engine.module)
+
+
+def look(engine: Any) -> LiveEngine:
+    """See what an engine is like.
+
+    Raises:
+        PlanError: It is none of those that are known, or of a DeepSpeed whose insides are others.
+    """
+    require(engine, "engine", _ENGINE)
+    optimizer = engine.optimizer
+    known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in {*PARTITIONED, *WHOLE}]
+    wrapper = known[0] if known else ""
+    name = type(optimizer).__name__
+    if name == "MiCS_Optimizer" or (not wrapper and engine.zero_optimization() and optimizer is not None):
+        raise PlanError(f"{name} of DeepSpeed {version()}", "is not known to ckpttool", "use engine.load_checkpoint")
+    require(optimizer, name, _OPTIMIZER.get(wrapper, ()))
+    stage = int(engine.zero_optimization_stage()) if wrapper in PARTITIONED else 0
+    stage = max(1, stage) if wrapper in PARTITIONED else 0  # BF16_Optimizer partitions at stage 0 of a pipeline too
+    pipeline = int(getattr(engine.module, "num_stages", 1)) if _is_pipeline(engine.module) else 1
+    ranks, rank = _place(optimizer.dp_process_group if stage else engine.seq_data_parallel_group)
+    dtype = "BF16" if engine.bfloat16_enabled() else "F16" if engine.fp16_enabled() else "F32"
+    aligned = stage in {1, 2} and getattr(optimizer, "parameter_alignment", False)
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups if optimizer is not None else []
+    return LiveEngine(
+        engine=engine,
+        wrapper=wrapper,
+        stage=stage,
+        topology=Topology(
+            data_parallel=ranks,
+            tensor_parallel=engine.mp_world_size // pipeline,
+            pipeline_parallel=pipeline,
+            expert_parallel=_expert_parallel(engine),
+        ),
+        rank=rank,
+        model_rank=int(engine.checkpoint_mp_rank),
+        dtype=dtype,
+        round_robin=stage in {1, 2} and bool(getattr(optimizer, "round_robin_gradients", False)),
+        sub_group_size=int(getattr(optimizer, "sub_group_size", 0) or 0) or 1 << 62,
+        alignment=16 // math.gcd(16, itemsize(dtype)) if aligned else 1,
+        model=None if _is_pipeline(engine.module) else _model(engine, wrapper),
+        hyperparameters=[{k: v for k, v in group.items() if k != "params"} for group in groups],
+    )
+
+
+def version() -> str:
+    """DeepSpeed's version."""
+    import deepspeed
+
+    return str(deepspeed.__version__)
+
+
+def require(thing: Any, what: str, names: Sequence[str]) -> None:
+    """Make sure that what is relied on is there.
+
+    Raises:
+        PlanError: This release of DeepSpeed has it not.
+    """
+    gone = [name for name in names if not hasattr(thing, name)]
+    if gone:
+        problem = f"has no {gone[0]} of the {what}, which ckpttool relies on"
+        raise PlanError(f"DeepSpeed {version()}", problem, "convert the checkpoint, and use engine.load_checkpoint")
+
+
+def persistent_buffers(module: Any) -> dict[str, Any]:
+    """The buffers that a module's state dict holds."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    return {name: buffers[name] for name in module.state_dict() if name in buffers}
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter before stage 3 partitions it."""
+    return tuple(int(n) for n in getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _model(engine: Any, wrapper: str) -> LiveModel:
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, p in engine.module.named_parameters(remove_duplicate=False):
+        if id(p) in first:
+            aliases[name] = first[id(p)]
+        else:
+            first[id(p)] = name
+            shapes[name] = shape_of(p)
+    groups = [[first[id(p)] for p in group if id(p) in first] for group in _groups(engine.optimizer, wrapper)]
+    buffers = {name: tuple(b.shape) for name, b in persistent_buffers(engine.module).items()}
+    return LiveModel(shapes=shapes, groups=groups, buffers=buffers, aliases=aliases)
+
+
+def _groups(optimizer: Any, wrapper: str) -> list[list[Any]]:
+    """The trained parameters of every group, in the optimizer's order."""
+    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        result: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+        for number, sub_group in enumerate(optimizer.fp16_groups):
+            result[optimizer.sub_group_to_group_id[number]] += sub_group
+        return result
+    if wrapper in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
+        groups = optimizer.bit16_groups if wrapper == "DeepSpeedZeroOptimizer" else optimizer.bf16_groups
+    elif wrapper:
+        groups = optimizer.fp16_groups
+    else:
+        groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+    return [list(group) for group in groups]
+
+
+def _is_pipeline(module: Any) -> bool:
+    return any(c.__name__ == "PipelineModule" for c in type(module).__mro__)
+
+
+def _expert_parallel(engine: Any) -> int:
+    if not engine.has_moe_layers:
+        return 1
+    from deepspeed.utils import groups
+
+    # Not groups._get_max_expert_size_name(), which knows the groups of earlier engines too.
+    layers = [
+        getattr(m, "ep_group_name", None) or getattr(m, "expert_group_name", None) for m in engine.module.modules()
+    ]
+    return max(int(groups._get_expert_parallel_world_size(name)) for name in layers if name)
+
+
+def _place(group: Any) -> tuple[int, int]:
+    import torch.distributed as dist
+
+    return dist.get_world_size(group), dist.get_rank(group)

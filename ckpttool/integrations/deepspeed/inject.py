@@ -1,0 +1,276 @@
+"""The second half of a load: what was read is handed to DeepSpeed, whose own code puts it in its place.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py (``load_checkpoint``, ``_load_checkpoint``, ``_load_zero_checkpoint``),
+runtime/zero/stage_1_and_2.py (``_load_legacy_checkpoint``, ``update_lp_params``), runtime/bf16_optimizer.py and
+runtime/zero/stage3.py (``_rigid_load_state_dict``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import LayoutError
+from ckpttool.integrations.deepspeed.engine import version
+from ckpttool.integrations.deepspeed.load_plan import native_files, own_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.integrations.deepspeed.load_plan import OwnExpert, Prepared, Replicas
+
+TAG = "checkpoint"
+"""Of the directory in which DeepSpeed looks for names of files."""
+BROADCAST_BYTES = 1 << 25
+"""Sent at a time."""
+_STACKED = re.compile(r".*\.experts\.w[123]")
+
+
+class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
+    """Gives DeepSpeed what has been read already, instead of files.
+
+    Args:
+        files: Gives what a file holds, by the file's name. DeepSpeed asks for some of them twice: it looks into the
+            first of a list before it loads from it (runtime/state_dict_factory.py, ``check_ckpt_list``).
+    """
+
+    def __init__(self, files: dict[str, Callable[[], Any]]) -> None:
+        super().__init__()
+        self.name = "ckpttool"
+        self._files = files
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What is in a file.
+
+        Raises:
+            LayoutError: It is none of those that were foreseen.
+        """
+        name = os.path.basename(path)
+        if name not in self._files:
+            problem = f"is asked for by DeepSpeed {version()}, which ckpttool did not expect"
+            raise LayoutError(name, problem, "convert the checkpoint, and use engine.load_checkpoint")
+        return self._files[name]()
+
+    def create(self, info: Any) -> None:
+        """Nothing is saved."""
+        raise NotImplementedError
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Nothing is saved."""
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> None:
+        """Nothing is saved."""
+        raise NotImplementedError
+
+
+def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
+    """Load everything; returns what DeepSpeed does, as the client's state."""
+    checkpoint, engine = prepared.checkpoint, live.engine
+    files: dict[str, Callable[[], Any]]
+    if prepared.road == "native":
+        later = prepared.later
+        assert later is not None  # noqa: S101  (the native road has it)
+        held = prepared.files
+        files, names = {}, []
+        for file in checkpoint.files:
+            if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
+                names.append(file.name)
+            if file.name not in held:
+                # Of other ranks' files of a list it only asks how long the list is.
+                ranks = {"mp_world_size": live.engine.mp_world_size} if file.kind == "model" else {}
+                looked_into = file.kind in {"model", "layer"}
+                files[file.name] = partial(dict, ranks) if looked_into else partial(later, file.name)
+            elif file.kind in {"model", "layer"}:
+                files[file.name] = partial(held.__getitem__, file.name)
+            else:
+                files[file.name] = partial(held.pop, file.name)
+    else:
+        model, optimizer = native_files(live, [])[:2]
+        names = [model, optimizer]
+        files = {model: partial(_model_states, live, prepared), optimizer: lambda: prepared.optimizer}
+        if live.stage < 3:
+            experts = list(own_experts(engine))
+            files |= {expert.file: partial(_expert_states, live, expert) for expert in experts}
+            names += [expert.file for expert in experts]
+    scheduler = engine.lr_scheduler is not None and checkpoint.scheduler is not None
+    with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
+        os.mkdir(os.path.join(scratch, TAG))
+        for name in names:
+            with open(os.path.join(scratch, TAG, os.path.basename(name)), "wb"):
+                pass
+        if engine.zero_nvme_offload_optimizer():
+            swapped = os.path.join(os.path.abspath(checkpoint.location), "offloaded_tensors")
+            os.symlink(swapped, os.path.join(scratch, TAG, "offloaded_tensors"))
+        instead: dict[str, Any] = {
+            "checkpoint_engine": Handover(files),
+            "load_universal_checkpoint": lambda: False,  # it has been seen to
+        }
+        if prepared.road == "planned":
+            instead["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit ones are still those from before
+            instead["zero_elastic_checkpoint"] = lambda: False
+        with _replaced(engine, instead):
+            _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
+    files.clear()
+    prepared.forget()
+    if prepared.road == "planned":
+        _refresh(live)
+        _spread(live, prepared.replicas)
+    return dict(client_state or {})
+
+
+def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
+    """Load masters, weights and buffers, and nothing else."""
+    optimizer = live.optimizer
+    if live.stage:
+        if live.stage == 3:
+            optimizer.checkpoint_event_prologue()
+        states = prepared.optimizer["optimizer_state_dict"]
+        kept = (
+            "param_alignment_paddings",
+            "single_partition_of_fp32_groups",
+            "fp32_flat_groups",
+            "ds_zero_partition_groups",
+        )
+        partitions = {key: states[key] for key in kept if key in states}
+        for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"):
+            if hasattr(optimizer, key):
+                partitions[key] = getattr(optimizer, key)
+        partitions |= {"ds_version": version(), "base_optimizer_state": {}}
+        ranks: list[Any] = [None] * live.topology.data_parallel
+        ranks[live.rank] = partitions
+        optimizer.load_state_dict(ranks, load_optimizer_states=False, load_from_fp32_weights=True)
+        if live.stage == 3:
+            fragments = prepared.model["frozen_param_fragments"] or {}
+            parameters = live.parameters()
+            for name, values in fragments.items():
+                parameters[name].ds_tensor.data.copy_(values)
+            optimizer.checkpoint_event_epilogue()
+        del ranks, partitions, states
+        prepared.forget()
+    _refresh(live)
+    _spread(live, prepared.replicas)
+
+
+@contextlib.contextmanager
+def _replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of an engine for a while."""
+    own = {name: engine.__dict__[name] for name in attributes if name in engine.__dict__}
+    engine.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            engine.__dict__.pop(name, None)
+        engine.__dict__.update(own)
+
+
+def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
+    """The model states; the module is given what it holds, to satisfy who looks for all names."""
+    states = prepared.model
+    module = live.engine.module.state_dict()
+    if live.stage == 3 and live.engine.has_moe_layers:
+        # DeepSpeed gathers these, and so they are not what the module holds of them.
+        module = {name: value for name, value in module.items() if not _STACKED.fullmatch(name)}
+    states["module"] = module
+    for key in ("random_ltd", "data_sampler"):
+        if states.get(key) is None:
+            states.pop(key, None)  # looked for only if it is there
+    fragments = states["frozen_param_fragments"]
+    if fragments is not None and live.model is not None:
+        parameters = live.parameters()
+        for name in live.model.frozen:
+            fragments.setdefault(name, parameters[name].ds_tensor.data)
+    return states
+
+
+def _expert_states(live: LiveEngine, expert: OwnExpert) -> dict[str, Any]:
+    """An expert's file: nothing, for the module has it already; or of stacked ones what they hold."""
+    if not expert.module:
+        return {}
+    parameters, prefix = live.parameters(), f"{expert.module}.experts"
+    names = [f"{prefix}.{kind}" for kind in ("w1", "w2", "w3")]
+    return {f"{name}.{expert.number}": parameters[name].data[expert.local] for name in names}
+
+
+def _refresh(live: LiveEngine) -> None:
+    """Compute with what the masters are now."""
+    if live.stage in {1, 2}:
+        live.optimizer.update_lp_params()
+        if not live.engine.zero_load_from_fp32_weights():
+            live.optimizer.refresh_fp32_params()
+
+
+# --------------------------------------------------------------------------------------------------- what is alike
+
+
+def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
+    """Give every rank what all hold alike, slice by slice from the rank that has read it."""
+    if replicas is None or not replicas.nbytes:
+        return
+    targets = _targets(live)
+    device = "cpu" if dist.get_backend(live.world) == "gloo" else live.engine.device
+    own = torch.frombuffer(replicas.own, dtype=torch.uint8) if replicas.own else None
+    packed = iter(replicas.packed)
+    current = next(packed, None)
+    buffer = torch.empty(min(BROADCAST_BYTES, replicas.nbytes), dtype=torch.uint8, device=device)
+    for rank, first in enumerate(range(0, replicas.nbytes, replicas.slice_bytes)):
+        last = min(first + replicas.slice_bytes, replicas.nbytes)
+        for start in range(first, last, BROADCAST_BYTES):
+            end = min(start + BROADCAST_BYTES, last)
+            piece = buffer[: end - start]
+            if rank == live.rank and own is not None:
+                piece.copy_(own[start - first : end - first])
+            if live.topology.data_parallel > 1:
+                dist.broadcast(piece, dist.get_global_rank(live.world, rank), group=live.world)
+            while current is not None and current.start < end:
+                low, high = max(current.start, start), min(current.start + current.nbytes, end)
+                if low < high:
+                    dtype = DTYPES[current.dtype]
+                    values = piece[low - start : high - start].view(getattr(torch, dtype.torch))
+                    element = (low - current.start) // dtype.itemsize
+                    for target in targets[current.name]:
+                        _put(target, element, values)
+                if current.start + current.nbytes > end:
+                    break
+                current = next(packed, None)
+
+
+def _put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
+    """Put elements of a flattened tensor in their place, cast to its type."""
+    if target.is_contiguous():
+        target.view(-1)[first : first + values.numel()].copy_(values)
+        return
+    whole = target.reshape(-1).clone()
+    whole[first : first + values.numel()] = values.to(whole.dtype)
+    target.copy_(whole.view(target.shape))
+
+
+def _targets(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
+    """The tensors that hold each replicated value: the parameter or buffer, and its whole master if there is one."""
+    targets = {name: [p.data] for name, p in live.parameters().items()}
+    targets |= {name: [b.data] for name, b in live.buffers().items()}
+    if live.wrapper not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
+        return targets
+    optimizer = live.optimizer
+    names = {id(p): name for name, p in live.parameters().items()}
+    for number, group in enumerate(optimizer.fp16_groups):
+        for position, p in enumerate(group):
+            if live.wrapper == "FP16_Optimizer":
+                flat = optimizer.fp16_groups_flat[number]
+                at = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
+                master = optimizer.fp32_groups_flat[number].data[at : at + p.numel()].view(p.shape)
+            else:
+                master = optimizer.fp32_groups[number][position].data
+            targets[names[id(p)]].append(master)
+    return targets

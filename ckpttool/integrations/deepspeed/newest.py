@@ -1,0 +1,37 @@
+"""Which checkpoint of a root to go on from."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from typing import TYPE_CHECKING
+
+from ckpttool.catalog.restore_order import Candidate, candidates, contradiction
+from ckpttool.commit.manifest import is_commit
+from ckpttool.errors import LayoutError, StorageError
+
+if TYPE_CHECKING:
+    from ckpttool.storage import Storage
+
+LOG = logging.getLogger("ckpttool")
+
+
+def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
+    """The checkpoints to try, best first.
+
+    Raises:
+        CkptError: The root cannot be read, or there is none of that tag.
+    """
+    storage.refresh([])
+    if storage.exists(root) and not storage.is_dir(root):
+        raise StorageError(root, "is a file", "pass a directory")
+    if tag is None:
+        found = candidates(storage, root)
+        if against := contradiction(storage, root, found):
+            LOG.warning("%s: %s; going on from %s", root, against, found[0].tag)
+        return found
+    path = posixpath.join(root, tag)
+    if not storage.is_dir(path):
+        there = ", ".join(c.tag for c in candidates(storage, root)) or "none"
+        raise LayoutError(root, f"holds no checkpoint of tag {tag!r}", f"these are there: {there}")
+    return [Candidate(tag, path, is_commit(storage, path))]

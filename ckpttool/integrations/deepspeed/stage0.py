@@ -1,0 +1,344 @@
+"""Optimizers without ZeRO: what such a checkpoint only numbers is matched by name, and put in the engine's order.
+
+Source: DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py (``state_dict``), and
+torch.optim.Optimizer (``state_dict``): groups list numbers, the optimizer's own order is all that tells which parameter
+each stands for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpttool.commit.manifest import is_commit, read_manifest
+from ckpttool.errors import PlanError
+from ckpttool.integrations.deepspeed.states import REBUILD
+from ckpttool.model import MASTER, MODULE
+from ckpttool.targets.zero.match import Fitted, fit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.model import Checkpoint
+    from ckpttool.targets.zero.match import LiveModel
+
+Names = list[list[str]]
+
+
+def saved_names(checkpoint: Checkpoint) -> Names | None:
+    """The parameters of each group of a checkpoint without ZeRO, in the optimizer's order, as its manifest has them.
+
+    Raises:
+        CkptError: The manifest cannot be read.
+    """
+    if not is_commit(checkpoint.storage, checkpoint.location):
+        return None
+    groups = read_manifest(checkpoint.storage, checkpoint.location).groups
+    return [[checkpoint.aliases.get(n, n) for n in names] for names in groups] if groups else None
+
+
+def needs_weights(live: LiveEngine, checkpoint: Checkpoint) -> bool:
+    """Whether names can be told only by comparing masters with the model's own weights."""
+    return bool(live.wrapper) and saved_names(checkpoint) is None
+
+
+def prepare_whole(
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: dict[str, Any] | None, *, strict: bool
+) -> Fitted:
+    """Match an optimizer without ZeRO with the engine's, and put what was read of it in the engine's order.
+
+    Args:
+        live: The engine.
+        checkpoint: Saved at stage 0, in the engine's type.
+        model: The engine's names.
+        held: The model states, whose optimizer is replaced; None if they need not be read.
+        strict: As for ``fit``.
+
+    Raises:
+        PlanError: Names cannot be told, or do not fit.
+    """
+    check_wrapper(live, checkpoint, held)
+    fitted, names = fit_whole(live, checkpoint, model, held, strict=strict)
+    if held is not None:
+        held["optimizer"] = reordered(live, checkpoint, model, fitted, names, held)
+    return fitted
+
+
+def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, Any] | None) -> None:
+    """Make sure that masters without ZeRO were kept by the wrapper that the engine has.
+
+    Raises:
+        PlanError: They were not.
+    """
+    if held is None:
+        return
+    saved = held.get("optimizer")
+    kept = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}.get(live.wrapper, "state")
+    if not isinstance(saved, dict) or kept not in saved:
+        problem = f"keeps no {kept}, which the engine's {live.wrapper or type(live.optimizer).__name__} loads"
+        raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def fit_whole(
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: Mapping[str, Any] | None, *, strict: bool
+) -> tuple[Fitted, Names]:
+    """Match an optimizer without ZeRO with the engine's, by name.
+
+    Args:
+        live: The engine.
+        checkpoint: Saved at stage 0, in the engine's type.
+        model: The engine's names.
+        held: The model states; None if they need not be read.
+        strict: As for ``fit``.
+
+    Returns:
+        How it fits, and the names of each saved group.
+
+    Raises:
+        PlanError: Names cannot be told, or do not fit.
+    """
+    names = saved_names(checkpoint)
+    if names is None:
+        names = _told_names(live, checkpoint, model, held)
+    groups = {name: g for g, own in enumerate(names) for name in own}
+    unknown = [
+        n for n in groups if n not in {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
+    ]
+    if unknown or len(groups) != sum(map(len, names)) or len(names) != len(checkpoint.groups):
+        problem = "names other parameters in its manifest than there are in its files"
+        raise PlanError(checkpoint.location, problem, "restore it from a copy, or use another tag")
+    parameters = []
+    for p in checkpoint.parameters:
+        states = {k: v for k, v in p.states.items() if k != MODULE}
+        weights = p.states.get(MASTER) or p.states.get(MODULE)
+        if p.name in groups and weights is not None:
+            parameters.append(replace(p, group=groups[p.name], states={MASTER: weights, **states}))
+        else:
+            parameters.append(replace(p, group=None))
+    known = replace(
+        checkpoint,
+        parameters=tuple(parameters),
+        groups=tuple(replace(g, parameters=tuple(own)) for g, own in zip(checkpoint.groups, names, strict=True)),
+        unsliceable=(),
+    )
+    return fit(known, model, strict=strict, weights_only=False), names
+
+
+def _told_names(live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: Mapping[str, Any] | None) -> Names:
+    """Names by what the files tell: shapes and order, and masters that are to equal the model's own weights."""
+    told = [list(g.parameters) for g in checkpoint.groups]
+    is_told = all(told) and not any(": optimizer" in u for u in checkpoint.unsliceable)
+    if not live.wrapper:
+        if is_told:
+            return told
+        problem = "does not say which parameter each of the optimizer's states belongs to: several orders fit"
+        raise PlanError(checkpoint.location, problem, "pass weights_only=True; what CheckpointManager saves says it")
+    if held is None:
+        raise PlanError(checkpoint.location, "was not read", "this is a bug in ckpttool")
+    source = _sources(checkpoint, model)
+    own = [[source[n] for n in names] for names in model.groups]
+    for names in ([told] if is_told else []) + [own]:
+        if _masters_fit(live, held, names):
+            return names
+    problem = "does not say which parameter each master belongs to: they are not the model's weights in any known order"
+    raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def _masters_fit(live: LiveEngine, held: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
+    """Whether each master, cast to the type of the weights, is the model's own weight of that name."""
+    module, saved = held["module"], held["optimizer"]
+    if any(name not in module for own in names for name in own):
+        return False
+    try:
+        masters = _masters(live, saved, [[module[n].shape for n in own] for own in names])
+    except ValueError:
+        return False
+    pairs = [(m, module[n]) for group, own in zip(masters, names, strict=True) for m, n in zip(group, own, strict=True)]
+    return all(m.shape == w.shape and _same(m.to(w.dtype), w) for m, w in pairs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _masters(live: LiveEngine, saved: Mapping[str, Any], shapes: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Masters of each group, by parameter.
+
+    Raises:
+        ValueError: They have other sizes.
+    """
+    if live.wrapper != "FP16_Optimizer":
+        masters = [list(group) for group in saved["fp32_groups"]]
+        if [len(group) for group in masters] != [len(group) for group in shapes]:
+            raise ValueError("other groups")
+        return masters
+    if len(saved["fp32_groups_flat"]) != len(shapes):
+        raise ValueError("other groups")
+    return [_cut(flat, own) for flat, own in zip(saved["fp32_groups_flat"], shapes, strict=True)]
+
+
+def _cut(flat: Any, shapes: Sequence[Any]) -> list[Any]:
+    """Parameters that lie in one flat tensor.
+
+    Raises:
+        ValueError: It has another size.
+    """
+    sizes = [shape.numel() for shape in shapes]
+    if flat.numel() != sum(sizes):
+        raise ValueError("another size")
+    return [piece.view(shape) for piece, shape in zip(flat.detach().split(sizes), shapes, strict=True)]
+
+
+def reordered(
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, fitted: Fitted, names: Names, held: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the file has of the optimizer, in the order of the engine's groups; nothing is copied where it is the same.
+
+    Raises:
+        PlanError: Sizes differ from what the names say.
+    """
+    module, saved = held["module"], dict(held["optimizer"])
+    base = saved["optimizer_state_dict"] if live.wrapper else saved
+    source = _sources(checkpoint, model)
+    wanted = [[source[n] for n in group.parameters] for group in fitted.checkpoint.groups]
+    options = _options(live, base, fitted, names, wanted)
+    if fitted.regrouped or fitted.fresh:
+        try:
+            states, masters = _by_name(live, saved, base, names, module)
+        except (ValueError, KeyError, IndexError) as error:
+            problem = f"the optimizer's states do not fit the parameters that they are said to belong to: {error}"
+            raise PlanError(checkpoint.location, problem, REBUILD) from error
+        base, saved = _laid_out(live, saved, dict(base), wanted, states, masters, module)
+    numbers = [group["params"] for group in base["param_groups"]]
+    base = {**base, "param_groups": [{**group, "params": n} for group, n in zip(options, numbers, strict=True)]}
+    return {**saved, "optimizer_state_dict": base} if live.wrapper else {**saved, **base}
+
+
+def _sources(checkpoint: Checkpoint, model: LiveModel) -> dict[str, str]:
+    """What the checkpoint calls each parameter of the engine: tied ones have several names."""
+    names: dict[str, list[str]] = {name: [name] for name in model.shapes}
+    for alias, name in model.aliases.items():
+        names[name].append(alias)
+    there = {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
+    stored = {n: [checkpoint.aliases.get(one, one) for one in own] for n, own in names.items()}
+    return {n: next((one for one in own if one in there), n) for n, own in stored.items()}
+
+
+def _options(
+    live: LiveEngine, base: Mapping[str, Any], fitted: Fitted, names: Names, wanted: Names
+) -> list[dict[str, Any]]:
+    """The hyper-parameters of each of the engine's groups; what an older torch has not saved is the engine's own."""
+    groups = {name: g for g, own in enumerate(names) for name in own}
+    found = []
+    for number, (own, members) in enumerate(zip(live.hyperparameters, wanted, strict=True)):
+        g = None if number in fitted.kept else next((groups[n] for n in members if n in groups), None)
+        found.append(dict(own) if g is None else {**own, **base["param_groups"][g]})
+    return found
+
+
+def _by_name(
+    live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, Any], names: Names, module: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The optimizer's states of each parameter, and its master where there is one."""
+    states: dict[str, dict[str, Any]] = {}
+    masters: dict[str, Any] = {}
+    shapes = [[module[n].shape for n in own] for own in names]
+    if live.wrapper:
+        for own, group in zip(names, _masters(live, saved, shapes), strict=True):
+            masters |= dict(zip(own, group, strict=True))
+    flat = live.wrapper == "FP16_Optimizer"
+    for own, group, sizes in zip(names, base["param_groups"], shapes, strict=True):
+        if flat:
+            (number,) = group["params"]
+            whole = base["state"].get(number, {})
+            total = sum(shape.numel() for shape in sizes)
+            cut = {k: _cut(v, sizes) for k, v in whole.items() if _numel(v) == total and not _is_step(k, v)}
+            if odd := [k for k, v in whole.items() if k not in cut and _numel(v) > 1]:
+                raise ValueError(f"{odd[0]} has another size")
+            rest = {k: v for k, v in whole.items() if k not in cut}
+            states |= {n: {**rest, **{k: c[i] for k, c in cut.items()}} for i, n in enumerate(own)}
+        else:
+            for name, number, shape in zip(own, group["params"], sizes, strict=True):
+                states[name] = dict(base["state"].get(number, {}))
+                if odd := [k for k, v in states[name].items() if _numel(v) > 1 and v.shape != shape]:
+                    raise ValueError(f"{odd[0]} of {name} has another shape")
+    return states, masters
+
+
+def _numel(value: Any) -> int:
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+
+def _is_step(key: str, value: Any) -> bool:
+    return key == "step" or value.dim() == 0
+
+
+def _laid_out(
+    live: LiveEngine, saved: dict[str, Any], base: dict[str, Any], wanted: Names, states: Mapping[str, dict[str, Any]],
+    masters: Mapping[str, Any], module: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """The optimizer's own form again, for other groups."""
+    own = {name: masters.get(name, module[name].float()) for group in wanted for name in group} if live.wrapper else {}
+    if live.wrapper == "FP16_Optimizer":
+        state: dict[int, dict[str, Any]] = {}
+        for number, names in enumerate(wanted):
+            sources = [states[n] for n in names if states.get(n)]
+            first = sources[0] if sources else {}
+            state[number] = {
+                key: value
+                if _numel(value) <= 1 and module[names[0]].numel() > 1
+                else torch.cat([states.get(n, {}).get(key, torch.zeros_like(own[n])).reshape(-1) for n in names])
+                for key, value in first.items()
+            }
+        base["param_groups"] = [{"params": [number]} for number in range(len(wanted))]
+        saved["fp32_groups_flat"] = [torch.cat([own[n].detach().reshape(-1) for n in names]) for names in wanted]
+    else:
+        numbers = iter(range(sum(map(len, wanted))))
+        base["param_groups"] = [{"params": [next(numbers) for _ in names]} for names in wanted]
+        order = [n for names in wanted for n in names]
+        state = {number: states[n] for number, n in enumerate(order) if states.get(n)}
+        if live.wrapper:
+            saved["fp32_groups"] = [[own[n] for n in names] for names in wanted]
+    base["state"] = state
+    return base, saved
+
+
+def check_places(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, Any]) -> None:
+    """Make sure that each state has the size of the parameter whose place it has, where there are no names.
+
+    Raises:
+        PlanError: It has not.
+    """
+    saved = held.get("optimizer")
+    if not isinstance(saved, dict):
+        return
+    base = saved.get("optimizer_state_dict", saved)
+    groups = getattr(live.optimizer, "optimizer", live.optimizer).param_groups
+    try:
+        problem = _misfit(live, saved, base, groups)
+    except (KeyError, TypeError, AttributeError) as error:
+        problem = f"an optimizer of another form ({type(error).__name__}: {error})"
+    if problem:
+        raise PlanError(checkpoint.location, f"does not fit the engine's optimizer: it has {problem}", REBUILD)
+
+
+def _misfit(live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, Any], groups: Sequence[Any]) -> str:
+    there = [list(group["params"]) for group in base["param_groups"]]
+    if [len(numbers) for numbers in there] != [len(group["params"]) for group in groups]:
+        return "other numbers of parameters in its groups"
+    for numbers, group in zip(there, groups, strict=True):
+        for number, p in zip(numbers, group["params"], strict=True):
+            state = base["state"].get(number, {})
+            if any(_numel(v) > 1 and _numel(v) != p.numel() for v in state.values()):
+                return "states of other sizes"
+    for key in ("fp32_groups_flat", "fp32_groups"):
+        if key in saved and _sizes(saved[key]) != _sizes(getattr(live.optimizer, key, [])):
+            return "masters of other sizes"
+    return ""
+
+
+def _sizes(values: Any) -> list[Any]:
+    return [_sizes(value) if isinstance(value, list | tuple) else tuple(value.shape) for value in values]

@@ -1,0 +1,1 @@
+"""Bridges to Ray: a run's storage and a cluster's workers."""

@@ -1,0 +1,328 @@
+"""The nodes of a Ray cluster as workers: each of our tasks is a task of Ray's.
+
+Source: Ray 2.60, ray/_private/worker.py (``init``, ``wait``, ``cancel``) and services.py (how it finds a cluster).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ckpttool._version import __version__
+from ckpttool.errors import CkptError, PlanError, StorageError
+from ckpttool.execution import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+    from types import TracebackType
+
+    from ckpttool.execution.distributed import Done, Task, Work
+
+RETRIES = 5
+"""How often a task is done again because its node or process was lost; Ray counts no node that it was told would go."""
+TASKS_PER_CPU = 2
+"""One that is being done, and one that waits so that nobody has to."""
+PROBE_SECONDS = 5.0
+"""How long to wait for a connection to an address. Ray itself waits for a quarter of an hour."""
+POLL_SECONDS = 2.0
+"""How often to look whether there are more nodes."""
+CANCEL_SECONDS = 10.0
+"""How long to wait for processes that were told to end."""
+_ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
+_HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^\s/\]]+)\]?:(\d+)/?")
+
+
+class RayCluster:
+    """A Ray cluster, joined while this is entered; one that is started for it ends with it.
+
+    What this process had joined before is used, and stays joined.
+
+    Args:
+        address: As ``ray.init`` takes it: "host:port", "ray://host:port", "auto", "local"; "" for RAY_ADDRESS, or a
+            cluster that runs on this machine, or else one of this machine alone that is started.
+
+    Raises:
+        PlanError: Ray is not installed, or the address is none.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise PlanError("Ray", "is not installed", "pip install 'ckpttool[ray]'")
+        if not _ADDRESS.fullmatch(address):
+            hint = "write --ray=HOST:PORT, or --ray alone at the end of the command"
+            raise PlanError(address, "is no address of a Ray cluster", hint)
+        self._address = address
+        self._joined = False
+        self._heard = False
+        self._room_for = 1
+        self._looked = 0.0
+
+    def __enter__(self) -> RayCluster:
+        import ray
+
+        if not ray.is_initialized():
+            self._join()
+        elif not self._is_joined_to():
+            problem = "is not the Ray cluster that this process has joined already"
+            raise PlanError(self._address, problem, "call ray.shutdown() first, or leave the address out")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._joined:
+            import ray
+
+            ray.shutdown()
+            _hear_no_events(self._heard)
+            self._joined = False
+
+    # ------------------------------------------------------------------------------------------------- joining
+
+    def _join(self) -> None:
+        """Join the cluster.
+
+        Raises:
+            PlanError: There is none at the address, or it cannot be joined.
+        """
+        import ray
+
+        address = self._address
+        if address in {"", "auto"}:
+            address = os.environ.get("RAY_ADDRESS", "") or address
+        if address in {"", "auto"}:
+            found = _found_here(address)
+            # One that was killed leaves its address behind.
+            if found and not _answers(found):
+                if address:
+                    raise PlanError(address, f"the Ray cluster at {found} does not answer", "start it again")
+                address = "local"
+        elif not _answers(address):
+            raise PlanError(address, "no Ray cluster answers there", "check the address, and that its head node runs")
+        options: dict[str, Any] = {} if "://" in address else {"include_dashboard": False}
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(address=address or None, log_to_driver=False, logging_level="error", **options)
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            hint = "check the address, and that Ray and Python are of the same release there"
+            raise PlanError(address or "Ray", f"cannot be joined: {said}", hint) from error
+        finally:
+            # Ray's own way of being told to stop removes nothing of what was written.
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+        self._joined = True
+        self._heard = _hear_no_events(True)
+
+    def _is_joined_to(self) -> bool:
+        import ray
+
+        if self._address in {"", "auto"}:
+            return True
+        wanted = _HOST_AND_PORT.fullmatch(self._address)
+        here = _HOST_AND_PORT.fullmatch(str(ray.get_runtime_context().gcs_address))
+        if wanted is None or here is None or wanted[2] != here[2]:
+            return False
+        try:
+            place = socket.gethostbyname(wanted[1])
+            return place == socket.gethostbyname(here[1]) or place.startswith("127.")
+        except OSError:
+            return False
+
+    # ------------------------------------------------------------------------------------------------- working
+
+    def run(self, work: Work, tasks: Iterator[Task]) -> Generator[Done, None, None]:
+        """Do tasks, as many at once as the cluster has room for; what came of them in the order in which they end.
+
+        When it is closed, or raises, no task is running any more.
+
+        Raises:
+            CkptError: A task failed; or was lost with its process too often; or a node has not this release.
+        """
+        import ray
+
+        # Within a list it is not fetched for each task, but once by each process.
+        shared = [ray.put(_pickled(work))]
+        given = (__version__, _home(), secrets.token_hex(8), shared)
+        remote = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_function())
+        running: dict[Any, Task] = {}
+        try:
+            for task in tasks:
+                while len(running) >= self._room():
+                    yield from self._ended(running)
+                running[remote.remote(*given, _pickled(task))] = task
+            while running:
+                yield from self._ended(running)
+        finally:
+            _stop(list(running))
+
+    def _room(self) -> int:
+        """Tasks that may be given away at once; grows when nodes join."""
+        import ray
+
+        if time.monotonic() - self._looked > POLL_SECONDS:
+            self._room_for = max(1, int(ray.cluster_resources().get("CPU", 1))) * TASKS_PER_CPU
+            self._looked = time.monotonic()
+        return self._room_for
+
+    def _ended(self, running: dict[Any, Task]) -> Iterator[Done]:
+        import ray
+
+        ready, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
+        for ref in ready:
+            yield _outcome(ref, running.pop(ref))
+
+
+def _found_here(address: str) -> str:
+    """Where Ray would find a cluster by itself; "" if nowhere."""
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+
+        return canonicalize_bootstrap_address(address or None) or ""
+    except (ImportError, AttributeError, TypeError, ValueError, OSError):
+        return ""  # then Ray says itself what is wrong
+
+
+def _hear_no_events(quiet: bool) -> bool:
+    """Whether Ray is to print nothing of nodes and processes that were lost, on stdout; returns whether it was before.
+
+    Their tasks are done again: nothing is to be told, and least of all among results.
+    """
+    try:
+        worker: Any = importlib.import_module("ray._private.worker")
+        before = not worker._worker_logs_enabled
+        worker._worker_logs_enabled = not quiet
+    except (ImportError, AttributeError):
+        return False
+    return before
+
+
+def _answers(address: str) -> bool:
+    """Whether anybody listens there; True where only Ray knows how to ask."""
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match is None:
+        return True
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=PROBE_SECONDS).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _home() -> str:
+    """The node that this process runs on; "" if it is none of the cluster's."""
+    import ray
+
+    return "" if ray.util.client.ray.is_connected() else str(ray.get_runtime_context().get_node_id())
+
+
+def _pickled(thing: Work | Task) -> bytes:
+    try:
+        return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
+    except CkptError:
+        raise
+    except Exception as error:
+        problem = f"cannot be handed to other processes ({type(error).__name__})"
+        raise PlanError("the storage", problem, "leave out --ray") from error
+
+
+def _outcome(ref: Any, task: Task) -> Done:
+    """What came of a task.
+
+    Raises:
+        CkptError: It failed.
+    """
+    import ray
+
+    try:
+        outcome = ray.get(ref)
+    except ray.exceptions.RayTaskError:
+        raise  # a mistake of ours, as it would be raised here
+    except ray.exceptions.RayError as error:
+        problem = f"was not written: Ray gave up after {RETRIES} retries ({type(error).__name__})"
+        raise StorageError(task.name, problem, "see Ray's logs; is there memory for --memory in each task?") from error
+    if isinstance(outcome, str):
+        raise PlanError("Ray", outcome, f"install ckpttool {__version__} on every node")
+    if isinstance(outcome, CkptError):
+        raise outcome
+    done: Done = outcome
+    return done
+
+
+def _stop(refs: Sequence[Any]) -> None:
+    """Let no task go on: what it writes to is about to be removed.
+
+    Their processes are killed: interrupted anywhere, in the middle of an import even, they would be used again.
+    """
+    if not refs:
+        return
+    import ray
+
+    for ref in refs:
+        with contextlib.suppress(Exception):  # it has ended, or its node has
+            ray.cancel(ref, force=True)
+    with contextlib.suppress(Exception):
+        ray.wait(list(refs), num_returns=len(refs), timeout=CANCEL_SECONDS, fetch_local=False)
+
+
+# ------------------------------------------------------------------------------------------------ on the nodes
+
+
+def _function() -> Callable[..., Any]:
+    """What Ray runs in its processes: sent there as code, so that it can tell where this package is missing."""
+
+    def ckpttool_task(version: str, home: str, run: str, shared: list[Any], task: bytes) -> Any:
+        import socket
+
+        node = socket.gethostname()
+        try:
+            from ckpttool._version import __version__
+            from ckpttool.integrations.ray.cluster import do
+        except ImportError as error:
+            return f"cannot import ckpttool on node {node} ({error})"
+        if __version__ != version:
+            return f"has ckpttool {__version__} on node {node}, and {version} here"
+        return do(home, run, shared, task)
+
+    return ckpttool_task
+
+
+_KEPT: dict[str, Work] = {}
+"""What the tasks of a run have in common, by the run: its connections to stores are used again."""
+
+
+def do(home: str, run: str, shared: list[Any], task: bytes) -> Done | CkptError:
+    """Do a task in a process of Ray's.
+
+    Args:
+        home: The node that made the plan; see ``_home``.
+        run: Names the run.
+        shared: Holds the reference to what its tasks have in common.
+        task: The task, pickled.
+
+    Returns:
+        What came of it. An error is returned, not raised: Ray would send the text of what caused it along.
+    """
+    import ray
+
+    if run not in _KEPT:
+        _KEPT.clear()
+        _KEPT[run] = pickle.loads(ray.get(shared[0]))
+    node = "" if ray.get_runtime_context().get_node_id() == home else socket.gethostname()
+    try:
+        return distributed.do(_KEPT[run], pickle.loads(task), node=node)
+    except CkptError as error:
+        return error

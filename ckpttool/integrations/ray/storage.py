@@ -1,0 +1,103 @@
+"""The storage that a Ray Train run has chosen, as one of ours.
+
+Source: Ray 2.60, ray/train/v2/_internal/execution/storage.py (``StorageContext``) and what its ``RunConfig`` takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.fs
+from fsspec.implementations.local import LocalFileSystem
+
+from ckpttool.errors import PlanError
+from ckpttool.saving.bucket import Bucket
+from ckpttool.saving.disk import Disk
+from ckpttool.storage.fsspec import RemoteStorage
+from ckpttool.storage.s3 import S3Storage, with_defaults
+
+if TYPE_CHECKING:
+    from ckpttool.saving.two_phase import Place
+
+
+def place_of(filesystem: Any) -> Place:
+    """Where a run saves.
+
+    Args:
+        filesystem: ``pyarrow.fs.FileSystem``.
+
+    Raises:
+        PlanError: It hides where it begins.
+    """
+    if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
+        problem = "is a SubTreeFileSystem, which does not say where it begins"
+        raise PlanError("RunConfig(storage_filesystem=...)", problem, "pass what it wraps, and the whole storage_path")
+    if _is_local(filesystem):
+        return Disk()
+    return Bucket(_remote(_as_fsspec(filesystem)))
+
+
+def url_of(filesystem: Any, path: str) -> str:
+    """A path of a file system as a URL that ``place_of`` the same understands; a plain path on local disk."""
+    if _is_local(filesystem):
+        return path
+    protocol = _as_fsspec(filesystem).protocol
+    scheme = protocol if isinstance(protocol, str) else protocol[0]
+    return f"{scheme}://{path.lstrip('/')}"
+
+
+def _is_local(filesystem: Any) -> bool:
+    wrapped = _wrapped(filesystem)
+    return isinstance(filesystem, pyarrow.fs.LocalFileSystem) or isinstance(wrapped, LocalFileSystem)
+
+
+def _wrapped(filesystem: Any) -> Any:
+    """The file system of fsspec's behind one of pyarrow's; None if there is none."""
+    if isinstance(filesystem, pyarrow.fs.PyFileSystem) and isinstance(filesystem.handler, pyarrow.fs.FSSpecHandler):
+        return filesystem.handler.fs
+    return None
+
+
+def _remote(fs: Any) -> RemoteStorage:
+    return S3Storage(fs) if _is_s3(fs) else RemoteStorage(fs)
+
+
+def _is_s3(fs: Any) -> bool:
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    return bool(protocols & {"s3", "s3a"}) and hasattr(fs, "call_s3")
+
+
+def _as_fsspec(filesystem: Any) -> Any:
+    """The same storage through fsspec.
+
+    What the run was given is opened anew: its own may remember listings, which other workers make untrue, and Ray goes
+    on using it as it is. S3 is opened through s3fs, with pyarrow's own endpoint and keys: pyarrow's client retries
+    nothing, and checks no version of what it reads.
+    """
+    wrapped = _wrapped(filesystem)
+    if wrapped is not None:
+        options = {**wrapped.storage_options, "use_listings_cache": False}
+        return type(wrapped)(*wrapped.storage_args, **(with_defaults(options) if _is_s3(wrapped) else options))
+    if isinstance(filesystem, pyarrow.fs.S3FileSystem):
+        try:
+            import s3fs
+        except ImportError:
+            problem = "is in S3, and s3fs is not installed"
+            raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
+
+        # How pyarrow pickles it: nothing else tells what it was made with.
+        given = filesystem.__reduce__()[1][0]
+        endpoint = given.get("endpoint_override") or None
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{given.get('scheme') or 'https'}://{endpoint}"
+        client = {"region_name": given["region"]} if given.get("region") else {}
+        keys = {"key": given.get("access_key"), "secret": given.get("secret_key"), "token": given.get("session_token")}
+        known = {name: value for name, value in keys.items() if value}
+        anonymous = {"anon": True} if given.get("anonymous") else {}
+        options = {"use_listings_cache": False, "client_kwargs": client, **known, **anonymous}
+        if endpoint:
+            options["endpoint_url"] = endpoint
+        return s3fs.S3FileSystem(**with_defaults(options))
+    from fsspec.implementations.arrow import ArrowFSWrapper
+
+    return ArrowFSWrapper(filesystem)

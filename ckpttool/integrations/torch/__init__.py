@@ -1,0 +1,1 @@
+"""Bridges to torch: process groups, pickles and tensors."""

@@ -1,0 +1,136 @@
+"""What ranks do as one: the first looks and tells the others, and an error on one is raised on all."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.commit.checksummed import GuardedStorage, guard
+from ckpttool.errors import CkptError, LayoutError
+from ckpttool.execution.read_checks import FRAGMENT
+from ckpttool.execution.sources import Sources
+from ckpttool.plan.copy_checks import source_files
+from ckpttool.saving.coordination import kinds_of_errors
+from ckpttool.storage import LOCAL
+
+if TYPE_CHECKING:
+    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.model import Checkpoint
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.storage import Storage
+
+LOG = logging.getLogger("ckpttool")
+_numbers = itertools.count()
+Agree = Callable[[BaseException | None], None]
+"""Called on every rank with what the first half of a load raised there, or None: raises on all if any failed."""
+
+
+def own_ranks(what: str) -> Ranks:
+    """The ranks of the process group, for one thing that all of them are about to do."""
+    from ckpttool.integrations.torch.process_group import ranks_of_process_group
+
+    return ranks_of_process_group(f"{what} {next(_numbers)}")
+
+
+def open_together(
+    path: str, storage: Storage, look: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
+) -> Checkpoint:
+    """The layout of a checkpoint, read by the first rank: N ranks do not ask for M files each.
+
+    Where it has a manifest, what is read of it is compared with that.
+
+    Args:
+        path: What errors call it.
+        storage: This rank's own way to it.
+        look: Opens it; called on the first rank.
+        ranks: Who takes part.
+        timeout: Seconds that a rank may be behind the first.
+
+    Raises:
+        RankError: A rank was not heard of in time.
+        CkptError: There is no sound checkpoint; the same on every rank.
+    """
+    import torch.distributed as dist
+
+    told: list[Any] = [None]
+
+    def opened(_: list[Any]) -> None:
+        try:
+            checkpoint = look()
+            guarded = guard(checkpoint.storage, checkpoint.location)
+        except CkptError:
+            raise
+        except Exception as error:
+            LOG.exception("a checkpoint could not be opened")
+            raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
+        # A storage holds connections: every rank has its own.
+        told[0] = replace(checkpoint, storage=LOCAL), getattr(guarded, "checksums", None)
+
+    ranks.agree(path, None, opened, timeout=timeout)
+    if ranks.size > 1:
+        dist.broadcast_object_list(told)  # all are there
+    checkpoint: Checkpoint = told[0][0]
+    checksums = told[0][1]
+    return replace(checkpoint, storage=storage if checksums is None else GuardedStorage(storage, checksums))
+
+
+def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree) -> None:
+    """Compare what all ranks have read together with the recorded checksums: each rank a share of the files.
+
+    Args:
+        checks: What this rank has read.
+        checkpoint: Where from.
+        agree: Raises on all ranks what was raised on any.
+
+    Raises:
+        ChecksumError: Bytes are not what was saved; on every rank.
+        StorageError: The rest of a record cannot be read; on every rank.
+    """
+    import torch.distributed as dist
+
+    size, own = dist.get_world_size(), dist.get_rank()
+    told: list[Any] = [None] * size
+    dist.all_gather_object(told, checks.take_fragments().tobytes())  # all are there: they have just agreed
+    error: BaseException | None = None
+    try:
+        for data in told:
+            rows = np.frombuffer(data, dtype=FRAGMENT)
+            checks.add(rows[rows["file"] % np.uint64(size) == own])
+        with Sources(source_files(checkpoint), checks) as sources:
+            sources.finish_checks()
+    except CkptError as problem:
+        error = problem
+    agree(error)
+    if error is not None:
+        raise error
+
+
+def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, timeout: float) -> None:
+    """Raise on every rank what was raised on any; the same on all, so that all do the same about it.
+
+    Raises:
+        RankError: A rank was not heard of in time.
+        CkptError: What the first of those that failed raised, and which it was.
+    """
+
+    def look(told: list[Any]) -> None:
+        for rank, one in enumerate(told):
+            if one is not None:
+                kind, where, problem, hint = one
+                raise kinds_of_errors()[kind](where, problem if len(told) == 1 else f"rank {rank}: {problem}", hint)
+
+    try:
+        ranks.agree(path, None if error is None else _told(error), look, timeout=timeout)
+    except CkptError as raised:
+        raise raised from error
+
+
+def _told(error: BaseException) -> tuple[str, str, str, str]:
+    if isinstance(error, CkptError):
+        return type(error).__name__, error.path, error.problem, error.hint
+    return "LayoutError", "loading", f"{type(error).__name__}: {error}", "see the output of that rank"

@@ -1,0 +1,204 @@
+"""Weights straight out of any checkpoint, as a mapping of torch tensors that are read when they are asked for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
+from ckpttool.errors import PlanError
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.streaming import MEMORY
+from ckpttool.execution.virtual_file import PlannedFile
+from ckpttool.formats import open_checkpoint
+from ckpttool.plan import CopyPlan, TargetFile
+from ckpttool.plan.builder import CopyBuilder, Piece
+from ckpttool.targets.weights import select_weights
+from ckpttool.targets.zero.match import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.formats import Source
+    from ckpttool.model import Checkpoint
+    from ckpttool.targets.weights import Weight
+
+
+class Incompatible(NamedTuple):
+    """Names that are on one side only, as torch's own ``load_state_dict`` tells them."""
+
+    missing_keys: list[str]
+    """Of the module."""
+    unexpected_keys: list[str]
+    """Of the checkpoint."""
+
+
+def load_state_dict(
+    src: Source,
+    *,
+    tag: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    check: Check = "read",
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LazyStateDict:
+    """The weights and buffers of any checkpoint, ZeRO of any stage and number of ranks included; none is read yet.
+
+    Args:
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        dtype: Type of the parameters: "fp32", "bf16", "fp16" or one of torch's. Default: fp32, as ``consolidate``
+            writes. Buffers keep their own.
+        device: Where the tensors go; default: host memory.
+        include: Globs: only parameters and buffers whose full name matches one.
+        exclude: Globs: no parameter or buffer whose full name matches one.
+        check: As for ``consolidate``. A record that several tensors share is compared when the last of them is read.
+        trust_names: As for ``inspect``.
+        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+
+    Raises:
+        CkptError: The checkpoint is not sound, nothing matches, or a parameter cannot be cast.
+    """
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+    name = str(dtype or "fp32").removeprefix("torch.")
+    target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
+    if target not in TRAINING_DTYPES.values():
+        raise PlanError(checkpoint.location, f"cannot be read in {name}", "choose fp32, bf16 or fp16")
+    return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude, check=check)
+
+
+class LazyStateDict(Mapping[str, "torch.Tensor"]):
+    """Tensors by name, each read whenever it is asked for. Tied names give one tensor, as long as anybody holds it.
+
+    Args:
+        checkpoint: Where they lie.
+        dtype: Type of the parameters, safetensors' spelling.
+        device: Where the tensors go; None for host memory.
+        include: Globs on full names; empty means all.
+        exclude: Globs on full names.
+        check: Which recorded CRC-32 to compare with what is read.
+
+    Raises:
+        PlanError: Nothing matches, or a parameter cannot be cast.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        device: str | torch.device | None,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        check: Check = "read",
+    ) -> None:
+        chosen = select_weights(
+            checkpoint, source="masters", dtype=dtype, include=include, exclude=exclude, exclude_frozen=False
+        )
+        weights = {w.name: w for w in chosen.weights}
+        self._weights: dict[str, Weight] = {**weights, **{a: weights[n] for a, n in chosen.aliases.items()}}
+        self._tied = {*chosen.aliases.values()}
+        self._held: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        self._checkpoint = checkpoint
+        self._device = device
+        self._builder = CopyBuilder(checkpoint)
+        self._checks = checks_for(self._builder.sources, checkpoint, check)
+        self._sources = Sources(self._builder.sources, self._checks)
+        self._reading = threading.Lock()
+        weakref.finalize(self, self._sources.close)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        tensor = self._held.get(weight.name)
+        if tensor is None:
+            tensor = self._read(weight)
+            if weight.name in self._tied:
+                self._held[weight.name] = tensor
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __repr__(self) -> str:
+        return f"LazyStateDict({self._checkpoint.location!r}, {len(self)} tensors)"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor; nothing is read."""
+        return {name: weight.state.shape for name, weight in self._weights.items()}
+
+    def checks(self) -> ReadReport | None:
+        """What was compared with recorded checksums so far; None if there is to be no check."""
+        return None if self._checks is None else self._checks.report
+
+    def load_into(self, module: torch.nn.Module, *, strict: bool = True) -> Incompatible:
+        """Copy into a module, one tensor after another; nothing is touched before all names and shapes were compared.
+
+        Args:
+            module: Any module that holds whole parameters.
+            strict: Whether both must hold the same names.
+
+        Raises:
+            ChecksumError: What was read is not what was saved; the module holds some of it.
+            PlanError: A shape differs; with ``strict`` a name is missing; a parameter is partitioned or has no memory.
+            StorageError: Reading failed.
+        """
+        where = self._checkpoint.location
+        if not hasattr(module, "named_parameters") or not hasattr(module, "state_dict"):
+            problem = f"cannot be loaded into a {type(module).__name__}"
+            raise PlanError(where, problem, "pass a torch.nn.Module; dict(weights) is a plain dictionary")
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "ds_id"):
+                hint = "use ckpttool.load(engine, ..., weights_only=True)"
+                raise PlanError(where, f"{name} is partitioned by ZeRO-3 in the module", hint)
+        targets = module.state_dict()
+        names = [name for name in targets if name in self._weights]
+        found = Incompatible([n for n in targets if n not in self._weights], [n for n in self if n not in targets])
+        for verb, whose, odd in (
+            ("lacks", "of", found.missing_keys),
+            ("holds", "that are not in", found.unexpected_keys),
+        ):
+            if strict and odd:
+                raise PlanError(
+                    where, f"{verb} {listed(odd)} {whose} the module", "pass strict=False to leave these out"
+                )
+        for name in names:
+            shape, wanted = self._weights[name].state.shape, tuple(targets[name].shape)
+            if shape != wanted:
+                problem = f"{name} has shape {list(shape)} there and {list(wanted)} in the module"
+                raise PlanError(where, problem, "build the module as it was when it was saved")
+            if targets[name].is_meta:
+                raise PlanError(where, f"{name} of the module has no memory", "call module.to_empty(device=...) first")
+        done: set[tuple[int, tuple[int, ...]]] = set()
+        for name in names:
+            place = targets[name].data_ptr(), tuple(targets[name].shape)
+            if place not in done:  # or it is tied
+                targets[name].copy_(self[name])
+            done.add(place)
+        return found
+
+    def _read(self, weight: Weight) -> torch.Tensor:
+        import torch
+
+        dtype = DTYPES[weight.dtype]
+        tensor = torch.empty(weight.state.shape, dtype=getattr(torch, dtype.torch))
+        copies, gathers = self._builder.copies([Piece(weight.state, weight.dtype, 0)])
+        file = TargetFile("tensor", weight.nbytes, (), copies, gathers)
+        plan = CopyPlan(self._builder.sources, self._builder.casts, (file,))
+        if weight.nbytes:
+            with self._reading, PlannedFile(plan, file, self._sources, memory=MEMORY) as planned:
+                planned.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
+                self._sources.finish_checks()
+        self._sources.check_unchanged()
+        return tensor if self._device is None else tensor.to(self._device)

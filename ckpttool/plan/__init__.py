@@ -1,0 +1,241 @@
+"""What is to be written, as data: which bytes go where, and what must hold before the first is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import PlanError
+from ckpttool.model import stored_blocks
+from ckpttool.ranges import exact_cover_problem
+from ckpttool.storage import LOCAL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.checksums import Record
+    from ckpttool.model import State
+    from ckpttool.storage import Storage
+
+COPY = np.dtype(
+    [
+        ("source", "<u4"),  # index into CopyPlan.sources
+        ("start", "<u8"),  # first byte, counted from the start of the source
+        ("numel", "<u8"),  # elements to copy
+        ("target", "<u8"),  # first byte, counted from the start of the target file
+        ("cast", "<u2"),  # index into CopyPlan.casts
+    ]
+)
+"""One row: a run of elements to copy, cast on the way if its pair of types says so."""
+
+PROOF = np.dtype(
+    [
+        ("source", "<u4"),  # where the master lies: index into sources
+        ("start", "<u8"),  # its first byte
+        ("copy_source", "<u4"),  # where the module's copy lies
+        ("copy_start", "<u8"),  # its first byte
+        ("numel", "<u8"),  # elements to compare
+        ("cast", "<u2"),  # index into casts: the master's type, the copy's type
+        ("name", "<u4"),  # index into names
+    ]
+)
+"""One row: a run of elements where the cast of the master must equal the module's copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read from, as it was when the plan was made."""
+
+    path: str
+    """Where it is."""
+    nbytes: int
+    """Its size."""
+    version: str
+    """Differs when the file was written anew; see ``storage.Entry``."""
+    storage: Storage = field(default=LOCAL, repr=False, compare=False)
+    """Where it lies."""
+    records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
+    """Ranges of its bytes with the CRC-32 that was recorded when they were saved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proofs:
+    """Comparisons that show whether the layout is understood: the module's copy is the cast of the master.
+
+    Where it is not, offsets were misread or the checkpoint is a mixture.
+    """
+
+    sources: tuple[SourceFile, ...]
+    """Files to read."""
+    casts: tuple[tuple[str, str], ...]
+    """Pairs of types: the master's, the copy's."""
+    names: tuple[str, ...]
+    """Parameters."""
+    rows: NDArray[np.void]
+    """Rows of PROOF."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read, on both sides."""
+        return _nbytes(self.rows, [itemsize(a) + itemsize(b) for a, b in self.casts])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """A tensor whose elements lie scattered, or must be computed: it is put together in memory, a piece at a time."""
+
+    state: State
+    """Where its elements come from."""
+    dtype: str
+    """What it is written in."""
+    target: int
+    """First byte, counted from the start of the target file."""
+    first: int
+    """First element to write."""
+    numel: int
+    """Elements to write."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as written."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetFile:
+    """One file to write."""
+
+    name: str
+    """Relative to the output directory, with "/" between directories."""
+    nbytes: int
+    """Its size."""
+    literals: tuple[tuple[int, bytes], ...]
+    """(offset, bytes) of headers and the like."""
+    copies: NDArray[np.void]
+    """Rows of COPY."""
+    gathers: tuple[Gather, ...] = ()
+    """What no copy can do."""
+    zeros: tuple[tuple[int, int], ...] = ()
+    """(offset, bytes) of what stays zero: padding."""
+    mode: int = 0o666
+    """Permissions, before the umask."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyPlan:
+    """Files to write, byte for byte.
+
+    Raises:
+        PlanError: A byte of a target would be written twice or never, or a target's name leads out of the directory.
+    """
+
+    sources: tuple[SourceFile, ...]
+    """Files to read."""
+    casts: tuple[tuple[str, str], ...]
+    """Pairs of types in safetensors' spelling; equal types are a plain copy."""
+    files: tuple[TargetFile, ...]
+    """Files to write; the last ones are those that make the rest look whole (an index)."""
+    proofs: Proofs | None = None
+    """What must hold first."""
+
+    def __post_init__(self) -> None:
+        for problem in self.problems():
+            raise problem
+
+    def problems(self) -> Iterator[PlanError]:
+        """Every target that is not filled exactly once."""
+        widths = np.array([itemsize(target) for _, target in self.casts], dtype=np.uint64)
+        for file in self.files:
+            if "\0" in file.name or any(part in {"", ".", ".."} for part in file.name.split("/")):
+                yield PlanError(file.name, "is no plain file name", "this is a bug in ckpttool")
+            starts = [offset for offset, _ in (*file.literals, *file.zeros)] + [g.target for g in file.gathers]
+            lengths = [len(data) for _, data in file.literals] + [nbytes for _, nbytes in file.zeros]
+            lengths += [g.nbytes for g in file.gathers]
+            begin = np.concatenate([np.array(starts, np.uint64), file.copies["target"]])
+            size = np.concatenate([np.array(lengths, np.uint64), file.copies["numel"] * widths[file.copies["cast"]]])
+            gap = exact_cover_problem(begin, size, file.nbytes)
+            if gap is not None:
+                yield PlanError(file.name, f"{gap.kind} at bytes {gap.start} to {gap.end}", "this is a bug in ckpttool")
+
+    def fingerprint(self) -> str:
+        """The same for two plans that write the same bytes from the same files."""
+        import hashlib  # which takes longer to import than most plans take to make
+
+        sha = hashlib.sha256(repr((self.sources, self.casts)).encode())
+        for file in self.files:
+            sha.update(repr((file.name, file.nbytes, file.zeros)).encode())
+            for offset, data in file.literals:
+                sha.update(f"{offset}:{len(data)}".encode())
+                sha.update(data)
+            sha.update(file.copies.tobytes())
+            for gather in file.gathers:
+                sha.update(repr((gather.dtype, gather.target, gather.first, gather.numel)).encode())
+                for state in (gather.state, *gather.state.mean_with):
+                    sha.update(state.extents.tobytes())
+        return sha.hexdigest()
+
+    @property
+    def nbytes_written(self) -> int:
+        """Bytes of all targets."""
+        return sum(f.nbytes for f in self.files)
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes read from the sources, comparisons included."""
+        widths = [itemsize(source) for source, _ in self.casts]
+        copied = sum(_nbytes(file.copies, widths) for file in self.files)
+        for gather in (g for f in self.files for g in f.gathers):
+            copied += gather.numel * itemsize(gather.state.dtype) * (1 + len(gather.state.mean_with))
+        return copied + (self.proofs.nbytes if self.proofs else 0)
+
+
+def ranges_read(plan: CopyPlan, file: TargetFile) -> Iterator[tuple[int, int, int]]:
+    """(source, first byte, byte after the last) of all that a file is made of; ranges may overlap."""
+    widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
+    ends = file.copies["start"] + file.copies["numel"] * widths[file.copies["cast"]]
+    yield from zip(file.copies["source"].tolist(), file.copies["start"].tolist(), ends.tolist(), strict=True)
+    for gather in file.gathers:
+        for state in (gather.state, *gather.state.mean_with):
+            for row in stored_blocks(state.extents, itemsize(state.dtype)):
+                start = int(row["offset"])
+                yield int(row["file"]), start, start + int(row["numel"]) * itemsize(state.dtype)
+
+
+def _nbytes(rows: NDArray[np.void], widths: Sequence[int]) -> int:
+    return int((rows["numel"] * np.array(widths, dtype=np.uint64)[rows["cast"]]).sum()) if rows.size else 0
+
+
+def merge_literals(literals: Iterable[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    """Join (offset, bytes) that go on where others end: fewer writes, for a file may have dozens."""
+    merged: list[tuple[int, list[bytes]]] = []
+    end = -1
+    for offset, data in sorted(literals):
+        if offset == end:
+            merged[-1][1].append(data)
+        else:
+            merged.append((offset, [data]))
+        end = offset + len(data)
+    return tuple((offset, b"".join(parts)) for offset, parts in merged)
+
+
+def merge_copies(rows: NDArray[np.void], casts: Sequence[tuple[str, str]]) -> NDArray[np.void]:
+    """Join rows that go on where the row before ends, on both sides: fewer, longer copies."""
+    if len(rows) < 2:
+        return rows
+    source_width = np.array([itemsize(a) for a, _ in casts], dtype=np.uint64)[rows["cast"]]
+    target_width = np.array([itemsize(b) for _, b in casts], dtype=np.uint64)[rows["cast"]]
+    goes_on = (
+        (rows["source"][1:] == rows["source"][:-1])
+        & (rows["cast"][1:] == rows["cast"][:-1])
+        & (rows["start"][1:] == (rows["start"] + rows["numel"] * source_width)[:-1])
+        & (rows["target"][1:] == (rows["target"] + rows["numel"] * target_width)[:-1])
+    )
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    merged: NDArray[np.void] = rows[first].copy()
+    merged["numel"] = np.add.reduceat(rows["numel"], first)
+    return merged

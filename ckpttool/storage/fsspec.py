@@ -1,0 +1,609 @@
+"""Any storage that fsspec reaches, read by ranges.
+
+What costs here is not bytes but round trips: directories are listed once and remembered, a listing tells size and
+version of every file in it, and where several ranges are wanted they are asked for at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import posixpath
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckpttool.errors import StorageError
+from ckpttool.messages import without_secrets
+from ckpttool.ranges import coalesced
+from ckpttool.storage.base import NO_NAMES, OF_OPENING, WAIT, Entry, check_text, decode_text
+from ckpttool.storage.error_texts import ExistsError
+from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
+from ckpttool.storage.retry import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
+from ckpttool.storage.urls import is_chain, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from ckpttool.ranges import ByteRange
+
+CONNECTIONS = 32
+"""Requests in flight at once, for one storage."""
+AHEAD_BYTES = 1 << 16
+"""What is read at either end of a file whose structure is looked at. torch's directory of hundreds of records fits."""
+PART_BYTES = 8 << 20
+"""What a file is written in at a time, where it fits into MAX_PARTS of these."""
+MAX_PARTS = 50_000
+"""Parts of a file in a container of Azure."""
+PART_UNIT = 1 << 18
+"""What the size of Google's parts is a multiple of."""
+FAR_APART = 8
+"""Directories, none within another, that are listed one by one; more of them are listed with all that lies between."""
+EXTRAS = {
+    "s3": "ckpttool[s3]", "s3a": "ckpttool[s3]", "gs": "ckpttool[gcs]", "gcs": "ckpttool[gcs]",
+    "az": "ckpttool[azure]", "abfs": "ckpttool[azure]", "abfss": "ckpttool[azure]", "hf": "huggingface_hub",
+    "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+"""What to install for a scheme."""
+
+
+def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
+    """The storage of a URL.
+
+    Raises:
+        StorageError: There is no such scheme, or what it needs is not installed.
+    """
+    scheme = scheme_of(url)
+    if is_chain(url):
+        raise StorageError(url, "is a chain of URLs, which ckpttool does not read", "pass the last of them alone")
+    try:
+        import fsspec
+        from fsspec.core import split_protocol  # noqa: F401  part of what is installed, or not
+    except ImportError:
+        raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
+    kind: type[RemoteStorage] = RemoteStorage
+    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
+    try:
+        if scheme in {"s3", "s3a"}:
+            from ckpttool.storage.s3 import S3Storage, with_defaults
+
+            kind, given = S3Storage, with_defaults(given)
+        cls = fsspec.get_filesystem_class(scheme)
+        from_url = cls._get_kwargs_from_urls(url)
+        fs = cls(**{**{k: v for k, v in from_url.items() if k not in {"path", "fo"}}, **given})
+    except ImportError:
+        raise _not_installed(url, EXTRAS.get(scheme, f"what fsspec needs for {scheme}://")) from None
+    except ValueError as error:
+        if "not known" in str(error):
+            raise StorageError(
+                without_secrets(url), f"{scheme}:// is no storage that is known", "check the URL"
+            ) from None
+        if "credential" in str(error):  # adlfs asks for them at once
+            raise StorageError(without_secrets(url), *NO_CREDENTIALS) from error
+        raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
+    except (TypeError, OSError) as error:
+        raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
+    return kind(fs)
+
+
+def _not_installed(url: str, package: str) -> StorageError:
+    return StorageError(without_secrets(url), f"needs {package}", f"pip install '{package}'")
+
+
+class RemoteStorage:
+    """A storage behind an fsspec file system. Threads may share it.
+
+    Args:
+        fs: The file system, without a cache of its own.
+    """
+
+    distant = True
+    reads_versions = False
+    parts_from_anywhere = False
+    """Whether several processes can write parts of one file, in any order."""
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+        self._listed: dict[str, list[Entry]] = {}
+        self._single: dict[str, Entry] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For other processes: with what the file system was made with, and nothing that was listed.
+        return type(self), (self.fs,)
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    def listing(self, path: str) -> list[Entry]:
+        """The names in a directory, sorted.
+
+        Raises:
+            StorageError: There is no such directory, or it cannot be read.
+        """
+        key = self.key(path)
+        found = self._listed.get(key)
+        return self._remember(path, key, call(path, partial(self.look, key))) if found is None else found
+
+    def look(self, key: str) -> list[dict[str, Any]]:
+        """What fsspec tells of all that lies in a directory, or of the file that lies there instead."""
+        infos: list[dict[str, Any]] = self.fs.ls(key, detail=True)
+        return infos
+
+    def _remember(self, path: str, key: str, infos: Iterable[Mapping[str, Any]]) -> list[Entry]:
+        infos = [info for info in infos if not str(info["name"]).endswith("/") or info["type"] == "directory"]
+        if len(infos) == 1 and name_of(infos[0]) == key.rstrip("/") and infos[0]["type"] != "directory":
+            self._single[key] = entry_of(infos[0])
+            raise StorageError(path, "is not a directory", "pass a checkpoint's directory")
+        entries = [entry_of(info) for info in infos if name_of(info) != key.rstrip("/")]
+        found = self._listed[key] = in_order(e for e in entries if e.name not in NO_NAMES)
+        return found
+
+    def list_tree(self, path: str) -> None:
+        """List a directory and all below it with few requests, and remember them."""
+        root = self.key(path).rstrip("/")
+        infos = call(path, partial(self.fs.find, root, detail=True))
+        self._listed |= tree_of(root, infos.values())
+
+    def is_dir(self, path: str) -> bool:
+        """Whether the path is a directory that can be looked at."""
+        known, entry = self._lookup(path)
+        if known:
+            return entry is not None and entry.is_dir
+        try:
+            return bool(self.listing(path))
+        except StorageError as error:
+            if error.problem == MISSING:
+                self._listed[self.key(path).rstrip("/")] = []  # nothing is there: not to be asked again
+                return False
+            if self.key(path) in self._single:
+                return False
+            raise
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything at the path."""
+        known, entry = self._lookup(path)
+        return entry is not None if known else self.is_dir(path) or self.is_file(path)
+
+    def is_file(self, path: str) -> bool:
+        """Whether a file is at a path that was found to be no directory."""
+        return self.key(path) in self._single
+
+    def refresh(self, paths: Sequence[str]) -> None:
+        """Forget what was listed where these files lie, and list it anew with few requests; without any, forget all."""
+        if not paths:
+            self.forget()
+        directories = {posixpath.dirname(self.key(path)): posixpath.dirname(path) for path in paths}
+        # Those with others below them are listed with all that is there; between two that lie far apart may lie much.
+        tops = _tops(directories)
+        if len(tops) > FAR_APART and (shared := posixpath.commonpath(list(tops))).strip("/"):
+            tops = {shared: True}
+        for known in (self._listed, self._single):
+            for key in [k for k in known if any(not top or k == top or k.startswith(f"{top}/") for top in tops)]:
+                del known[key]
+        calls: list[partial[Any]] = []
+        for key, deep in tops.items():
+            path = directories.get(key) or key
+            calls.append(partial(self.list_tree, path) if deep else partial(self.listing, path))
+        self.at_once(calls)
+
+    def entry(self, path: str) -> Entry:
+        """What is known of a file.
+
+        Raises:
+            StorageError: It is missing, or is a directory.
+        """
+        known, found = self._lookup(path)
+        if not known:
+            key = self.key(path)
+            found = self._single[key] = entry_of(call(path, partial(self.fs.info, key)))
+        if found is None:
+            raise StorageError(path, MISSING, "check the path")
+        if found.is_dir:  # an object may have the name of a directory
+            above, name = posixpath.split(self.key(path).rstrip("/"))
+            files = (e for e in self._listed.get(above, ()) if e.name == name and not e.is_dir)
+            found = next(files, found)
+        if found.is_dir:
+            raise StorageError(path, "is not a regular file", "remove it or choose another checkpoint")
+        return found
+
+    def _lookup(self, path: str) -> tuple[bool, Entry | None]:
+        """Whether listings tell what is at a path, and what they tell."""
+        key = self.key(path).rstrip("/")
+        listed = self._listed.get(key)
+        if listed is not None:
+            return True, Entry(posixpath.basename(key), is_dir=True, nbytes=0) if listed else None
+        single = self._single.get(key)
+        if single is not None:
+            return True, single
+        beside = self._listed.get(posixpath.dirname(key))
+        if beside is None:
+            return False, None
+        return True, next((e for e in beside if e.name == posixpath.basename(key)), None)
+
+    def key(self, path: str) -> str:
+        """What the file system calls a path."""
+        scheme = scheme_of(path)
+        return str(self.fs._strip_protocol(scheme + path[len(scheme) :]))
+
+    def is_same(self, other: object) -> bool:
+        """Whether one path means the same here and there."""
+        return isinstance(other, RemoteStorage) and type(self.fs) is type(other.fs)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def open(self, path: str, *, ahead: bool = False) -> RemoteReader:
+        """Open a file for reading ranges; no request where its directory was listed.
+
+        Raises:
+            StorageError: It is missing, not a file, or not permitted.
+        """
+        entry = self.entry(path)
+        return RemoteReader(self, path, entry, ahead=ahead)
+
+    def read_text(self, path: str) -> str:
+        """The content of a small text file.
+
+        Raises:
+            StorageError: It cannot be read, is larger than 1 MiB or is not text.
+        """
+        with self.open(path) as reader:
+            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
+
+    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
+        """The bytes [start, end) of a file; one request."""
+        return bytes(self.fs.cat_file(self.key(path), start=start, end=end))
+
+    def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
+        """The bytes [start, end) of each reader, which is one of this storage's; many at once."""
+        return self.at_once([partial(reader.fetch, start, end) for reader, start, end in wanted])
+
+    def at_once(self, calls: Sequence[partial[Any]]) -> list[Any]:
+        """Make calls, each of one request, at the same time; their results in order."""
+        if len(calls) <= 1:
+            return [one() for one in calls]
+        futures = [self._requests.submit(c) for c in calls]
+        try:
+            return [f.result() for f in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            # What has begun may still change the store: nobody is to clean up before it has ended.
+            wait(futures)
+
+    @property
+    def _requests(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ckpttool-requests")
+            return self._pool
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file whole.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        try:
+            call(path, partial(self.fs.pipe_file, self.key(path), data))
+        except StorageError as error:
+            if error.problem != MISSING:
+                raise
+            problem = "cannot be written: what it is to lie in does not exist"
+            raise StorageError(path, problem, "create the bucket or directory first, or check the name") from error
+        self.forget()
+
+    def put_new(self, path: str, data: bytes, *, over: str | None = None) -> bool:
+        """Write a small file where there is none, or over a known one; whether it was.
+
+        Args:
+            path: The file.
+            data: Its bytes, which nobody else would write.
+            over: Version of the file that it is to replace; None: there is to be none.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self.forget()  # fsspec has no conditional writes: this only makes a collision unlikely
+        there = self.entry(path).version if self.exists(path) else None
+        if there != over:
+            return False
+        self.put(path, data)
+        return True
+
+    def create(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> Upload:
+        """Begin to write a file that is too large to write in one go; over none that is there, if it is to be new.
+
+        Raises:
+            ExistsError: It is to be new, and there is one.
+            StorageError: It cannot be begun.
+        """
+        self.forget()
+        if new and self.exists(path):
+            raise ExistsError(path, "is there already", "see who else writes there")
+        return StreamUpload(self, path, self.part_bytes(nbytes))
+
+    def part_bytes(self, nbytes: int) -> int:
+        """How large the parts are that a file of this size is written in."""
+        if nbytes <= MAX_PARTS * PART_BYTES:
+            return PART_BYTES
+        return -(-nbytes // MAX_PARTS // PART_UNIT) * PART_UNIT
+
+    def object_name(self, path: str) -> str:
+        """What ``uploads`` calls a file."""
+        return self.key(path)
+
+    def uploads(self, path: str) -> dict[str, str]:
+        """Uploads below a path that can be gone on with."""
+        return {}
+
+    def abort_uploads(self, path: str, names: Iterable[str]) -> None:
+        """Give up what killed runs have left of uploads of these files below a path; most stores do so themselves."""
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Remove files; those that are not there are none of its business.
+
+        Raises:
+            StorageError: One cannot be removed.
+        """
+        self.at_once([partial(self._delete, path) for path in paths])
+        self.forget()
+
+    def _delete(self, path: str) -> None:
+        try:
+            call(path, partial(self.fs.rm_file, self.key(path)))
+        except StorageError as error:
+            if error.problem != MISSING:
+                raise
+
+    def forget(self) -> None:
+        """Remember no listing: something was written."""
+        self._listed.clear()
+        self._single.clear()
+
+
+class RemoteReader:
+    """A file of which ranges are read. Threads may share it.
+
+    Args:
+        storage: Where it lies.
+        path: Its URL.
+        entry: What its directory says of it.
+        ahead: Read more than is asked for at both ends, and keep it.
+    """
+
+    distant = True
+
+    def __init__(self, storage: RemoteStorage, path: str, entry: Entry, *, ahead: bool) -> None:
+        self.storage = storage
+        self.path = path
+        self.nbytes = entry.nbytes
+        self.version = entry.version
+        self._ahead = ahead
+        self._kept: list[tuple[int, bytes]] = []
+
+    def __enter__(self) -> RemoteReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end).
+
+        Raises:
+            StorageError: The file ends before ``end``, was written anew, or the store keeps failing.
+        """
+        return bytes(self.fetch(start, end))
+
+    def fetch(self, start: int, end: int) -> bytes | memoryview:
+        """As ``read``, but the bytes may lie where they came to: to copy them takes longer than all else about them."""
+        if start >= end:
+            return b""
+        if end > self.nbytes:
+            raise StorageError(self.path, f"ended at byte {self.nbytes} while it was being read", WAIT)
+        if (kept := self._find(start, end)) is not None:
+            return kept
+        first, last = self._widened(start, end) if self._ahead else (start, end)
+        data = call(self.path, partial(self._get, first, last))
+        if self._ahead:
+            self._keep(first, bytes(data))
+        return data[start - first : end - first] if (first, last) != (start, end) else data
+
+    def _find(self, start: int, end: int) -> bytes | None:
+        for at, data in self._kept[max(0, bisect.bisect_right(self._kept, start, key=itemgetter(0)) - 2) :]:
+            if at > start:
+                break
+            if end <= at + len(data):
+                return data[start - at : end - at]
+        return None
+
+    def _keep(self, start: int, data: bytes) -> None:
+        bisect.insort(self._kept, (start, data), key=itemgetter(0))
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Read ranges at once, and keep them until the file is closed."""
+        wanted = coalesced(ranges, gap=AHEAD_BYTES)
+        for where, data in zip(wanted, self.read_many(wanted), strict=True):
+            self._keep(where.start, data)
+
+    def _widened(self, start: int, end: int) -> tuple[int, int]:
+        if self.nbytes <= 2 * AHEAD_BYTES:
+            return 0, self.nbytes
+        if end <= AHEAD_BYTES:
+            return 0, AHEAD_BYTES
+        if start >= self.nbytes - AHEAD_BYTES:
+            return self.nbytes - AHEAD_BYTES, self.nbytes
+        return start, end
+
+    def _get(self, start: int, end: int) -> bytes | memoryview:
+        data = self.storage.get(self.path, start, end, self.version)
+        if len(data) != end - start:
+            raise ShortReadError(f"{len(data):,} bytes instead of {end - start:,}")
+        return data
+
+    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of each range, in order; asked for at once."""
+        return [bytes(data) for data in self.storage.read_all([(self, r.start, r.end) for r in ranges])]
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on.
+
+        Raises:
+            StorageError: The file ends too early, was written anew, or the store keeps failing.
+        """
+        buffer[:] = self.fetch(start, start + len(buffer))
+
+    def check_unchanged(self) -> None:
+        """Make sure that the file is still the one that was opened.
+
+        Raises:
+            StorageError: Its size or version changed since, as far as the storage's listing tells.
+        """
+        entry = self.storage.entry(self.path)
+        if (entry.nbytes, entry.version) != (self.nbytes, self.version):
+            raise StorageError(self.path, "changed while it was being read", WAIT)
+
+    def close(self) -> None:
+        """Forget what was read ahead."""
+        self._kept.clear()
+
+
+class Upload(Protocol):
+    """A file that is being written in parts. Threads may share it."""
+
+    path: str
+    """Its URL."""
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Whether the part that begins at a byte is there already."""
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Write the part that begins at a byte.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+    def give_up(self, error: BaseException) -> None:
+        """A part will never come, and why: let nobody wait for it."""
+
+    def sender(self) -> Any:
+        """What other processes write parts with; see ``transfer.Sender``.
+
+        Raises:
+            StorageError: This process alone can write the file.
+        """
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        """Another process has written a part, and got this for it."""
+
+    def commit(self) -> None:
+        """Let the file be seen."""
+
+    def discard(self) -> None:
+        """Give it up, and leave nothing of it."""
+
+
+class StreamUpload:
+    """A file that is written from its first byte to its last, as every fsspec file system can.
+
+    Args:
+        storage: Where.
+        path: Its URL.
+        part_bytes: How much is written at a time.
+    """
+
+    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
+        self._storage = storage
+        self.path = path
+        self._turn = threading.Condition()
+        self._at = 0
+        self._failed: BaseException | None = None
+        self._before = self._there()
+        # As large as what is written at a time: more would be held back for nothing, tens of MB by some.
+        options = {"block_size": part_bytes, "autocommit": False}
+        self._file = call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """No: such an upload cannot be gone on with."""
+        return False
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Write the part that begins at a byte, when all before it are written.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: self._failed is not None or self._at == start)
+            if self._failed is not None:
+                raise self._failed  # what the others are told as well, so that it does not matter whose error is seen
+            try:
+                self._file.write(data)  # not again if it fails: part of it may be on its way
+            except Exception as error:
+                problem = f"could not be written: {type(error).__name__}"
+                self._failed = explain(self.path, error) or StorageError(self.path, problem, "try again")
+                raise self._failed from error
+            finally:
+                self._at = start + len(data)
+                self._turn.notify_all()
+
+    def commit(self) -> None:
+        """Let the file be seen."""
+        self._file.close()
+        # A file system that writes at once to the real place has nothing to commit.
+        if hasattr(self._file, "commit"):
+            self._file.commit()
+        self._storage.forget()
+
+    def discard(self) -> None:
+        """Give it up."""
+        self.give_up(StorageError(self.path, "was given up", "try again"))
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        with contextlib.suppress(AttributeError):
+            self._file.closed = True  # or it would be written when it is collected
+        self._storage.forget()
+        # What is there may be what was there before: only some storages write at once to the real place.
+        if self._before is None or self._there() != self._before:
+            self._storage.delete([self.path])
+
+    def _there(self) -> Entry | None:
+        return self._storage.entry(self.path) if self._storage.exists(self.path) else None
+
+    def sender(self) -> Any:
+        """Nothing: who writes from the first byte to the last is one process.
+
+        Raises:
+            StorageError: Always.
+        """
+        raise StorageError(self.path, "can be written by one process alone", "write it to S3, or to local disk")
+
+    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+        """Never called: there is no sender."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Let nobody wait for a part that will never come."""
+        with self._turn:
+            self._failed = self._failed or error
+            self._turn.notify_all()
+
+
+def _tops(directories: Iterable[str]) -> dict[str, bool]:
+    """The directories that lie in none of the others, and whether others lie in them."""
+    tops: dict[str, bool] = {}
+    for key in sorted(directories, key=lambda d: d.split("/")):
+        top = next(reversed(tops), None)
+        if top is not None and (not top or key.startswith(f"{top}/")):
+            tops[top] = True
+        else:
+            tops[key] = False
+    return tops

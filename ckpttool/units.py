@@ -1,0 +1,64 @@
+"""Sizes and spans of time as people write and read them, and how far long work has come."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "512MiB" or "1000".
+
+    Raises:
+        ValueError: It is no size above 0.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-z]*)\s*", text.lower())
+    nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if nbytes < 1:
+        raise ValueError(f"{text!r} is no size: write 5GB, 512MiB or a number of bytes")
+    return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for a person: "1.2 GB" (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} PB"
+
+
+def format_age(seconds: float) -> str:
+    """A span of time for a person: "3 h", in the largest unit that it has two of."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), never from two threads at once."""
+Advance = Callable[[int], None]
+"""Called with the number of bytes done since the last call, from any thread."""
+
+
+class Meter:
+    """Adds up what threads have done and passes it on."""
+
+    def __init__(self, total: int, callback: Progress | None) -> None:
+        self.total = total
+        self.done = 0
+        self._callback = callback
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        """Count bytes done since the last call."""
+        with self._lock:
+            self.done += nbytes
+            if self._callback is not None:
+                self._callback(self.done, self.total)
