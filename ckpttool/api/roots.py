@@ -61,7 +61,7 @@ def prune(
     """
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Rules, decide
-    from ckpttool.storage import remove_directory
+    from ckpttool.storage import open_storage
 
     rules = Rules(keep_last, keep_every, keep_best)
     found = catalog(os.fspath(root), options=storage_options)
@@ -69,10 +69,11 @@ def prune(
         raise LayoutError(found.root, found.problems[0], "mend or remove that file first: what it means must not go")
     decisions = decide(found.entries, rules, root=found.root)
     gone: list[str] = []
+    storage = open_storage(os.fspath(root), storage_options)
     for decision in decisions if not dry_run else ():
         if not decision.keep:
             try:
-                remove_directory(decision.entry.path, storage_options)
+                storage.remove_tree(decision.entry.path)
             except StorageError as error:
                 before = f" (removed before it: {', '.join(gone)})" if gone else ""
                 problem = f"cannot be removed whole: {error.problem}{before}"

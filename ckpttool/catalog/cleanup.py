@@ -7,6 +7,7 @@ import math
 import posixpath
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.entries import committed
@@ -20,43 +21,45 @@ from ckpttool.storage import MARK, is_half_removed, is_linked, walk
 
 if TYPE_CHECKING:
     from ckpttool.catalog.retention import Rules
-    from ckpttool.storage.base import WritableStorage
+    from ckpttool.storage import WritableStorage
 
 LOG = logging.getLogger("ckpttool")
 SCRATCH = ".ckpttool-scratch-"
 """Begins the name of a directory for what a framework copies by itself."""
 
 
-def tidy(place: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
+def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
     """Remove what no rule keeps, and left-overs; what cannot be removed is told to the log, and tried again next time.
 
     Args:
-        place: Where.
+        storage: Where.
         root: The directory of all checkpoints.
         rules: What to keep; None for all.
         grace: Seconds that a left-over must be old, by the newest of its files.
     """
     try:
-        doomed = left_over(place, root, grace=grace)
+        doomed = left_over(storage, root, grace=grace)
         if rules is not None:
-            doomed += _not_kept(place, root, rules)
-        whole = [d for d in commits(place.storage, root) if not is_linked(place.storage, root, d)]
+            doomed += _not_kept(storage, root, rules)
+        whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
         marks = (posixpath.join(directory, MARK) for directory in whole)
-        marks_left = [mark for mark in marks if place.storage.exists(mark)]
-        marks_left += _partial_files(place, root, grace=grace)
+        marks_left = [mark for mark in marks if storage.exists(mark)]
+        marks_left += _partial_files(storage, root, grace=grace)
     except CkptError as error:
         LOG.warning("old checkpoints were not looked at: %s", error)
         return
-    for remove, path in [(place.remove, d) for d in dict.fromkeys(doomed)] + [(place.delete, m) for m in marks_left]:
+    removals = [partial(storage.remove_tree, path) for path in dict.fromkeys(doomed)]
+    removals += [partial(storage.delete, [path]) for path in marks_left]
+    for remove, path in zip(removals, [*dict.fromkeys(doomed), *marks_left], strict=True):
         try:
-            remove(path)
+            remove()
             LOG.info("removed %s", printable(path))
         except CkptError as error:
             LOG.warning("could not remove what is not needed any more: %s", error)
 
 
-def _not_kept(place: WritableStorage, root: str, rules: Rules) -> list[str]:
-    entries = committed(place.storage, root)
+def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
+    entries = committed(storage, root)
     if rules.best is not None:
         metric = parse_best(rules.best)[0]
         if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
@@ -69,20 +72,19 @@ def _not_kept(place: WritableStorage, root: str, rules: Rules) -> list[str]:
         return []
     try:
         for path in dict.fromkeys([newest.path, *(e.path for e in entries if e.latest)]):
-            open_whole(place.storage, path)
+            open_whole(storage, path)
     except CkptError as error:
         LOG.warning("no checkpoint was removed, for the newest one cannot be read: %s", error)
         return []
     return doomed
 
 
-def left_over(place: WritableStorage, root: str, *, grace: float) -> list[str]:
+def left_over(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
     """Directories that killed saves and removals have left."""
-    storage = place.storage
     found = []
     here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
     for directory in dict.fromkeys([*here, *directories(storage, root)]):
-        if not _is_left_over(place, directory):
+        if not _is_left_over(storage, directory):
             continue
         if is_linked(storage, root, directory):
             LOG.warning("%s is reached through a link: it is left as it is", printable(directory))
@@ -98,15 +100,14 @@ def is_old(modified: float, grace: float) -> bool:
     return abs(time.time() - modified) >= grace
 
 
-def _partial_files(place: WritableStorage, root: str, *, grace: float) -> list[str]:
+def _partial_files(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
     """Small files that were being written into a root when a process was killed."""
-    entries = place.storage.listing(root) if place.storage.is_dir(root) else []
+    entries = storage.listing(root) if storage.is_dir(root) else []
     found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
     return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
 
 
-def _is_left_over(place: WritableStorage, directory: str) -> bool:
-    storage = place.storage
+def _is_left_over(storage: WritableStorage, directory: str) -> bool:
     if posixpath.basename(directory).startswith(SCRATCH) or is_half_removed(storage, directory):
         return True
     if directory.endswith(REPLACED):

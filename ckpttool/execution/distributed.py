@@ -20,7 +20,7 @@ from ckpttool.execution.assemble import Windows
 from ckpttool.execution.check_copies import failed_proofs
 from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.streaming import Budget, LocalSender
+from ckpttool.execution.streaming import Budget, LocalPartWriter
 from ckpttool.plan import CopyPlan, ranges_read
 from ckpttool.plan.split import Cutter
 from ckpttool.storage import write_at
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.streaming import Output, Place, Sender, Target
+    from ckpttool.execution.streaming import Output, Place, Target
     from ckpttool.plan import SourceFile, TargetFile
-    from ckpttool.storage import Reader
+    from ckpttool.storage import PartWriter, Reader
     from ckpttool.units import Advance
 
 TASK_BYTES = 64 << 20
@@ -71,7 +71,7 @@ class Work:
 class Piece:
     """Bytes of one file that belong to a task."""
 
-    sender: Sender
+    writer: PartWriter
     """Where they go."""
     part: TargetFile
     """Where they come from."""
@@ -100,7 +100,7 @@ class Done:
 
     number: int
     """Of the task."""
-    receipts: tuple[tuple[Any, ...], ...]
+    results: tuple[tuple[Any, ...], ...]
     """For each window of each piece, what its sender returned."""
     overflowed: int
     """Finite elements that became infinite in a narrower type."""
@@ -166,17 +166,17 @@ def run(
             given[number] = Task(number, tuple(piece for _, piece in found))
             yield given[number]
 
-    with contextlib.closing(workers.run(work, tasks())) as results:
-        for done in results:
+    with contextlib.closing(workers.run(work, tasks())) as finished:
+        for done in finished:
             overflowed += done.overflowed
             opened |= done.opened
             if checks is not None and done.fragments is not None:
                 checks.add(done.fragments)
                 checks.note_files(done.opened)
             pieces = given.pop(done.number).pieces
-            for target, piece, receipts in zip(begun.pop(done.number), pieces, done.receipts, strict=True):
-                for (start, end), receipt in zip(piece.windows, receipts, strict=True):
-                    target.accept(start, end - start, receipt)
+            for target, piece, results in zip(begun.pop(done.number), pieces, done.results, strict=True):
+                for (start, end), result in zip(piece.windows, results, strict=True):
+                    target.accept(start, end - start, result)
                     advance(end - start)
     with Sources(plan.sources, checks) as sources:
         sources.check_as_planned(sorted(opened))
@@ -214,12 +214,12 @@ def _pieces(
             continue
         skipped = False
         target, cutter = output.begin(file), Cutter(plan.casts, file)
-        sender, size = target.sender(), target.window_bytes
+        writer, size = target.part_writer(), target.part_bytes
         step = task_bytes if work.copies else -(-task_bytes // size) * size
         for start in range(0, max(file.nbytes, 1), step):
             end = min(start + step, file.nbytes)
             if work.copies:
-                yield target, Piece(sender, cutter.beginning(start, end), ((start, end),))
+                yield target, Piece(writer, cutter.beginning(start, end), ((start, end),))
                 continue
             windows = []
             for low in range(start, max(end, 1), size):
@@ -230,7 +230,7 @@ def _pieces(
                 else:
                     windows.append((low, high))
             if windows:
-                yield target, Piece(sender, cutter.touching(windows[0][0], windows[-1][1]), tuple(windows))
+                yield target, Piece(writer, cutter.touching(windows[0][0], windows[-1][1]), tuple(windows))
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 
@@ -255,14 +255,14 @@ def do(work: Work, task: Task, *, node: str = "") -> Done:
     plan = CopyPlan(work.sources, work.casts, ())
     checks = ReadChecks(work.sources) if work.checked else None
     with _at(work.directory, node), _SourcesOf(work.sources, node, checks) as sources:
-        receipts: tuple[tuple[Any, ...], ...]
+        results: tuple[tuple[Any, ...], ...]
         if work.copies:
             overflowed = sum(_copy(plan, piece, sources, work.jobs or 1) for piece in task.pieces)
-            receipts = tuple((None,) * len(piece.windows) for piece in task.pieces)
+            results = tuple((None,) * len(piece.windows) for piece in task.pieces)
         else:
-            overflowed, receipts = _assemble(plan, task, sources, work)
+            overflowed, results = _assemble(plan, task, sources, work)
         fragments = None if checks is None else checks.take_fragments()
-        return Done(task.number, receipts, overflowed, frozenset(sources.opened), fragments)
+        return Done(task.number, results, overflowed, frozenset(sources.opened), fragments)
 
 
 def _check_place(place: Place, node: str) -> None:
@@ -313,10 +313,10 @@ class _SourcesOf(Sources):
 
 def _copy(plan: CopyPlan, piece: Piece, sources: Sources, jobs: int) -> int:
     """Between local files: nothing is brought together in memory."""
-    if not isinstance(piece.sender, LocalSender):
+    if not isinstance(piece.writer, LocalPartWriter):
         raise TypeError(f"{piece.part.name} is no local file")
-    path = piece.sender.path
-    with piece.sender.opened() as fd:
+    path = piece.writer.path
+    with piece.writer.opened() as fd:
         for offset, data in piece.part.literals:
             write_at(fd, data, offset, path)
         return local.fill(plan, piece.part, sources, fd, path, jobs=jobs, advance=lambda _: None)
@@ -324,26 +324,32 @@ def _copy(plan: CopyPlan, piece: Piece, sources: Sources, jobs: int) -> int:
 
 def _assemble(plan: CopyPlan, task: Task, sources: Sources, work: Work) -> tuple[int, tuple[tuple[Any, ...], ...]]:
     budget = Budget(work.memory)
-    receipts: list[list[Any]] = [[None] * len(piece.windows) for piece in task.pieces]
+    results: list[list[Any]] = [[None] * len(piece.windows) for piece in task.pieces]
 
     def calls() -> Iterator[Callable[[], int]]:
-        for piece, into in zip(task.pieces, receipts, strict=True):
+        for piece, into in zip(task.pieces, results, strict=True):
             windows = Windows(plan, piece.part, sources)
             for number, (start, end) in enumerate(piece.windows):
                 give_back = partial(budget.give_back, budget.take(windows.cost(end - start)))
-                yield partial(_write, windows, piece.sender, start, end, give_back, into, number)
+                yield partial(_write, windows, piece.writer, start, end, give_back, into, number)
 
-    with contextlib.closing(in_threads(calls(), work.jobs or default_jobs(distant=True))) as results:
-        overflowed = sum(results)
-    return overflowed, tuple(tuple(row) for row in receipts)
+    with contextlib.closing(in_threads(calls(), work.jobs or default_jobs(distant=True))) as counts:
+        overflowed = sum(counts)
+    return overflowed, tuple(tuple(row) for row in results)
 
 
 def _write(
-    windows: Windows, sender: Sender, start: int, end: int, give_back: Callable[[], None], into: list[Any], number: int
+    windows: Windows,
+    writer: PartWriter,
+    start: int,
+    end: int,
+    give_back: Callable[[], None],
+    into: list[Any],
+    number: int,
 ) -> int:
     try:
         data, overflowed = windows.assemble(start, end)
-        into[number] = sender.write(start, data)
+        into[number] = writer.write(start, data)
     finally:
         give_back()
     return overflowed

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from ckpttool.execution.output.staging import Journal
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import CopyPlan, Proofs, TargetFile
+    from ckpttool.storage import PartWriter
     from ckpttool.storage.safe_files import Directory
     from ckpttool.units import Advance
 
 MEMORY = 256 << 20
 """Bytes that windows in flight take together, unless another number is asked for."""
-LOCAL_WINDOW_BYTES = 4 << 20
+LOCAL_PART_BYTES = 4 << 20
 """What is fetched at once for a file on local disk."""
 
 
@@ -49,24 +50,10 @@ def memory_bytes(memory: int | str | None) -> int:
     return MEMORY if memory is None else parse_size(str(memory))
 
 
-class Sender(Protocol):
-    """Writes windows of a file from another process, perhaps on another node; it can be pickled."""
-
-    def write(self, start: int, data: memoryview) -> Any:
-        """Write the window that begins at a byte; to do so twice does no harm.
-
-        Returns:
-            What ``Target.accept`` is to be told of it.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
-
-
 class Target(Protocol):
     """One file that is being written. Threads may share it."""
 
-    window_bytes: int
+    part_bytes: int
     """Size of every window but the last; a multiple of 64, so that no element is cut."""
 
     def open(self) -> None:
@@ -86,17 +73,17 @@ class Target(Protocol):
             StorageError: It cannot be written.
         """
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """A window will never come, and why: let nobody wait for it."""
 
-    def sender(self) -> Sender:
+    def part_writer(self) -> PartWriter:
         """What other processes write windows with; all of them from now on.
 
         Raises:
             StorageError: One process alone can write the file.
         """
 
-    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
         """Another process has written a window, and got this for it.
 
         Raises:
@@ -222,8 +209,8 @@ def _tasks(
         target, windows = output.begin(file), Windows(plan, file, sources)
         yield partial(_open, target)
         skipped = False
-        for start in range(0, max(file.nbytes, 1), target.window_bytes):
-            end = min(start + target.window_bytes, file.nbytes)
+        for start in range(0, max(file.nbytes, 1), target.part_bytes):
+            end = min(start + target.part_bytes, file.nbytes)
             if target.has(start, end - start):
                 advance(end - start)
                 skipped = True
@@ -254,7 +241,7 @@ def _one(
         data, overflowed = windows.assemble(start, end)
         target.write(start, data)
     except BaseException as error:
-        target.give_up(error)
+        target.fail(error)
         raise
     finally:
         give_back()
@@ -313,7 +300,7 @@ class DirectoryOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSender:
+class LocalPartWriter:
     """Writes into a file that is there already, and as large as it will be."""
 
     directory: str
@@ -354,7 +341,7 @@ class LocalSender:
 
 
 class _LocalTarget:
-    window_bytes = LOCAL_WINDOW_BYTES
+    part_bytes = LOCAL_PART_BYTES
 
     def __init__(self, directory: Directory, file: TargetFile, journal: Journal | None) -> None:
         path = self._path = os.path.join(directory.path, file.name)
@@ -381,11 +368,11 @@ class _LocalTarget:
         write_at(self._fd, memoryview(data), start, self._path)
         self.accept(start, len(data), None)
 
-    def sender(self) -> Sender:
+    def part_writer(self) -> PartWriter:
         self.close()  # one open file for each would be too many, where they are small
-        return LocalSender(os.path.abspath(self._directory), self._name)
+        return LocalPartWriter(os.path.abspath(self._directory), self._name)
 
-    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
         with self._lock:
             self._left -= nbytes
             if self._left:
@@ -394,7 +381,7 @@ class _LocalTarget:
             if self._journal is not None:
                 self._journal.add(self._name, self._nbytes)
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         pass
 
     def close(self) -> None:

@@ -37,10 +37,10 @@ from ckpttool.commit.marks import is_alive, read_mark
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
-from ckpttool.integrations.ray.storage import place_of, url_of
+from ckpttool.integrations.ray.storage import storage_of, url_of
 from ckpttool.integrations.torch.process_group import ranks_of_process_group
-from ckpttool.saving.two_phase import place_for, settle
-from ckpttool.storage import walk
+from ckpttool.saving.two_phase import settle
+from ckpttool.storage import open_storage, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -85,14 +85,14 @@ class RayTrainCheckpoints:
         self._filesystem = storage.storage_filesystem
         self._run = storage.experiment_fs_path
         self._root = url_of(self._filesystem, self._run)
-        self._place = place_of(self._filesystem)
+        self._storage = storage_of(self._filesystem)
         self._grace = grace
         self._timeout = timeout
         self._allow, self._sign_key = allow, sign_key
         if not blocking:
             _at_end(self.finish, self._abandon)
         self._manager = CheckpointManager(
-            self._root, async_save=not blocking, timeout=timeout, place=self._place, on_save=self._note,
+            self._root, async_save=not blocking, timeout=timeout, storage=self._storage, on_save=self._note,
             allow=allow, sign_key=sign_key,
         )  # fmt: skip
         self._ranks = ranks_of_process_group(f"{self._manager.name} under Ray")
@@ -149,12 +149,12 @@ class RayTrainCheckpoints:
     def _before(self) -> tuple[str, int]:
         """The commit before the one that begins: attempt and number. Each has a root of its own, without a latest."""
         if self._last is None:
-            self._last = last_commit(self._place.storage, self._root)
+            self._last = last_commit(self._storage, self._root)
         return self._last
 
     def _remember(self, name: str) -> None:
         """Note what the next commit comes after, before Ray may remove it."""
-        storage, self._last = self._place.storage, None
+        storage, self._last = self._storage, None
         with contextlib.suppress(CkptError):  # then it is looked for
             storage.refresh([])
             for directory in commits(storage, posixpath.join(self._root, name)):
@@ -233,11 +233,11 @@ class RayTrainCheckpoints:
         self, engine: Any, given: Any, how: dict[str, bool], required: dict[str, bool]
     ) -> dict[str, Any] | None:
         if isinstance(given, ray.train.Checkpoint):
-            place, root = place_of(given.filesystem), url_of(given.filesystem, given.path)
+            storage, root = storage_of(given.filesystem), url_of(given.filesystem, given.path)
         else:
-            place, root = place_for(str(given), None), str(given)
+            storage, root = open_storage(str(given)), str(given)
         manager = CheckpointManager(
-            root, timeout=self._timeout, place=place, allow=self._allow, sign_key=self._sign_key
+            root, timeout=self._timeout, storage=storage, allow=self._allow, sign_key=self._sign_key
         )
         found = [
             Candidate(*one)
@@ -264,7 +264,7 @@ class RayTrainCheckpoints:
             self._report(name, metrics)
 
     def _unheard_of(self, found: list[Candidate], restored: str) -> list[tuple[str, dict[str, float]]]:
-        storage, unheard = self._place.storage, []
+        storage, unheard = self._storage, []
         reported = ray.train.get_all_reported_checkpoints(
             consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
         )
@@ -276,7 +276,7 @@ class RayTrainCheckpoints:
                 break
             manifest = read_manifest(storage, candidate.path)
             if not size_problems(storage, candidate.path, manifest):
-                settle(self._place, root, candidate.tag)
+                settle(self._storage, root, candidate.tag)
                 unheard.append((name, dict(manifest.metrics)))
         return unheard[::-1]
 
@@ -288,13 +288,13 @@ class RayTrainCheckpoints:
             return
         try:
             for directory in self._abandoned():
-                self._place.remove(directory)
+                self._storage.remove_tree(directory)
                 LOG.info("removed %s", directory)
         except CkptError as error:
             LOG.warning("what killed workers have left was not removed: %s", error)
 
     def _abandoned(self) -> list[str]:
-        storage, found = self._place.storage, []
+        storage, found = self._storage, []
         storage.refresh([])
         for _, entry in own_directories(storage, self._root):
             if entry.name in self._whole:  # not to be looked at after every save

@@ -19,24 +19,25 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import Checksums
 from ckpttool.commit.manifest import REPLACED, Manifest, commits, is_commit, read_manifest
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished, read_mark
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.whole import is_whole
+from ckpttool.saving import files as rank_files
 from ckpttool.saving.coordination import RankError
+from ckpttool.saving.files import put_new, take_over
 from ckpttool.saving.payloads import HashedFile
-from ckpttool.storage import MANIFEST, MARK, is_linked, is_url, walk
-from ckpttool.storage.base import WritableStorage
+from ckpttool.storage import MANIFEST, MARK, is_linked, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.payloads import OutgoingFile
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
 LATEST = "latest"
@@ -48,16 +49,6 @@ SEEN_WITHIN = 60.0
 
 WATCHED = 20.0
 """Seconds for which a directory that another machine saves is watched: if nothing changes in it, that has died."""
-
-
-class Place(WritableStorage, Protocol):
-    """Where checkpoints are saved. Every call is durable when it returns."""
-
-    def take_over(self, directory: str, mark: bytes) -> None:
-        """Clear away what a dead save has left of a directory, and claim it: or raise TakenError."""
-
-    def write(self, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]) -> list[Checksums]:
-        """Write files; their checksums, in order. None replaces another; ``check`` is called before one is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +71,8 @@ class Request:
     """Attempt and number of the commit before it, where that has another root; None: as ``latest`` tells."""
 
 
-def place_for(url: str, options: Mapping[str, Any] | None) -> Place:
-    """Where saves to a path or URL go.
-
-    Raises:
-        StorageError: There is no such scheme, or the package for it is not installed.
-    """
-    if not is_url(url):
-        from ckpttool.saving.disk import Disk
-
-        return Disk()
-    from ckpttool.saving.bucket import Bucket
-    from ckpttool.storage.fsspec import open_remote
-
-    return Bucket(open_remote(url, options or {}))
-
-
 def save(
-    place: Place,
+    storage: WritableStorage,
     root: str,
     ranks: Ranks,
     request: Request,
@@ -111,7 +86,7 @@ def save(
     """Save one checkpoint, on every rank.
 
     Args:
-        place: Where.
+        storage: Where.
         root: The directory of all checkpoints.
         ranks: Who takes part.
         request: The same on all ranks, but for what is said of the first.
@@ -138,16 +113,16 @@ def save(
         attempt = ranks.agree(
             directory,
             said,
-            lambda all_said: _claim(place, root, directory, request, all_said, claimed),
+            lambda all_said: _claim(storage, root, directory, request, all_said, claimed),
             timeout=timeout,
         )
-        return _save(place, root, ranks, request, files, attempt, beside or {}, timeout, key)
+        return _save(storage, root, ranks, request, files, attempt, beside or {}, timeout, key)
     finally:
         ALIVE.difference_update(claimed)
 
 
 def _save(
-    place: Place, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
+    storage: WritableStorage, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
     beside: Mapping[str, bytes], timeout: float, key: bytes | None,
 ) -> Manifest:  # fmt: skip
     """The part of a save behind the claim."""
@@ -155,12 +130,12 @@ def _save(
     done: dict[str, Any] = {"files": {}, "error": None}
     try:
         if ranks.rank:
-            _see_mark(place.storage, directory, attempt)
+            _see_mark(storage, directory, attempt)
         else:
-            _check_ours(place, directory, attempt)
-        check = partial(_check_ours, place, directory, attempt)
+            _check_ours(storage, directory, attempt)
+        check = partial(_check_ours, storage, directory, attempt)
         outgoing: Sequence[OutgoingFile] = files if key is None else [HashedFile(file) for file in files]
-        for file, sums in zip(outgoing, place.write(directory, outgoing, check), strict=True):
+        for file, sums in zip(outgoing, rank_files.write_files(storage, directory, outgoing, check), strict=True):
             done["files"][file.name] = _as_said(sums)
     except CkptError as error:
         done["error"] = str(error)
@@ -170,7 +145,7 @@ def _save(
     found = ranks.agree(
         directory,
         done,
-        lambda all_said: _finish(place, root, directory, request, attempt, all_said, beside, key),
+        lambda all_said: _finish(storage, root, directory, request, attempt, all_said, beside, key),
         timeout=timeout,
         last=True,
     )
@@ -201,7 +176,9 @@ def _raise_failures(directory: str, said: list[Any]) -> None:
         raise RankError(directory, f"was not saved: rank {rank}: {text}{more}", "nothing was committed")
 
 
-def _claim(place: Place, root: str, directory: str, request: Request, said: list[Any], claimed: list[str]) -> str:
+def _claim(
+    storage: WritableStorage, root: str, directory: str, request: Request, said: list[Any], claimed: list[str]
+) -> str:
     """See that a save can begin, and mark its directory; what the mark says."""
     _raise_failures(directory, said)
     for rank, one in enumerate(said):
@@ -212,11 +189,11 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise RankError(directory, f"two ranks would write {twice}", "this is a bug in ckpttool")
-    place.prepare(root)
-    if is_linked(place.storage, root, directory):
+    storage.make_directory(root)
+    if is_linked(storage, root, directory):
         raise StorageError(directory, "is reached through a link", "choose another tag, or remove the link")
-    found = _look(place, directory, request)
-    needed, free = int(ROOM * sum(one["nbytes"] for one in said)), place.free_bytes(root)
+    found = _look(storage, directory, request)
+    needed, free = int(ROOM * sum(one["nbytes"] for one in said)), storage.free_bytes(root)
     if free is not None and free < needed:
         problem = f"takes {needed:,} bytes, and only {free:,} are free"
         raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
@@ -225,29 +202,29 @@ def _claim(place: Place, root: str, directory: str, request: Request, said: list
     claimed.append(attempt)
     ALIVE.add(attempt)
     if found == "unfinished":
-        place.take_over(directory, mark)
+        take_over(storage, directory, mark)
         return attempt
     if found == "replaced":
-        _make_way(place, root, directory)
+        _make_way(storage, root, directory)
     try:
-        place.prepare(directory)
-        place.put_new(posixpath.join(directory, MARK), mark)
+        storage.make_directory(directory)
+        put_new(storage, posixpath.join(directory, MARK), mark)
     except TakenError:
         raise
     except CkptError:
         if found == "replaced":
-            _try_each([partial(_remove_if_there, place, directory), partial(_put_back, place, directory)])
+            _try_each([partial(_remove_if_there, storage, directory), partial(_put_back, storage, directory)])
         raise
     return attempt
 
 
-def _see_that_it_is_dead(place: Place, directory: str) -> None:
+def _see_that_it_is_dead(storage: WritableStorage, directory: str) -> None:
     """Make sure that nobody saves into a directory any more.
 
     Raises:
         TakenError: Somebody does.
     """
-    mark = read_mark(place.storage, directory)
+    mark = read_mark(storage, directory)
     who = f"process {mark.get('process')} of {mark.get('host')}"
     taken = TakenError(directory, f"is being saved by {who}", TAKEN)
     alive = is_alive(mark)
@@ -255,25 +232,24 @@ def _see_that_it_is_dead(place: Place, directory: str) -> None:
         raise taken
     if alive is False:
         return
-    before = _snapshot(place, directory)
+    before = _snapshot(storage, directory)
     end = time.monotonic() + WATCHED
     while time.monotonic() < end:
         time.sleep(1.0)
-        if _snapshot(place, directory) != before:
+        if _snapshot(storage, directory) != before:
             raise taken
 
 
-def _snapshot(place: Place, directory: str) -> list[tuple[Any, ...]]:
-    place.storage.refresh([])
+def _snapshot(storage: WritableStorage, directory: str) -> list[tuple[Any, ...]]:
+    storage.refresh([])
     try:
-        return [(name, entry.nbytes, entry.version) for name, entry in walk(place.storage, directory)]
+        return [(name, entry.nbytes, entry.version) for name, entry in walk(storage, directory)]
     except StorageError:
         return []
 
 
-def _look(place: Place, directory: str, request: Request) -> str:
+def _look(storage: WritableStorage, directory: str, request: Request) -> str:
     """See to what lies where a checkpoint is to be: "", "unfinished" or "replaced"."""
-    storage = place.storage
     if not storage.is_dir(directory):
         if storage.exists(directory):
             raise StorageError(directory, "is in the way and no directory", "move it, or choose another tag")
@@ -281,7 +257,7 @@ def _look(place: Place, directory: str, request: Request) -> str:
     if not storage.listing(directory):
         return ""
     if is_unfinished(storage, directory):
-        _see_that_it_is_dead(place, directory)
+        _see_that_it_is_dead(storage, directory)
         return "unfinished"
     if not request.overwrite:
         what = "is saved already" if is_commit(storage, directory) else "holds files that are none of this save's"
@@ -291,43 +267,43 @@ def _look(place: Place, directory: str, request: Request) -> str:
     return "replaced"
 
 
-def _make_way(place: Place, root: str, directory: str) -> None:
+def _make_way(storage: WritableStorage, root: str, directory: str) -> None:
     """Set aside what is to be replaced, until that is done."""
-    storage, aside = place.storage, f"{directory}{REPLACED}"
+    aside = f"{directory}{REPLACED}"
     if storage.exists(aside):
         if is_commit(storage, aside) and not is_commit(storage, directory):
             raise StorageError(aside, "may be the only whole checkpoint of this name", "choose another tag, or move it")
         if is_commit(storage, aside) and not is_whole(storage, directory):
-            place.remove(directory)  # what was set aside is the better of the two
+            storage.remove_tree(directory)  # what was set aside is the better of the two
             return
-        place.remove(aside)
+        storage.remove_tree(aside)
     try:
-        moved = place.set_aside(directory, aside)
+        moved = storage.rename(directory, aside)
     except StorageError:
         if not storage.exists(directory):  # it was renamed, and that could not be made to last
-            _try_each([partial(_put_back, place, directory)])
+            _try_each([partial(_put_back, storage, directory)])
         raise
     if not moved:
         if not any(c != directory for c in commits(storage, root)):
             problem = "is the only whole checkpoint, and a store cannot keep it while it is replaced"
             raise StorageError(directory, problem, "choose another tag")
-        place.remove(directory)
+        storage.remove_tree(directory)
 
 
-def _is_ours(place: Place, directory: str, attempt: str) -> bool:
+def _is_ours(storage: WritableStorage, directory: str, attempt: str) -> bool:
     """Whether the mark still bears an attempt."""
     path = posixpath.join(directory, MARK)
-    place.storage.refresh([])
-    return place.storage.exists(path) and attempt in place.storage.read_text(path)
+    storage.refresh([])
+    return storage.exists(path) and attempt in storage.read_text(path)
 
 
-def _check_ours(place: Place, directory: str, attempt: str) -> None:
+def _check_ours(storage: WritableStorage, directory: str, attempt: str) -> None:
     """Make sure that nobody has taken a directory over, who thought that we were dead.
 
     Raises:
         TakenError: Somebody has.
     """
-    if not _is_ours(place, directory, attempt):
+    if not _is_ours(storage, directory, attempt):
         raise TakenError(directory, "was taken over by another process while it was being saved", TAKEN)
 
 
@@ -353,11 +329,11 @@ def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
 
 
 def _finish(
-    place: Place, root: str, directory: str, request: Request, attempt: str, said: list[Any],
+    storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, said: list[Any],
     beside: Mapping[str, bytes], key: bytes | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Commit, or clear away; what the manifest says, but for the files."""
-    storage, latest = place.storage, posixpath.join(root, LATEST)
+    latest = posixpath.join(root, LATEST)
     named: str | None = None
     written = False
     try:
@@ -379,25 +355,29 @@ def _finish(
         }
         for name, data in beside.items():
             if not storage.exists(posixpath.join(root, name)):
-                place.put(posixpath.join(root, name), data)
-        _check_ours(place, directory, attempt)
+                storage.put(posixpath.join(root, name), data)
+        _check_ours(storage, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
         values |= _descent(storage, root, named, request)
-        place.put_new(posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(key))
-        _check_ours(place, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
+        put_new(storage, posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(key))
+        _check_ours(storage, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
         written = True
-        place.put(latest, request.tag.encode())
+        storage.put(latest, request.tag.encode())
     except CkptError:
-        if not _is_still_ours(place, directory, attempt):
+        if not _is_still_ours(storage, directory, attempt):
             raise  # what lies there is another's
         # All ranks have ended: nobody writes there any more.
-        undo = [partial(place.remove, directory), partial(_put_back, place, directory)]
+        undo = [partial(storage.remove_tree, directory), partial(_put_back, storage, directory)]
         if written:
-            undo.append(partial(place.delete, latest) if named is None else partial(place.put, latest, named.encode()))
+            undo.append(
+                partial(storage.delete, [latest]) if named is None else partial(storage.put, latest, named.encode())
+            )
         _try_each(undo)
         raise
     # It is committed, whatever becomes of the rest: ``tidy`` sees to that again.
-    _try_each([partial(place.delete, posixpath.join(directory, MARK)), partial(_forget_replaced, place, directory)])
+    _try_each(
+        [partial(storage.delete, [posixpath.join(directory, MARK)]), partial(_forget_replaced, storage, directory)]
+    )
     return values
 
 
@@ -416,26 +396,26 @@ def _descent(storage: Storage, root: str, named: str | None, request: Request) -
     return {"parent": "", "number": 1}
 
 
-def _is_still_ours(place: Place, directory: str, attempt: str) -> bool:
+def _is_still_ours(storage: WritableStorage, directory: str, attempt: str) -> bool:
     try:
-        return _is_ours(place, directory, attempt)
+        return _is_ours(storage, directory, attempt)
     except CkptError:
         return False  # nobody knows: what is left has a mark
 
 
-def _remove_if_there(place: Place, directory: str) -> None:
-    if place.storage.exists(directory):
-        place.remove(directory)
+def _remove_if_there(storage: WritableStorage, directory: str) -> None:
+    if storage.exists(directory):
+        storage.remove_tree(directory)
 
 
-def _put_back(place: Place, directory: str) -> None:
-    if place.storage.exists(f"{directory}{REPLACED}"):
-        place.set_aside(f"{directory}{REPLACED}", directory)
+def _put_back(storage: WritableStorage, directory: str) -> None:
+    if storage.exists(f"{directory}{REPLACED}"):
+        storage.rename(f"{directory}{REPLACED}", directory)
 
 
-def _forget_replaced(place: Place, directory: str) -> None:
-    if place.storage.exists(f"{directory}{REPLACED}"):
-        place.remove(f"{directory}{REPLACED}")
+def _forget_replaced(storage: WritableStorage, directory: str) -> None:
+    if storage.exists(f"{directory}{REPLACED}"):
+        storage.remove_tree(f"{directory}{REPLACED}")
 
 
 def _try_each(steps: Sequence[Callable[[], None]]) -> None:
@@ -446,12 +426,12 @@ def _try_each(steps: Sequence[Callable[[], None]]) -> None:
             LOG.warning("could not clear away after a save: %s", error)
 
 
-def settle(place: Place, root: str, tag: str) -> None:
+def settle(storage: WritableStorage, root: str, tag: str) -> None:
     """What is left to do when a checkpoint is committed; a run may have been killed before it.
 
     Raises:
         StorageError: The storage fails.
     """
-    place.put(posixpath.join(root, LATEST), tag.encode())
-    if not is_linked(place.storage, root, posixpath.join(root, tag)):  # else it is of another root
-        place.delete(posixpath.join(root, tag, MARK))
+    storage.put(posixpath.join(root, LATEST), tag.encode())
+    if not is_linked(storage, root, posixpath.join(root, tag)):  # else it is of another root
+        storage.delete([posixpath.join(root, tag, MARK)])

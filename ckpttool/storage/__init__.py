@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from ckpttool.messages import without_secrets
-from ckpttool.storage.base import MANIFEST, MARK, WAIT, Entry, RangeReader, Reader, Storage, walk
-from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
-from ckpttool.storage.local import (
-    LOCAL,
-    LocalReader,
-    LocalStorage,
-    copy_range,
-    is_linked,
-    rename_new,
-    reserve,
-    sync_directory,
-    write_at,
-    write_new,
+from ckpttool.storage.base import (
+    MANIFEST,
+    MARK,
+    WAIT,
+    Entry,
+    PartWriter,
+    RangeReader,
+    Reader,
+    Storage,
+    WritableStorage,
+    Writer,
+    walk,
 )
-from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed, remove_directory
+from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
+from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage, is_linked
+from ckpttool.storage.posix import copy_range, reserve, write_at
+from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed
 from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_credentials
 
 __all__ = [
@@ -31,9 +33,12 @@ __all__ = [
     "ExistsError",
     "LocalReader",
     "LocalStorage",
+    "PartWriter",
     "RangeReader",
     "Reader",
     "Storage",
+    "WritableStorage",
+    "Writer",
     "copy_range",
     "is_half_removed",
     "is_linked",
@@ -41,16 +46,12 @@ __all__ = [
     "local_path",
     "open_storage",
     "parent",
-    "remove_directory",
-    "rename_new",
     "reserve",
     "scheme_of",
     "storage_error",
-    "sync_directory",
     "translate_os_errors",
     "walk",
     "without_credentials",
     "without_secrets",
     "write_at",
-    "write_new",
 ]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
@@ -200,30 +200,147 @@ def decode_text(path: str, data: bytes) -> str:
         raise StorageError(path, "is not text", "is it damaged? pass --tag to choose a checkpoint") from error
 
 
-class WritableStorage(Protocol):
-    """A place where files are written and removed. Every call is durable when it returns."""
+class PartWriter(Protocol):
+    """Writes parts of one file in any process. It can be pickled."""
 
-    @property
-    def storage(self) -> Storage:
-        """For reading what is there."""
+    def write(self, start: int, data: memoryview) -> Any:
+        """Write the part that begins at byte ``start``; a repeated call does no harm.
 
-    def prepare(self, directory: str) -> None:
-        """Make a directory, and those above it."""
+        Returns:
+            A result for ``Writer.accept``.
 
-    def free_bytes(self, directory: str) -> int | None:
-        """Bytes that can still be written; None where nobody knows."""
+        Raises:
+            StorageError: The part cannot be written.
+        """
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small file as a whole, or leave what is there."""
 
-    def put_new(self, path: str, data: bytes) -> None:
-        """As ``put``, but raise TakenError where there is a file."""
+class Writer(Protocol):
+    """One file that is written in parts. Threads may share it. No reader sees the file before ``commit``."""
 
-    def delete(self, path: str) -> None:
-        """Remove a file, if it is there."""
+    path: str
+    """Path or URL of the file."""
+    part_bytes: int
+    """Size of every part but the last, in bytes; a multiple of 64."""
 
-    def remove(self, directory: str) -> None:
-        """Remove a directory so that what is left of it if that fails is not taken for whole."""
+    def has(self, start: int, nbytes: int) -> bool:
+        """Whether an earlier process has written the part that begins at byte ``start``."""
 
-    def set_aside(self, directory: str, aside: str) -> bool:
-        """Give a directory another name at once; False where that cannot be done."""
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Write the part that begins at byte ``start``.
+
+        Raises:
+            StorageError: The part cannot be written.
+        """
+
+    def fail(self, error: BaseException) -> None:
+        """Wake threads that wait for an earlier part, and raise ``error`` in them."""
+
+    def part_writer(self) -> PartWriter:
+        """An object that writes parts in other processes.
+
+        Raises:
+            StorageError: Only one process can write this file.
+        """
+
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
+        """Record what ``PartWriter.write`` returned for a part."""
+
+    def commit(self) -> None:
+        """Show the complete file to readers.
+
+        Raises:
+            ExistsError: The file must be new, and another one has its name.
+            StorageError: The storage fails.
+        """
+
+    def discard(self) -> None:
+        """Remove all parts."""
+
+
+class WritableStorage(Storage, Protocol):
+    """A storage that files are written to. A call returns when its effect is durable."""
+
+    parts_at_once: int
+    """Parts of one file that are worth writing at the same time."""
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory and its missing parents.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+
+    def free_bytes(self, path: str) -> int | None:
+        """Bytes that can still be written below a directory; None if the storage does not tell."""
+
+    def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
+        """Write a small file, or replace it, in one step: readers see the old bytes or the new ones.
+
+        Args:
+            path: The file.
+            *parts: Its bytes.
+            mode: Its permissions before the umask, on storages that have permissions.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+    def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
+        """Write a small file only if no other writer was faster.
+
+        Args:
+            path: The file.
+            *parts: Its bytes.
+            over: ``Entry.version`` of the file to replace; None if no file may be there.
+            mode: As for ``put``.
+
+        Returns:
+            False if another file, or another version, is there; nothing was written then.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+
+    def writer(self, path: str, nbytes: int, *, new: bool = False) -> Writer:
+        """Begin to write a file of known size in parts.
+
+        Args:
+            path: The file; its directory exists.
+            nbytes: Its size in bytes.
+            new: Whether ``Writer.commit`` must not replace a file.
+
+        Raises:
+            ExistsError: The file must be new, and one is there already.
+            StorageError: It cannot be created.
+        """
+
+    def sync(self, path: str) -> None:
+        """Make the names that ``Writer.commit`` has put into a directory durable.
+
+        Raises:
+            StorageError: The storage fails.
+        """
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files; missing ones are ignored.
+
+        Raises:
+            StorageError: One cannot be deleted.
+        """
+
+    def rename(self, path: str, to: str) -> bool:
+        """Rename a directory in one step; False if this storage cannot.
+
+        Raises:
+            StorageError: The rename failed.
+        """
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory and all files below it; after a crash readers refuse what is left of it.
+
+        Raises:
+            StorageError: A file cannot be removed.
+        """
+
+    def abandon(self, path: str) -> None:
+        """Discard the uploads that killed processes have left below a directory."""

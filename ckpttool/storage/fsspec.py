@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import StorageError
+from ckpttool.errors import CkptError, StorageError
 from ckpttool.messages import without_secrets
 from ckpttool.ranges import coalesced
 from ckpttool.storage.base import NO_NAMES, OF_OPENING, WAIT, Entry, check_text, decode_text
 from ckpttool.storage.error_texts import ExistsError
 from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
+from ckpttool.storage.removal import remove_remote
 from ckpttool.storage.retry import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
 from ckpttool.storage.urls import is_chain, scheme_of
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
+    from ckpttool.storage.base import PartWriter, Writer
 
+LOG = logging.getLogger("ckpttool")
 CONNECTIONS = 32
 """Requests in flight at once, for one storage."""
 AHEAD_BYTES = 1 << 16
@@ -102,6 +106,7 @@ class RemoteStorage:
 
     distant = True
     reads_versions = False
+    parts_at_once = 8
     parts_from_anywhere = False
     """Whether several processes can write parts of one file, in any order."""
 
@@ -283,14 +288,22 @@ class RemoteStorage:
 
     # ------------------------------------------------------------------------------------------- writing
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small file whole.
+    def make_directory(self, path: str) -> None:
+        """Nothing: names of files make directories."""
+        self.forget()
+
+    def free_bytes(self, path: str) -> int | None:
+        """None: stores do not tell."""
+        return None
+
+    def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
+        """Write a small file, or replace it.
 
         Raises:
             StorageError: It cannot be written.
         """
         try:
-            call(path, partial(self.fs.pipe_file, self.key(path), data))
+            call(path, partial(self.fs.pipe_file, self.key(path), b"".join(parts)))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
@@ -298,13 +311,8 @@ class RemoteStorage:
             raise StorageError(path, problem, "create the bucket or directory first, or check the name") from error
         self.forget()
 
-    def put_new(self, path: str, data: bytes, *, over: str | None = None) -> bool:
-        """Write a small file where there is none, or over a known one; whether it was.
-
-        Args:
-            path: The file.
-            data: Its bytes, which nobody else would write.
-            over: Version of the file that it is to replace; None: there is to be none.
+    def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
+        """Write a small file only if no other writer was faster; see ``WritableStorage.put_new``.
 
         Raises:
             StorageError: It cannot be written.
@@ -313,20 +321,36 @@ class RemoteStorage:
         there = self.entry(path).version if self.exists(path) else None
         if there != over:
             return False
-        self.put(path, data)
+        self.put(path, *parts)
         return True
 
-    def create(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> Upload:
-        """Begin to write a file that is too large to write in one go; over none that is there, if it is to be new.
+    def writer(self, path: str, nbytes: int, *, new: bool = False) -> Writer:
+        """Begin to write a file of known size in parts.
 
         Raises:
-            ExistsError: It is to be new, and there is one.
+            ExistsError: The file must be new, and one is there already.
+            StorageError: It cannot be begun.
+        """
+        size = self.part_bytes(nbytes)
+        return SmallWriter(self, path, nbytes, size, new=new) if nbytes <= size else self.upload(path, nbytes, new=new)
+
+    def upload(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> Writer:
+        """Begin to write a file that is too large for one request.
+
+        Args:
+            path: The file.
+            nbytes: Its size in bytes.
+            key: Number of the upload to go on with; only for storages that have ``uploads``.
+            new: Whether it must not replace a file.
+
+        Raises:
+            ExistsError: The file must be new, and one is there already.
             StorageError: It cannot be begun.
         """
         self.forget()
         if new and self.exists(path):
-            raise ExistsError(path, "is there already", "see who else writes there")
-        return StreamUpload(self, path, self.part_bytes(nbytes))
+            raise ExistsError(path, "exists already", "choose another name")
+        return StreamWriter(self, path, self.part_bytes(nbytes))
 
     def part_bytes(self, nbytes: int) -> int:
         """How large the parts are that a file of this size is written in."""
@@ -360,6 +384,34 @@ class RemoteStorage:
         except StorageError as error:
             if error.problem != MISSING:
                 raise
+
+    def sync(self, path: str) -> None:
+        """Nothing: a store has answered when a file is durable."""
+
+    def rename(self, path: str, to: str) -> bool:
+        """False: objects have no directories."""
+        return False
+
+    def remove_tree(self, path: str) -> None:
+        """Remove all files below a directory; the in-progress marker comes first and goes last.
+
+        Raises:
+            StorageError: One cannot be removed.
+        """
+        path = path.rstrip("/")
+        self.forget()
+        self.abandon(path)  # before the marker goes: after a crash here the removal is repeated
+        remove_remote(self, path)
+
+    def abandon(self, path: str) -> None:
+        """Discard the uploads that killed processes have left below a directory."""
+        prefix = f"{self.object_name(path)}/"
+        try:
+            begun = [key.removeprefix(prefix) for key in self.uploads(path)]
+            if begun:
+                self.abort_uploads(path, begun)
+        except CkptError as error:  # these credentials may not list them
+            LOG.warning("uploads of a killed save were not aborted: %s", error)
 
     def forget(self) -> None:
         """Remember no listing: something was written."""
@@ -476,43 +528,64 @@ class RemoteReader:
         self._kept.clear()
 
 
-class Upload(Protocol):
-    """A file that is being written in parts. Threads may share it."""
+class SmallWriter:
+    """A file that one request writes, when all its bytes are there.
 
-    path: str
-    """Its URL."""
+    Args:
+        storage: Its storage.
+        path: Its URL.
+        nbytes: Its size in bytes.
+        part_bytes: Size of a part.
+        new: Whether it must not replace a file.
+    """
+
+    def __init__(self, storage: RemoteStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
+        self.path = path
+        self.part_bytes = part_bytes
+        self._storage = storage
+        self._new = new
+        self._data = bytearray(nbytes)
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Whether the part that begins at a byte is there already."""
+        """False: nothing was sent."""
+        return False
 
     def write(self, start: int, data: bytes | memoryview) -> None:
-        """Write the part that begins at a byte.
+        """Keep the bytes."""
+        self._data[start : start + len(data)] = data
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing: no thread waits for another's part."""
+
+    def part_writer(self) -> PartWriter:
+        """Nothing that another process could use.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: Always.
         """
+        raise _one_process(self.path)
 
-    def give_up(self, error: BaseException) -> None:
-        """A part will never come, and why: let nobody wait for it."""
-
-    def sender(self) -> Any:
-        """What other processes write parts with; see ``transfer.Sender``.
-
-        Raises:
-            StorageError: This process alone can write the file.
-        """
-
-    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
-        """Another process has written a part, and got this for it."""
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
+        """Never called: there is no part writer."""
 
     def commit(self) -> None:
-        """Let the file be seen."""
+        """Send the file.
+
+        Raises:
+            ExistsError: The file must be new, and another one has its name.
+            StorageError: The storage fails.
+        """
+        data = bytes(self._data)
+        if not self._new:
+            self._storage.put(self.path, data)
+        elif not self._storage.put_new(self.path, data):
+            raise ExistsError(self.path, "exists already", "choose another name")
 
     def discard(self) -> None:
-        """Give it up, and leave nothing of it."""
+        """Nothing: nothing was sent."""
 
 
-class StreamUpload:
+class StreamWriter:
     """A file that is written from its first byte to its last, as every fsspec file system can.
 
     Args:
@@ -524,6 +597,7 @@ class StreamUpload:
     def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
         self._storage = storage
         self.path = path
+        self.part_bytes = part_bytes
         self._turn = threading.Condition()
         self._at = 0
         self._failed: BaseException | None = None
@@ -566,7 +640,7 @@ class StreamUpload:
 
     def discard(self) -> None:
         """Give it up."""
-        self.give_up(StorageError(self.path, "was given up", "try again"))
+        self.fail(StorageError(self.path, "was given up", "try again"))
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(AttributeError):
@@ -579,22 +653,26 @@ class StreamUpload:
     def _there(self) -> Entry | None:
         return self._storage.entry(self.path) if self._storage.exists(self.path) else None
 
-    def sender(self) -> Any:
-        """Nothing: who writes from the first byte to the last is one process.
+    def part_writer(self) -> PartWriter:
+        """Nothing that another process could use.
 
         Raises:
             StorageError: Always.
         """
-        raise StorageError(self.path, "can be written by one process alone", "write it to S3, or to local disk")
+        raise _one_process(self.path)
 
-    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
-        """Never called: there is no sender."""
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
+        """Never called: there is no part writer."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Let nobody wait for a part that will never come."""
+    def fail(self, error: BaseException) -> None:
+        """Wake threads that wait for an earlier part, and raise ``error`` in them."""
         with self._turn:
             self._failed = self._failed or error
             self._turn.notify_all()
+
+
+def _one_process(path: str) -> StorageError:
+    return StorageError(path, "can be written by one process alone", "write it to S3, or to local disk")
 
 
 def _tops(directories: Iterable[str]) -> dict[str, bool]:

@@ -1,33 +1,29 @@
-"""Files on local disk: read and written by offset, copied by the kernel where it can."""
+"""Files on local disk.
+
+Source of the order of steps of a durable write: POSIX, rename() and fsync(): the bytes of a file are safe after fsync
+of the file, its name after fsync of the directory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
-import functools
 import os
 import stat as stat_module
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
-from ckpttool.storage.error_texts import storage_error, translate_os_errors
-from ckpttool.storage.safe_files import temporary_name
+from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
+from ckpttool.storage.local_writer import LocalWriter
+from ckpttool.storage.posix import sync_directory
+from ckpttool.storage.removal import remove_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
     from ckpttool.storage.base import Reader, Storage
-
-CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-"""How to open a new file: what lies there already, a link that somebody planted for instance, is never written."""
-PARTIAL = ".partial"
-"""Behind the name of a file that is being written."""
-KERNEL_COPY_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
-"""What ``copy_file_range`` answers where this pair of file systems cannot do it; plain reads and writes can."""
 
 
 class LocalReader:
@@ -129,6 +125,7 @@ class LocalStorage:
 
     distant = False
     reads_versions = False
+    parts_at_once = 1
 
     def listing(self, path: str) -> list[Entry]:
         """The names in a directory, sorted.
@@ -182,6 +179,114 @@ class LocalStorage:
     def refresh(self, paths: Sequence[str]) -> None:
         """Nothing is remembered here."""
 
+    # ------------------------------------------------------------------------------------------- writing
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory and its missing parents.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+        with translate_os_errors(path):
+            missing = []
+            above = path
+            while above and not os.path.isdir(above):
+                missing.append(above)
+                above = os.path.dirname(above)
+            for one in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(one)
+                sync_directory(os.path.dirname(one))
+
+    def free_bytes(self, path: str) -> int | None:
+        """Bytes that can still be written below a directory."""
+        with translate_os_errors(path):
+            info = os.statvfs(path)
+        return info.f_bavail * info.f_frsize
+
+    def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
+        """Write a small file, or replace it, in one step. A link is replaced itself, not its target.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        self._put(path, parts, mode, new=False)
+
+    def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
+        """Write a small file only if no other writer was faster; see ``WritableStorage.put_new``.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        try:
+            if over is not None and _version(os.stat(path)) != over:
+                return False
+            self._put(path, parts, mode, new=over is None)
+        except (ExistsError, FileNotFoundError):
+            return False
+        return True
+
+    def _put(self, path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool) -> None:
+        writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
+        try:
+            writer.append(parts)
+            writer.commit()
+        except BaseException:
+            writer.discard()
+            raise
+        self.sync(os.path.dirname(path))
+
+    def writer(self, path: str, nbytes: int, *, new: bool = False) -> LocalWriter:
+        """Begin to write a file of known size in parts.
+
+        Raises:
+            StorageError: It cannot be created.
+        """
+        return LocalWriter(path, nbytes, new=new, reserved=True)
+
+    def sync(self, path: str) -> None:
+        """Make the names in a directory durable.
+
+        Raises:
+            StorageError: The disk fails.
+        """
+        with translate_os_errors(path):
+            sync_directory(path)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files; missing ones are ignored.
+
+        Raises:
+            StorageError: One cannot be deleted.
+        """
+        for path in paths:
+            with translate_os_errors(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                sync_directory(os.path.dirname(path))
+
+    def rename(self, path: str, to: str) -> bool:
+        """Rename a directory.
+
+        Raises:
+            StorageError: The rename failed.
+        """
+        with translate_os_errors(path):
+            os.rename(path, to)
+            sync_directory(os.path.dirname(path))
+        return True
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory and all files below it.
+
+        Raises:
+            StorageError: A file cannot be removed.
+        """
+        remove_local(path.rstrip("/"))
+
+    def abandon(self, path: str) -> None:
+        """Nothing: unfinished files lie in the directory itself."""
+
 
 def is_linked(storage: Storage, root: str, path: str) -> bool:
     """Whether a symbolic link lies between a root and what is below it, so that it may be anywhere.
@@ -198,171 +303,3 @@ def is_linked(storage: Storage, root: str, path: str) -> bool:
 
 
 LOCAL = LocalStorage()
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_NO_SUCH_RENAME = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-"""What answers where a kernel or file system cannot rename without replacing."""
-
-
-def rename_new(before: str, after: str) -> None:
-    """Give a file a name that no other has.
-
-    Source: Linux, renameat2(2), ``RENAME_NOREPLACE``; elsewhere link(2), which replaces nothing.
-
-    Raises:
-        FileExistsError: One has it.
-        OSError: It cannot be renamed.
-    """
-    call = _renameat2()
-    if call is not None:
-        if not call(_AT_FDCWD, os.fsencode(before), _AT_FDCWD, os.fsencode(after), _RENAME_NOREPLACE):
-            return
-        code = ctypes.get_errno()
-        if code not in _NO_SUCH_RENAME:
-            raise OSError(code, os.strerror(code), after)
-    try:
-        os.link(before, after)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links
-        if os.path.lexists(after):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), after) from None
-        os.rename(before, after)
-        return
-    os.unlink(before)
-
-
-@functools.cache
-def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return found
-
-
-def copy_range(source: LocalReader, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
-    """Let the kernel copy bytes from one file to another; no byte enters this process.
-
-    Returns:
-        False if this pair of file systems cannot do it; nothing was copied then.
-
-    Raises:
-        StorageError: The source ended early, or writing failed; names the file.
-    """
-    done = 0
-    while done < nbytes:
-        try:
-            got = os.copy_file_range(source.fd, target_fd, nbytes - done, start + done, target_start + done)
-        except OSError as error:
-            if done == 0 and error.errno in KERNEL_COPY_UNSUPPORTED:
-                return False
-            raise storage_error(target, error) from error
-        if got == 0:
-            if start + done < source.nbytes and done == 0 and os.fstat(source.fd).st_size == source.nbytes:
-                return False  # some file systems answer 0 instead of an error
-            raise StorageError(source.path, f"ended at byte {start + done} while it was being read", "try again")
-        done += got
-    return True
-
-
-@functools.cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """Linux's own call; None elsewhere.
-
-    Not os.posix_fallocate: where the file system cannot do it, the C library writes to every block instead.
-    """
-    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return found
-
-
-def reserve(fd: int, nbytes: int, target: str) -> None:
-    """Give a new file its size, and its place on the disk where the file system can do so at once.
-
-    Writing then costs a third less, the file lies in one piece, and a disk that is too small says so now.
-
-    Raises:
-        StorageError: There is no room; names the target.
-    """
-    with translate_os_errors(target):
-        os.ftruncate(fd, nbytes)
-        fallocate = _fallocate()
-        if fallocate is None or not nbytes:
-            return
-        if fallocate(fd, 0, 0, nbytes) and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-_NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP}
-"""What file systems of networks answer that sync no directories: names are safe there when they were made."""
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory safe.
-
-    Raises:
-        StorageError: The disk failed.
-    """
-    with translate_os_errors(path):
-        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NO_SYNC:
-                raise
-        finally:
-            os.close(fd)
-
-
-def write_new(path: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, mode: int = 0o666) -> None:
-    """Write a small file whole or not at all.
-
-    Args:
-        path: Where to.
-        parts: What is in it.
-        overwrite: Whether it may replace a file of that name; a link is replaced itself, not what it leads to.
-        mode: Its permissions, before the umask.
-
-    Raises:
-        StorageError: It is there already and not to be replaced, or cannot be written.
-    """
-    exists = StorageError(path, "exists already", "choose another name, or pass --overwrite")
-    if not overwrite and os.path.lexists(path):
-        raise exists
-    above, name = os.path.split(path)
-    partial = os.path.join(above, temporary_name(name, PARTIAL))
-    with translate_os_errors(path):
-        fd = os.open(partial, CREATE, mode)
-        try:
-            at = 0
-            for part in parts:
-                write_at(fd, part, at, path)
-                at += len(part)
-            if overwrite:
-                os.replace(partial, path)
-            else:
-                rename_new(partial, path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            if isinstance(error, FileExistsError):
-                raise exists from error
-            raise
-        finally:
-            os.close(fd)
-
-
-def write_at(fd: int, data: bytes | memoryview, start: int, target: str) -> None:
-    """Write all of ``data`` at an offset.
-
-    Raises:
-        StorageError: Writing failed; names the target.
-    """
-    view = memoryview(data)
-    done = 0
-    while done < len(view):
-        try:  # not translate_os_errors: this is called for every buffer
-            done += os.pwrite(fd, view[done:] if done else view, start + done)
-        except OSError as error:
-            raise storage_error(target, error) from error

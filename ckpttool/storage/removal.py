@@ -7,33 +7,15 @@ import re
 import secrets
 import shutil
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import MARK, walk
 from ckpttool.storage.error_texts import translate_os_errors
-from ckpttool.storage.local import sync_directory
-from ckpttool.storage.urls import is_url
+from ckpttool.storage.posix import sync_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ckpttool.storage.base import Storage
-    from ckpttool.storage.fsspec import RemoteStorage
-
-
-def remove_directory(url: str, options: Mapping[str, Any] | None = None) -> None:
-    """Remove a directory and all in it.
-
-    Raises:
-        StorageError: Something in it cannot be removed.
-    """
-    if is_url(url):
-        from ckpttool.storage.fsspec import open_remote
-
-        remove_remote(open_remote(url, options or {}), url.rstrip("/"))
-    else:
-        remove_local(url.rstrip("/"))
+    from ckpttool.storage.base import Storage, WritableStorage
 
 
 REMOVED = ".removed"
@@ -89,7 +71,7 @@ def remove_local(path: str) -> None:
         shutil.rmtree(aside)
 
 
-def remove_remote(storage: RemoteStorage, path: str) -> None:
+def remove_remote(storage: WritableStorage, path: str) -> None:
     """Remove all objects below a path; the mark that makes readers refuse it first comes, and goes last.
 
     Raises:

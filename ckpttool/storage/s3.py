@@ -177,30 +177,28 @@ class S3Storage(RemoteStorage):
             return {}
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
-    def create(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> S3Upload:
-        """Begin an upload in parts, or go on with one that was begun.
+    def upload(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> S3Writer:
+        """Begin an upload in parts, or go on with upload number ``key``.
 
-        Args:
-            path: The object.
-            nbytes: Its size.
-            key: Number of the upload to go on with.
-            new: Whether it must replace no object.
+        Raises:
+            StorageError: The store fails.
         """
         bucket, name = self._names(path)
-        return S3Upload(self, path, bucket, name, part_bytes(nbytes), key, new=new)
+        return S3Writer(self, path, bucket, name, part_bytes(nbytes), key, new=new)
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small object whole.
+    def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
+        """Write a small object, or replace it.
 
         Raises:
             StorageError: It cannot be written.
         """
         bucket, name = self._names(path)
+        data = b"".join(parts)
         call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data)))
         self.forget()
 
-    def put_new(self, path: str, data: bytes, *, over: str | None = None) -> bool:
-        """Write a small object where there is none, or over a known version; whether it was.
+    def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
+        """Write a small object only if no other writer was faster; see ``WritableStorage.put_new``.
 
         Source: Amazon S3, PutObject (``If-None-Match``, ``If-Match``); where a server knows neither, it is
         looked at first.
@@ -209,6 +207,7 @@ class S3Storage(RemoteStorage):
             StorageError: It cannot be written.
         """
         bucket, name = self._names(path)
+        data = b"".join(parts)
         only = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
 
         def write() -> bool:
@@ -338,7 +337,7 @@ class S3Parts:
         return str(answer["ETag"])
 
 
-class S3Upload:
+class S3Writer:
     """An upload in parts, in any order. Nobody sees the object before it is committed.
 
     Args:
@@ -357,7 +356,7 @@ class S3Upload:
         self._storage = storage
         self.path = path
         self._where = {"Bucket": bucket, "Key": name}
-        self._part_bytes = part_bytes
+        self.part_bytes = part_bytes
         self._lock = threading.Lock()
         self._attempts = 0
         self._new = new
@@ -387,7 +386,7 @@ class S3Upload:
 
     def has(self, start: int, nbytes: int) -> bool:
         """Whether the part that begins at a byte is there already."""
-        return self._parts.get(start // self._part_bytes + 1, ("", -1))[1] == nbytes
+        return self._parts.get(start // self.part_bytes + 1, ("", -1))[1] == nbytes
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at a byte.
@@ -395,16 +394,16 @@ class S3Upload:
         Raises:
             StorageError: It cannot be written.
         """
-        self.accept(start, len(data), self.sender().write(start, data))
+        self.accept(start, len(data), self.part_writer().write(start, data))
 
-    def sender(self) -> S3Parts:
-        """What writes parts, here or in another process."""
-        return S3Parts(self._storage, self.path, self._where, self._part_bytes)
+    def part_writer(self) -> S3Parts:
+        """An object that writes parts, in this process or another."""
+        return S3Parts(self._storage, self.path, self._where, self.part_bytes)
 
-    def accept(self, start: int, nbytes: int, receipt: str) -> None:
-        """Note the ETag of a part that was written."""
+    def accept(self, start: int, nbytes: int, result: str) -> None:
+        """Record the ETag of a part."""
         with self._lock:
-            self._parts[start // self._part_bytes + 1] = (receipt, nbytes)
+            self._parts[start // self.part_bytes + 1] = (result, nbytes)
 
     def commit(self) -> None:
         """Let the object be seen.
@@ -464,8 +463,8 @@ class S3Upload:
             return False
         return bool(found["size"] == sum(size for _, size in self._parts.values()))
 
-    def give_up(self, error: BaseException) -> None:
-        """Parts come in any order: nobody waits."""
+    def fail(self, error: BaseException) -> None:
+        """Nothing: parts come in any order, no thread waits."""
 
     def discard(self) -> None:
         """Give it up, and leave nothing of it."""

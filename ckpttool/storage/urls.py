@@ -13,7 +13,7 @@ from ckpttool.storage.local import LOCAL
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.storage.base import Storage
+    from ckpttool.storage.base import WritableStorage
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::.*://)")
 """A chain of URLs has the scheme of its first link."""
@@ -69,7 +69,7 @@ def is_chain(url: str) -> bool:
     return is_url(url) and "::" in url
 
 
-def open_storage(url: str, options: Mapping[str, Any] | None = None) -> Storage:
+def open_storage(url: str, options: Mapping[str, Any] | None = None) -> WritableStorage:
     """The storage that a path or URL lies in.
 
     Args:

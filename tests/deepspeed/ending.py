@@ -62,7 +62,7 @@ def _script(job: dict[str, Any], directory: Path, rank: int, port: int) -> None:
     parallel = build({**job, "dtype": "fp32", "model": "plain"})
     parallel.step()
     manager: Any = ckpttool.CheckpointManager(
-        job["root"], async_save=True, timeout=30, place=_slow(job["root"], spoil=job["spoil"])
+        job["root"], async_save=True, timeout=30, storage=_slow(job["root"], spoil=job["spoil"])
     )
     manager.save(parallel.engine, client_state={"step": 1})
     torch.distributed.barrier()  # an exception ends the other ranks' collectives, not what they save
@@ -74,19 +74,19 @@ def _script(job: dict[str, Any], directory: Path, rank: int, port: int) -> None:
 
 def _slow(root: str, *, spoil: bool) -> Any:
     """Where a manager saves, which takes its time; and loses the directory meanwhile, if it is to fail."""
-    from ckpttool.saving.two_phase import place_for
+    from ckpttool.saving import files
+    from ckpttool.storage import open_storage
 
-    place: Any = place_for(root, None)
-    write = place.write
+    write = files.write_files
 
-    def later(directory: str, files: Any, check: Any) -> Any:
+    def later(*given: Any) -> Any:
         time.sleep(SECONDS)
         if spoil:
             shutil.rmtree(root, ignore_errors=True)
-        return write(directory, files, check)
+        return write(*given)
 
-    place.write = later
-    return place
+    files.write_files = later  # type: ignore[assignment]
+    return open_storage(root)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 import posixpath
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.checksummed import GuardedStorage
@@ -17,19 +17,21 @@ from ckpttool.commit.manifest import CHECKSUM, is_commit, parse_manifest, read_m
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
 from ckpttool.formats.whole import open_whole
+from ckpttool.saving import files as rank_files
+from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import Held, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
 from tests.truth import HERE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from ckpttool.checksums import Checksums
     from ckpttool.commit.manifest import Manifest
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.payloads import OutgoingFile
-    from ckpttool.saving.two_phase import Place
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Storage, WritableStorage
 
 Version = dict[str, bytes]
 """The files of a checkpoint."""
@@ -57,13 +59,38 @@ def part(files: Version, rank: int, size: int) -> list[OutgoingFile]:
 
 
 def save_version(
-    place: Place, root: str, ranks: Ranks, tag: str, number: int, *, overwrite: bool = False, timeout: float = 5.0,
-    metrics: dict[str, float] | None = None,
+    place: WritableStorage, root: str, ranks: Ranks, tag: str, number: int, *, overwrite: bool = False,
+    timeout: float = 5.0, metrics: dict[str, float] | None = None,
 ) -> Manifest:  # fmt: skip
     """Save one as all ranks together."""
     request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite)
     files = part(version(number), ranks.rank, ranks.size)
     return save(place, root, ranks, request, files, timeout=timeout, beside={"zero_to_fp32.py": b"# a script\n"})
+
+
+class Intercepted:
+    """A storage whose files a save writes by way of a test.
+
+    Args:
+        storage: Where they go.
+        write: Called instead of ``write_files``, with what that takes.
+    """
+
+    def __init__(self, storage: WritableStorage, write: Callable[..., list[Checksums]]) -> None:
+        self.write = write
+        self.real = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def _write_files(storage: Any, *given: Any) -> list[Checksums]:
+    if isinstance(storage, Intercepted):
+        return storage.write(storage.real, *given)
+    return write_files(storage, *given)
+
+
+rank_files.write_files = _write_files  # type: ignore[assignment]  # a test that makes no Intercepted notices nothing
 
 
 def content(storage: Storage, path: str) -> Version:

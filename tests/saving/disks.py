@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.saving import disk
-from ckpttool.storage import direct_io, local, removal, stream_writer
+from ckpttool.storage import direct_io, local, local_writer, posix, removal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -187,12 +186,13 @@ class _Shutil:
 
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a machine see all that the code under test does to disks, past the page cache too where memory is a disk."""
-    monkeypatch.setattr(stream_writer, "BLOCK_BYTES", mmap.PAGESIZE)
-    monkeypatch.setattr(stream_writer, "FILE_SYSTEMS", {*direct_io.FILE_SYSTEMS, "tmpfs"})
-    for module in (stream_writer, direct_io, disk, local, removal):
+    monkeypatch.setattr(local_writer, "PART_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(local_writer.LocalWriter, "part_bytes", mmap.PAGESIZE)
+    monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*direct_io.FILE_SYSTEMS, "tmpfs"})
+    for module in (local_writer, direct_io, posix, local, removal):
         monkeypatch.setattr(module, "os", _Os(machine))
     monkeypatch.setattr(removal, "shutil", _Shutil(machine))
-    monkeypatch.setattr(disk, "rename_new", partial(machine.do, "rename", local.rename_new))
+    monkeypatch.setattr(local_writer, "rename_new", partial(machine.do, "rename", posix.rename_new))
 
 
 # ---------------------------------------------------------------------------------------------------- power failures

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ckpttool.errors import CkptError
 from ckpttool.saving import coordination as ranks_module
 from ckpttool.saving.coordination import Ranks
-from ckpttool.saving.disk import Disk
+from ckpttool.storage import LOCAL
 from tests.saving import disks
 from tests.saving.checkpoints import save_version
 from tests.saving.disks import Fault, Machine
@@ -44,7 +44,7 @@ def _work(point: dict[str, Any], rank: int) -> None:
         for number, (tag, version) in enumerate(point["saves"]):
             if number == len(point["saves"]) - 1:
                 machine.reset(Fault(**point["fault"]) if point["fault"] else None)
-            save_version(Disk(), f"{point['base']}/root", ranks, tag, version, timeout=TIMEOUT)
+            save_version(LOCAL, f"{point['base']}/root", ranks, tag, version, timeout=TIMEOUT)
         said["names"] = machine.names.get(rank)
     except CkptError as error:
         said["error"] = str(error)

@@ -12,7 +12,6 @@ from ckpttool.catalog.cleanup import left_over, tidy
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import is_commit
 from ckpttool.formats.whole import open_whole
-from ckpttool.saving.disk import Disk
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving import crew, disks
 from tests.saving.checkpoints import chosen, debris, number_of, save_version, state, version, whole
@@ -160,11 +159,11 @@ class Bench:
             for number, step in enumerate(steps, 1):
                 if isinstance(step, Save):
                     save_version(
-                        Disk(), f"{base}/root", ranks, step.tag, step.number, overwrite=step.overwrite,
+                        LOCAL, f"{base}/root", ranks, step.tag, step.number, overwrite=step.overwrite,
                         timeout=crew.TIMEOUT,
                     )  # fmt: skip
                 elif isinstance(step, Tidy) and ranks.rank == 0:
-                    tidy(Disk(), f"{base}/root", None if step.last is None else Rules(step.last), grace=0)
+                    tidy(LOCAL, f"{base}/root", None if step.last is None else Rules(step.last), grace=0)
                 heard[ranks.rank] = number
 
         outcomes = crew.Crew(size, self.machine, self.clock).do(work)
@@ -205,7 +204,7 @@ class Bench:
         found = chosen(root)
         assert found is not None
         assert (found[0], number_of(found[1], [9])) == (last.tag, 9)
-        assert left_over(Disk(), root, grace=0) == []
+        assert left_over(LOCAL, root, grace=0) == []
         assert debris(root) == []
         after = whole(root)
         gone = before.keys() - after.keys() - {f"{last.tag}.replaced"}

@@ -16,7 +16,6 @@ from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError
-from ckpttool.saving.disk import Disk
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving import crew, disks
 from tests.saving.checkpoints import chosen, debris, save_version, version, whole
@@ -60,7 +59,7 @@ class History(RuleBasedStateMachine):
         self.machine.reset(fault)
         number = self.number
         outcomes = crew.Crew(size, self.machine, self.clock).do(
-            lambda ranks: save_version(Disk(), self.root, ranks, tag, number, overwrite=overwrite)
+            lambda ranks: save_version(LOCAL, self.root, ranks, tag, number, overwrite=overwrite)
         )
         self.machine.reset()
         return outcomes
@@ -134,7 +133,7 @@ class History(RuleBasedStateMachine):
     def prune(self, last: int) -> None:
         here, found = whole(self.root), chosen(self.root)
         commits = {t for t in here if os.path.exists(f"{self.root}/{t}/{MANIFEST}")}
-        tidy(Disk(), self.root, Rules(last), grace=0)
+        tidy(LOCAL, self.root, Rules(last), grace=0)
         after = whole(self.root)
         # Whatever goes, what would be restored stays, unless it was only set aside for one that is there now.
         if found is not None and not found[0].endswith(".replaced") and not self.rotten:
@@ -149,7 +148,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def tidy(self) -> None:
         before = whole(self.root)
-        tidy(Disk(), self.root, None, grace=0)
+        tidy(LOCAL, self.root, None, grace=0)
         after = whole(self.root)
         gone = before.keys() - after.keys()
         assert all(tag.endswith(".replaced") and tag.removesuffix(".replaced") in after for tag in gone), gone

@@ -17,7 +17,7 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPTTOOL_TEST_PYTHONS",
 SCRIPT = """
 import logging, multiprocessing, os, sys, time
 from ckpttool.saving.background import Background
-from ckpttool.saving.disk import Disk
+from ckpttool.storage import LOCAL
 from ckpttool.saving.payloads import Held, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.saving.coordination import Alone
@@ -31,7 +31,7 @@ def write():
     if "fails" in how:
         open(root, "w").close()
     try:
-        save(Disk(), root, Alone(), Request("a", 1, 2), [PlainFile("x.bin", Held(b"x" * (9 << 20)))], timeout=5)
+        save(LOCAL, root, Alone(), Request("a", 1, 2), [PlainFile("x.bin", Held(b"x" * (9 << 20)))], timeout=5)
     except CkptError as error:
         logging.error("%s", error)
         return error

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.storage import direct_io, stream_writer
-from ckpttool.storage.stream_writer import BlockWriter
+from ckpttool.errors import StorageError
+from ckpttool.storage import LOCAL, direct_io, local_writer, posix
+from ckpttool.storage.streams import write_stream
 from tests.saving.conftest import in_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 PAGE = mmap.PAGESIZE
@@ -33,37 +34,40 @@ class _Os:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def open(self, path: str, flags: int) -> int:
-        fd = os.open(path, flags)
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        fd = os.open(path, flags, mode)
         if flags & os.O_DIRECT:
             self.direct.append(fd)
         return fd
 
 
 def _use(fake: _Os, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (stream_writer, direct_io):
+    for module in (local_writer, direct_io, posix):
         monkeypatch.setattr(module, "os", fake)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_writer, "BLOCK_BYTES", PAGE)
-    monkeypatch.setattr(stream_writer, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(local_writer, "PART_BYTES", PAGE)
+    monkeypatch.setattr(local_writer.LocalWriter, "part_bytes", PAGE)
+    monkeypatch.setattr(local_writer, "file_system_of", lambda _: "ext4")
 
 
-def _write(path: Path, parts: Sequence[bytes], writer: BlockWriter | None = None) -> bytes:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _write(path: Path, parts: Iterable[bytes], nbytes: int) -> bytes:
+    writer = LOCAL.writer(str(path), nbytes)
     try:
-        (writer or BlockWriter()).write(fd, str(path), sum(map(len, parts)), iter(parts))
-    finally:
-        os.close(fd)
+        write_stream(writer, parts, at_once=1)
+        writer.commit()
+    except BaseException:
+        writer.discard()
+        raise
     return path.read_bytes()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 100, 20 * PAGE])
 @pytest.mark.parametrize("kind", ["ext4", "nfs4", ""])
 def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_writer, "file_system_of", lambda _: kind)
+    monkeypatch.setattr(local_writer, "file_system_of", lambda _: kind)
     written: list[int] = []
 
     def pwrite(fd: int, data: Any, start: int) -> int:
@@ -74,7 +78,7 @@ def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     fake = _Os(pwrite)
     _use(fake, monkeypatch)
     data = os.urandom(nbytes)
-    assert _write(tmp_path / "f", [data]) == data
+    assert _write(tmp_path / "f", [data], len(data)) == data
     # Only whole blocks, and only where the file system is known for it.
     assert written == (list(range(0, nbytes - PAGE + 1, PAGE)) if kind == "ext4" and fake.direct else [])
     assert bool(fake.direct) <= (kind == "ext4" and nbytes >= PAGE)
@@ -82,11 +86,10 @@ def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 @given(parts=st.lists(st.integers(0, 3 * PAGE), max_size=8), again=st.lists(st.integers(0, 2 * PAGE), max_size=3))
 def test_parts_are_joined(parts: list[int], again: list[int]) -> None:
-    writer = BlockWriter()
     with in_memory() as directory:
         for sizes in (parts, again):  # what a file before has left in memory is not to be seen
             sent = [os.urandom(n) for n in sizes]
-            assert _write(directory / "f", sent, writer) == b"".join(sent)
+            assert _write(directory / "f", sent, sum(sizes)) == b"".join(sent)
 
 
 @pytest.mark.parametrize("how", ["another alignment", "short", "none"])
@@ -101,17 +104,19 @@ def test_a_disk_that_takes_less(how: str, tmp_path: Path, monkeypatch: pytest.Mo
     fake = _Os(pwrite)
     _use(fake, monkeypatch)
     data = os.urandom(5 * PAGE + 7)
-    assert _write(tmp_path / "f", [data[:9], data[9:]]) == data
+    assert _write(tmp_path / "f", [data[:9], data[9:]], len(data)) == data
 
 
 def test_a_file_system_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDirect(_Os):
-        def open(self, path: str, flags: int) -> int:
-            raise OSError(errno.EINVAL, "no")
+        def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no")
+            return super().open(path, flags, mode)
 
     _use(NoDirect(os.pwrite), monkeypatch)
     data = os.urandom(3 * PAGE)
-    assert _write(tmp_path / "f", [data]) == data
+    assert _write(tmp_path / "f", [data], len(data)) == data
 
 
 @pytest.mark.parametrize("at", [0, PAGE, 4 * PAGE])
@@ -124,8 +129,9 @@ def test_a_disk_that_fails(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _use(_Os(pwrite), monkeypatch)
     path = tmp_path / "f"
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="full"), path.open("wb") as file:
-        BlockWriter().write(file.fileno(), str(path), 8 * PAGE, (bytes(PAGE) for _ in range(8)))
+    with pytest.raises(StorageError, match="no space left"):
+        _write(path, (bytes(PAGE) for _ in range(8)), 8 * PAGE)
+    assert os.listdir(tmp_path) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("ckpttool-pack")]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -136,5 +142,5 @@ def test_a_stream_that_fails(tmp_path: Path) -> None:
         raise RuntimeError("the device is gone")
 
     path = tmp_path / "f"
-    with pytest.raises(RuntimeError, match="the device is gone"), path.open("wb") as file:
-        BlockWriter().write(file.fileno(), str(path), 2 * PAGE, parts())
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        _write(path, parts(), 2 * PAGE)

@@ -13,13 +13,12 @@ import pytest
 
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.saving.bucket import PARTS_AT_ONCE, Bucket
 from ckpttool.saving.coordination import Alone
+from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import Held, PlainFile
-from ckpttool.saving.two_phase import place_for
-from ckpttool.storage import MANIFEST, MARK, retry
+from ckpttool.storage import MANIFEST, MARK, open_storage, retry
 from ckpttool.storage import s3 as s3_module
-from ckpttool.storage.fsspec import open_remote
+from ckpttool.storage.fsspec import RemoteStorage, open_remote
 from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import S3Storage
 from tests.saving import crew
@@ -139,7 +138,7 @@ NEW = 5
 
 def _work(machine: Machine, clock: crew.Clock, url: str, save: Save, requests: list[Requests]) -> list[Outcome]:
     def work(ranks: Ranks) -> None:
-        place = Bucket(requests[ranks.rank].storage())
+        place = requests[ranks.rank].storage()
         save_version(place, url, ranks, save.tag, NEW, overwrite=save.overwrite, timeout=crew.TIMEOUT)
         if ranks.rank == 0:
             tidy(place, url, None, grace=0)
@@ -168,7 +167,7 @@ def test_killed(
     for tag, number in save.before:
         crew.Crew(2, machine, clock).do(
             lambda ranks, tag=tag, number=number: save_version(  # type: ignore[misc]
-                place_for(bucket.url(), None), bucket.url("before"), ranks, tag, number
+                open_storage(bucket.url()), bucket.url("before"), ranks, tag, number
             )
         )
     before = {k: bucket.get(k) for k in sorted(bucket.keys("before/"), key=lambda k: k.endswith("latest"))}
@@ -227,7 +226,7 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
         # A store cannot keep what is replaced: then it is the one before.
         number_of(found[1], [NEW] if succeeded else [NEW, *(olds if save.overwrite else olds[-1:])])
     before = whole(url, open_remote(url, {}))
-    place = place_for(url, None)
+    place = open_storage(url)
     tag = "step7" if before.keys() == {save.tag} else save.tag  # the only one cannot be replaced
     save_version(place, url, Alone(), tag, 9, overwrite=tag in before)
     tidy(place, url, None, grace=0)
@@ -239,14 +238,14 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
 
 
 def test_what_is_denied_is_not_sent_on_and_on(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = 20 * PARTS_AT_ONCE
+    parts = 20 * RemoteStorage.parts_at_once
     with Proxy(bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.add(ACCESS_DENIED, "upload_part", times=None)
         url = bucket.url("run")
         with pytest.raises(StorageError, match="access denied"):
-            Bucket(open_remote(url, {})).write(url, [PlainFile("file", Held(bytes(parts * PART_BYTES)))], lambda: None)
-        assert len(proxy.requests("upload_part")) <= 3 * PARTS_AT_ONCE
+            write_files(open_remote(url, {}), url, [PlainFile("file", Held(bytes(parts * PART_BYTES)))], lambda: None)
+        assert len(proxy.requests("upload_part")) <= 3 * RemoteStorage.parts_at_once
     assert bucket.uploads() == []
 
 
@@ -263,7 +262,7 @@ def test_every_request_fails_once(
         rule = proxy.add(fault, each=True)
         retries, url = RETRIES.count, bucket.url("run")
         outcomes = crew.Crew(2, Machine(), clock).do(
-            lambda ranks: save_version(place_for(url, None), url, ranks, "step1", 1)
+            lambda ranks: save_version(open_storage(url), url, ranks, "step1", 1)
         )
         assert all(o.succeeded for o in outcomes), outcomes
         assert rule.fired > 10
@@ -289,7 +288,7 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
         proxy.add(INTERNAL_ERROR, "upload_part", match=name, times=None)
         url = bucket.url("run")
         outcomes = crew.Crew(2, Machine(), clock).do(
-            lambda ranks: save_version(place_for(url, None), url, ranks, "step1", 1)
+            lambda ranks: save_version(open_storage(url), url, ranks, "step1", 1)
         )
         errors = {str(o.error) for o in outcomes}
         assert len(errors) == 1, errors
@@ -302,9 +301,9 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
 
 def test_only_whole_checkpoint_is_not_replaced(bucket: server.Bucket) -> None:
     url = bucket.url("run")
-    save_version(place_for(url, None), url, Alone(), "step1", 1)
+    save_version(open_storage(url), url, Alone(), "step1", 1)
     with pytest.raises(StorageError, match="is the only whole checkpoint"):
-        save_version(place_for(url, None), url, Alone(), "step1", 2, overwrite=True)
+        save_version(open_storage(url), url, Alone(), "step1", 2, overwrite=True)
     found = chosen(url, open_remote(url, {}))
     assert found is not None
     assert number_of(found[1], [1]) == 1
@@ -317,4 +316,4 @@ def test_full_bucket(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> 
     url = bucket.url("run")
     monkeypatch.setattr(S3Storage, "put", full)
     with pytest.raises(StorageError, match="no space left"):
-        save_version(place_for(url, None), url, Alone(), "step1", 1)
+        save_version(open_storage(url), url, Alone(), "step1", 1)

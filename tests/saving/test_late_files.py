@@ -11,13 +11,12 @@ import s3fs
 
 from ckpttool.commit import marks
 from ckpttool.errors import CkptError
-from ckpttool.saving import disk
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.two_phase import place_for
-from ckpttool.storage import MANIFEST, is_url, rename_new, walk
+from ckpttool.saving.files import write_files
+from ckpttool.storage import MANIFEST, is_url, local_writer, open_storage, posix, walk
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
-from tests.saving.checkpoints import chosen, save_version, version
+from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def other(root: str) -> Callable[[], None]:
     def save() -> None:
         if left:
             marks.ALIVE.clear()  # as if the first were a process that has ended
-            save_version(place_for(root, None), root, Alone(), "a", left.pop())
+            save_version(open_storage(root), root, Alone(), "a", left.pop())
 
     return save
 
@@ -78,22 +77,18 @@ def _commits_nothing(place: Any, root: str) -> CkptError:
     """Let the late run save; what is there afterwards is the other's, and nothing else."""
     with pytest.raises(CkptError) as caught:
         save_version(place, root, Alone(), "a", 1)
-    storage = place_for(root, None).storage
+    storage = open_storage(root)
     assert chosen(root, storage) == ("a", version(2))
     assert {name for name, _ in walk(storage, f"{root}/a")} == {*version(2), MANIFEST}
     return caught.value
 
 
 def test_before_the_first_file_is_begun(root: str, other: Callable[[], None]) -> None:
-    place: Any = place_for(root, None)
-    write = place.write
-
     def late(*given: Any) -> Any:
         other()
-        return write(*given)
+        return write_files(*given)
 
-    place.write = late
-    told = str(_commits_nothing(place, root))
+    told = str(_commits_nothing(Intercepted(open_storage(root), late), root))
     assert "taken over" in told or "is there already" in told
 
 
@@ -101,23 +96,23 @@ def test_before_a_file_is_published(root: str, other: Callable[[], None], monkey
     """The other commits between the look at the mark and what follows it."""
     if root.startswith("memory"):
         return  # the last look is right before the file is begun: what comes after it cannot be seen
-    place: Any = place_for(root, None)
+    place: Any = open_storage(root)
     if not is_url(root):
-        rename = rename_new
+        rename = posix.rename_new
 
         def late_rename(partial: str, path: str) -> None:
             if path.endswith(".pt"):
                 other()
             rename(partial, path)
 
-        monkeypatch.setattr(disk, "rename_new", late_rename)
+        monkeypatch.setattr(local_writer, "rename_new", late_rename)
     else:
-        _publish_late(place.storage, other)
+        _publish_late(place, other)
     _commits_nothing(place, root)
 
 
 def _publish_late(storage: Any, other: Callable[[], None]) -> None:
-    put_new, create = storage.put_new, storage.create
+    put_new, create = storage.put_new, storage.upload
 
     def late_put(path: str, data: bytes, **how: Any) -> Any:
         if path.endswith(".pt"):
@@ -135,4 +130,4 @@ def _publish_late(storage: Any, other: Callable[[], None]) -> None:
         upload.commit = late_commit
         return upload
 
-    storage.put_new, storage.create = late_put, late_create
+    storage.put_new, storage.upload = late_put, late_create

@@ -15,10 +15,10 @@ from ckpttool.commit import marks
 from ckpttool.errors import CkptError
 from ckpttool.saving import background, two_phase
 from ckpttool.saving.coordination import Alone, RankError, agree_to_begin
-from ckpttool.saving.disk import Disk
-from ckpttool.storage import MANIFEST
+from ckpttool.saving.files import write_files
+from ckpttool.storage import LOCAL, MANIFEST
 from tests.saving import crew
-from tests.saving.checkpoints import save_version, whole
+from tests.saving.checkpoints import Intercepted, save_version, whole
 from tests.saving.test_any_history import History, sizes, tags
 
 if TYPE_CHECKING:
@@ -133,22 +133,20 @@ class Law(History):
         first, second = self.number % 7 + 1, (self.number + 1) % 7 + 1
         self.number = second
         self.machine.reset()
-        place: Any = Disk()
-        write = place.write
 
         def other() -> None:
             marks.ALIVE.clear()
-            save_version(Disk(), self.root, Alone(), tag, second, overwrite=overwrite)
+            save_version(LOCAL, self.root, Alone(), tag, second, overwrite=overwrite)
 
-        def interrupted(directory: str, files: Any, check: Any) -> Any:
+        def interrupted(storage: Any, directory: str, files: Any, check: Any) -> Any:
             if when == "before":
                 other()
-            sums = write(directory, files, check)
+            sums = write_files(storage, directory, files, check)
             if when == "after":
                 other()
             return sums
 
-        place.write = interrupted
+        place: Any = Intercepted(LOCAL, interrupted)
         try:
             save_version(place, self.root, Alone(), tag, first, overwrite=overwrite)
         except CkptError as error:

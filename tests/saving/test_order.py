@@ -14,7 +14,6 @@ from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.commit import marks
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.disk import Disk
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.saving.checkpoints import chosen, save_version
 
@@ -27,7 +26,7 @@ def _save(root: Path, tag: str, number: int, seconds: float = 0.0) -> None:
     with pytest.MonkeyPatch.context() as patch:
         now = time.time
         patch.setattr(time, "time", lambda: now() + seconds)
-        save_version(Disk(), str(root), Alone(), tag, number)
+        save_version(LOCAL, str(root), Alone(), tag, number)
     for above, _, names in os.walk(root / tag):
         for name in names:
             os.utime(os.path.join(above, name), (time.time() + seconds,) * 2)
@@ -87,10 +86,10 @@ def test_what_a_killed_save_left_by_a_clock_that_was_ahead_goes_and_a_live_save_
         began = {"process": process, "began": marks._began(process)}
         (tmp_path / name / MARK).write_text(json.dumps({**mark, **began}))
         os.utime(tmp_path / name / MARK, (time.time() + 1e8,) * 2)
-    tidy(Disk(), str(tmp_path), None, grace=900)
+    tidy(LOCAL, str(tmp_path), None, grace=900)
     assert os.listdir(tmp_path) == ["live"]
     os.utime(tmp_path / "live" / MARK, (1, 1))
-    tidy(Disk(), str(tmp_path), None, grace=900)
+    tidy(LOCAL, str(tmp_path), None, grace=900)
     assert os.listdir(tmp_path) == ["live"]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.disk import Disk
+from ckpttool.storage import LOCAL
 from tests.saving.checkpoints import chosen, debris, number_of, save_version
 from tests.saving.conftest import in_memory
 from tests.saving.disks import CHANGES
@@ -108,8 +108,8 @@ def test_killed_processes(store: str, everything: list[Ended], crash_points: Cal
         found = chosen(ended.root)
         assert found is not None
         number_of(found[1], [2] if other is not None and not failed else [1, 2])
-        save_version(Disk(), ended.root, Alone(), "step3", 3)
-        tidy(Disk(), ended.root, None, grace=0)
+        save_version(LOCAL, ended.root, Alone(), "step3", 3)
+        tidy(LOCAL, ended.root, None, grace=0)
         assert debris(ended.root) == []
         found = chosen(ended.root)
         assert found is not None

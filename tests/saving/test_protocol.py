@@ -19,10 +19,10 @@ from ckpttool.errors import CkptError, ContainerError, StorageError
 from ckpttool.formats.whole import open_whole
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone, RankError, Ranks
-from ckpttool.saving.disk import Disk
+from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import Held, PlainFile, TorchFile
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LOCAL, MANIFEST, MARK
+from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
 from tests.saving.disks import Machine
@@ -47,7 +47,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[crew.Outcome
 
 
 def put(root: str, tag: str, number: int, **options: Any) -> Manifest:
-    return save_version(Disk(), root, Alone(), tag, number, **options)
+    return save_version(LOCAL, root, Alone(), tag, number, **options)
 
 
 def plain(root: str, tag: str, number: int) -> None:
@@ -96,7 +96,7 @@ def test_verify_finds_a_save_sound(root: str) -> None:
 
 def test_tag_that_is_there_is_refused_on_every_rank(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
     put(root, "step1", 1)
-    outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step1", 2))
+    outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step1", 2))
     assert {str(o.error) for o in outcomes} == {
         f"{root}/step1: is saved already; choose another tag, or pass overwrite=True"
     }
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_agree(root: str, together: Callable[..., list[crew.Ou
     def work(ranks: Ranks) -> Manifest:
         tag = "other" if odd == "tag" and ranks.rank == 2 else "step1"
         request = Request(tag, 2 if odd == "step" and ranks.rank == 2 else 1, 2)
-        return save(Disk(), root, ranks, request, part(version(1), ranks.rank, 3), timeout=5)
+        return save(LOCAL, root, ranks, request, part(version(1), ranks.rank, 3), timeout=5)
 
     outcomes = together(work)
     assert all(isinstance(o.error, RankError) for o in outcomes)
@@ -156,7 +156,7 @@ def test_rank_that_cannot_take_part(root: str, together: Callable[..., list[crew
     def work(ranks: Ranks) -> Manifest:
         files = part(version(2), ranks.rank, 3)
         failed = sick if ranks.rank == 1 else None
-        return save(Disk(), root, ranks, Request("step2", 2, 2), files, timeout=5, failed=failed)
+        return save(LOCAL, root, ranks, Request("step2", 2, 2), files, timeout=5, failed=failed)
 
     texts = {str(o.error) for o in together(work)}
     assert texts == {f"{root}/step2: was not saved: rank 1: {sick}; nothing was committed"}
@@ -168,7 +168,7 @@ def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., l
     def work(ranks: Ranks) -> Manifest:
         own = str(directory / f"node{ranks.rank // 2}")
         files = part(version(1), ranks.rank, 3)
-        return save(Disk(), own, ranks, Request("step1", 1, 2), files, timeout=100)
+        return save(LOCAL, own, ranks, Request("step1", 1, 2), files, timeout=100)
 
     texts = {str(o.error) for o in together(work)}
     assert len(texts) == 1
@@ -181,22 +181,22 @@ def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., l
 
 def test_two_ranks_with_one_file(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
     files = [PlainFile("same.pt", Held(b"x"))]
-    outcomes = together(lambda ranks: save(Disk(), root, ranks, Request("step1", 1, 2), files, timeout=5))
+    outcomes = together(lambda ranks: save(LOCAL, root, ranks, Request("step1", 1, 2), files, timeout=5))
     assert all("two ranks would write same.pt" in str(o.error) for o in outcomes)
 
 
 def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[..., list[crew.Outcome]]) -> None:
     put(root, "step1", 1)
     total = sum(map(len, version(2).values()))
-    monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: total)
-    outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step2", 2))
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self, directory: total)
+    outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step2", 2))
     needed = int(two_phase.ROOM * total)
     assert {str(o.error) for o in outcomes} == {
         f"{root}/step2: takes {needed:,} bytes, and only {total:,} are free; "
         "free some space, keep fewer checkpoints, or choose another root"
     }
     assert not os.path.exists(f"{root}/step2")
-    monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: needed)
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self, directory: needed)
     put(root, "step2", 2)
 
 
@@ -207,23 +207,23 @@ def test_a_save_that_cannot_begin_leaves_what_it_was_to_replace(
     put(root, "step1", 1)
     with monkeypatch.context() as patch:
         if fails == "no room":
-            patch.setattr(Disk, "free_bytes", lambda self, directory: 0)
+            patch.setattr(LocalStorage, "free_bytes", lambda self, directory: 0)
         elif fails == "no lasting rename":
-            set_aside = Disk.set_aside
+            set_aside = LocalStorage.rename
 
-            def rename_and_fail(self: Disk, directory: str, aside: str) -> bool:
+            def rename_and_fail(self: LocalStorage, directory: str, aside: str) -> bool:
                 set_aside(self, directory, aside)
                 if aside.endswith(REPLACED):
                     raise StorageError(directory, "input/output error", "check the disk")
                 return True
 
-            patch.setattr(Disk, "set_aside", rename_and_fail)
+            patch.setattr(LocalStorage, "rename", rename_and_fail)
         else:
 
-            def put_no_mark(self: Disk, path: str, data: bytes) -> None:
+            def put_no_mark(self: LocalStorage, path: str, data: bytes) -> None:
                 raise StorageError(path, "no space left on the device", "free some space")
 
-            patch.setattr(Disk, "put", put_no_mark)
+            patch.setattr(LocalStorage, "put", put_no_mark)
         with pytest.raises(StorageError):
             put(root, "step1", 2, overwrite=True)
     assert [name for name in os.listdir(root) if name.startswith("step")] == ["step1"]
@@ -235,15 +235,13 @@ def test_a_save_that_cannot_begin_leaves_what_it_was_to_replace(
 def test_what_nobody_foresaw_on_one_rank_is_told_to_all(
     root: str, together: Callable[..., list[crew.Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Disk.write
-
-    def fails(self: Disk, directory: str, files: Any, check: Any) -> Any:
+    def fails(storage: Any, directory: str, files: Any, check: Any) -> Any:
         if any("rank_1" in file.name for file in files):
             raise KeyError("unforeseen")
-        return write(self, directory, files, check)
+        return write_files(storage, directory, files, check)
 
-    monkeypatch.setattr(Disk, "write", fails)
-    outcomes = together(lambda ranks: save_version(Disk(), root, ranks, "step1", 1))
+    monkeypatch.setattr("ckpttool.saving.files.write_files", fails)
+    outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step1", 1))
     assert len({str(o.error) for o in outcomes}) == 1
     assert "KeyError: 'unforeseen'" in str(outcomes[0].error)
     assert os.listdir(root) == []
@@ -251,7 +249,7 @@ def test_what_nobody_foresaw_on_one_rank_is_told_to_all(
 
 def test_free_bytes_are_the_user_s(directory: Path) -> None:
     info = os.statvfs(directory)
-    free = Disk().free_bytes(str(directory))
+    free = LOCAL.free_bytes(str(directory))
     assert free is not None
     assert abs(free - info.f_bavail * info.f_frsize) < 1 << 30
 
@@ -260,14 +258,14 @@ def test_disk_that_fills_when_a_file_gets_its_place(root: str, monkeypatch: pyte
     import ctypes
     import errno
 
-    from ckpttool.storage import local
+    from ckpttool.storage import posix
 
     def full(fd: int, mode: int, start: int, nbytes: int) -> int:
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
     put(root, "step1", 1)
-    monkeypatch.setattr(local, "_fallocate", lambda: full)
+    monkeypatch.setattr(posix, "_fallocate", lambda: full)
     with pytest.raises(RankError, match=r"rank 0: .*_states\.pt: no space left on the device"):
         put(root, "step2", 2)
     assert sorted(os.listdir(root)) == ["latest", "step1", "zero_to_fp32.py"]
@@ -294,7 +292,7 @@ def test_file_in_the_way(directory: Path, name: str) -> None:
 
 def test_files_in_directories(root: str) -> None:
     files = [PlainFile("zero/a/1.pt", Held(b"one")), PlainFile("zero/b.pt", Held(b""))]
-    save(Disk(), root, Alone(), Request("step1", 1, 0), files, timeout=5)
+    save(LOCAL, root, Alone(), Request("step1", 1, 0), files, timeout=5)
     assert content(LOCAL, f"{root}/step1") == {"zero/a/1.pt": b"one", "zero/b.pt": b""}
 
 
@@ -401,18 +399,18 @@ def test_damage_is_found(root: str, damage: str) -> None:
 def test_the_best_stay(root: str) -> None:
     for number, loss in enumerate([0.9, 0.2, 0.5, 0.1, 0.7], 1):
         put(root, f"step{number}", number, metrics={"loss": loss})
-    tidy(Disk(), root, Rules(best="loss:min:2"), grace=0)
+    tidy(LOCAL, root, Rules(best="loss:min:2"), grace=0)
     assert whole(root).keys() == {"step2", "step4", "step5"}  # the newest in any case
-    tidy(Disk(), root, Rules(best="loss:max"), grace=0)
+    tidy(LOCAL, root, Rules(best="loss:max"), grace=0)
     assert whole(root).keys() == {"step5"}
 
 
 def test_no_metric_is_no_reason_to_remove(root: str) -> None:
     put(root, "step1", 1)
     put(root, "step2", 2)
-    tidy(Disk(), root, Rules(best="loss"), grace=0)
+    tidy(LOCAL, root, Rules(best="loss"), grace=0)
     assert whole(root).keys() == {"step1", "step2"}
-    tidy(Disk(), root, Rules(last=1, best="loss"), grace=0)
+    tidy(LOCAL, root, Rules(last=1, best="loss"), grace=0)
     assert whole(root).keys() == {"step2"}
 
 
@@ -420,7 +418,7 @@ def test_damaged_manifest_does_not_end_retention(root: str) -> None:
     for number in (1, 2, 3, 4):
         put(root, f"step{number}", number)
     os.truncate(f"{root}/step2/{MANIFEST}", 10)
-    tidy(Disk(), root, Rules(last=1), grace=0)
+    tidy(LOCAL, root, Rules(last=1), grace=0)
     assert sorted(d for d in os.listdir(root) if d.startswith("step")) == ["step2", "step4"]
 
 
@@ -428,12 +426,12 @@ def test_what_is_young_may_be_being_saved(root: str) -> None:
     put(root, "step1", 1)
     os.makedirs(f"{root}/step2")
     open(f"{root}/step2/{MARK}", "w").close()
-    tidy(Disk(), root, None, grace=3600)
+    tidy(LOCAL, root, None, grace=3600)
     assert os.path.exists(f"{root}/step2")
-    assert left_over(Disk(), root, grace=3600) == []
+    assert left_over(LOCAL, root, grace=3600) == []
     aged(root, f"step2/{MARK}")
-    assert left_over(Disk(), root, grace=3600) == [f"{root}/step2"]
-    tidy(Disk(), root, None, grace=3600)
+    assert left_over(LOCAL, root, grace=3600) == [f"{root}/step2"]
+    tidy(LOCAL, root, None, grace=3600)
     assert not os.path.exists(f"{root}/step2")
 
 
@@ -441,14 +439,14 @@ def test_mark_beside_a_manifest_is_cleared(root: str) -> None:
     put(root, "step1", 1)
     open(f"{root}/step1/{MARK}", "w").close()
     assert whole(root) == {"step1": version(1)}
-    tidy(Disk(), root, None, grace=3600)
+    tidy(LOCAL, root, None, grace=3600)
     assert not os.path.exists(f"{root}/step1/{MARK}")
 
 
 def test_what_is_replaced_stays_until_its_successor_is_there(root: str) -> None:
     put(root, "step1", 1)
     shutil.copytree(f"{root}/step1", f"{root}/step2.replaced")
-    tidy(Disk(), root, None, grace=0)
+    tidy(LOCAL, root, None, grace=0)
     assert os.path.exists(f"{root}/step2.replaced")
     put(root, "step2", 2)
     assert not os.path.exists(f"{root}/step2.replaced")
@@ -479,7 +477,7 @@ def test_a_torn_checkpoint_pushes_no_whole_one_out(root: str) -> None:
     put(root, "step2", 2)
     path = f"{root}/step2/{min(version(2))}"
     os.truncate(path, os.path.getsize(path) // 2)
-    tidy(Disk(), root, Rules(last=1), grace=0)
+    tidy(LOCAL, root, Rules(last=1), grace=0)
     assert chosen(root) == ("step1", version(1))
 
 
@@ -489,14 +487,14 @@ def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: s
     put(root, "step3", 3)
     path = f"{root}/step1/{min(version(1))}"
     os.truncate(path, os.path.getsize(path) // 2)
-    tidy(Disk(), root, Rules(last=1, best="loss"), grace=0)
+    tidy(LOCAL, root, Rules(last=1, best="loss"), grace=0)
     assert whole(root).keys() == {"step3"}
 
 
 def test_the_manifest_has_the_directory_of_each_archive(root: str) -> None:
     """So that a few kilobytes of a large file can be checked."""
     files: list[OutgoingFile] = [TorchFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", Held(b"b"))]
-    save(Disk(), root, Alone(), Request("t", 1, 2), files, timeout=5.0)
+    save(LOCAL, root, Alone(), Request("t", 1, 2), files, timeout=5.0)
     found = read_manifest(LOCAL, f"{root}/t").files
     data = Path(root, "t", "a.pt").read_bytes()
     assert found["a.pt"].directory is not None

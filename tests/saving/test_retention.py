@@ -14,10 +14,9 @@ from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.disk import Disk
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from tests.saving.checkpoints import save_version, version, whole
+from tests.saving.checkpoints import Intercepted, save_version, version, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 def _save(root: Path, tags: list[str], metric: float = 0.5) -> None:
     for number, tag in enumerate(tags, 1):
-        save_version(Disk(), str(root), Alone(), tag, number, metrics={"loss": metric})
+        save_version(LOCAL, str(root), Alone(), tag, number, metrics={"loss": metric})
 
 
 def _tidied(root: Path, rules: Rules) -> set[str]:
-    tidy(Disk(), str(root), rules, grace=0)
+    tidy(LOCAL, str(root), rules, grace=0)
     return set(whole(str(root)))
 
 
@@ -69,28 +68,28 @@ def test_nothing_goes_while_the_newest_cannot_be_read(tmp_path: Path, caplog: py
 
 def _cut_short(root: Path, tag: str) -> None:
     """As a disk that has lost a commit's file, while the checkpoint that it replaced still lies beside it."""
-    save_version(Disk(), str(root), Alone(), tag, 1)
+    save_version(LOCAL, str(root), Alone(), tag, 1)
     shutil.copytree(root / tag, root / f"{tag}.replaced")
-    save_version(Disk(), str(root), Alone(), "other", 2)
+    save_version(LOCAL, str(root), Alone(), "other", 2)
     os.truncate(root / tag / "mp_rank_00_model_states.pt", 100)
 
 
 def test_what_was_set_aside_stays_while_what_replaced_it_is_damaged(tmp_path: Path) -> None:
     _cut_short(tmp_path, "step1")
-    tidy(Disk(), str(tmp_path), None, grace=0)
+    tidy(LOCAL, str(tmp_path), None, grace=0)
     assert whole(str(tmp_path))["step1.replaced"] == version(1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_set_aside_is_what_a_failed_save_brings_back(fails: bool, tmp_path: Path) -> None:
     _cut_short(tmp_path, "step1")
-    place: Any = Disk()
+    place: Any = LOCAL
     if fails:
 
         def write(*given: Any) -> Any:
             raise StorageError("the disk", "is full", "free some space")
 
-        place.write = write
+        place = Intercepted(LOCAL, write)
         with pytest.raises(CkptError, match="is full"):
             save_version(place, str(tmp_path), Alone(), "step1", 3, overwrite=True)
     else:
@@ -118,11 +117,11 @@ def test_nothing_outside_the_root_is_cleared_away(tmp_path: Path, caplog: pytest
     before = sorted(str(p) for p in elsewhere.rglob("*"))
     for name in ("step1", "step2", "nested"):
         (root / name).symlink_to(elsewhere / name)
-    tidy(Disk(), str(root), Rules(last=1), grace=0)
+    tidy(LOCAL, str(root), Rules(last=1), grace=0)
     assert sorted(str(p) for p in elsewhere.rglob("*")) == before
     assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["nested", "step1", "step2", "step9"]
     assert f"{root}/step2 is reached through a link: it is left as it is" in caplog.text
-    settle(Disk(), str(root), "step1")
+    settle(LOCAL, str(root), "step1")
     assert (elsewhere / "step1" / MARK).exists()
 
 
@@ -149,7 +148,7 @@ def test_a_save_does_not_go_through_a_link(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (root / "step2").symlink_to(elsewhere)
     with pytest.raises(CkptError, match="step2: is reached through a link"):
-        save_version(Disk(), str(root), Alone(), "step2", 2)
+        save_version(LOCAL, str(root), Alone(), "step2", 2)
     assert os.listdir(elsewhere) == []
 
 
@@ -161,7 +160,7 @@ def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeyp
     root.mkdir()
     (root / "latest.0badcafe.partial").symlink_to(victim)
     with pytest.raises(CkptError, match="latest: file exists"):
-        Disk().put(str(root / "latest"), b"step1")
+        LOCAL.put(str(root / "latest"), b"step1")
     assert victim.read_text() == "mine"
 
 

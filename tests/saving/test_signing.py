@@ -19,7 +19,6 @@ from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.disk import Disk
 from ckpttool.saving.payloads import HashedFile, Held, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST
@@ -38,7 +37,7 @@ OTHER = b"another-0123456789abcdef"
 def signed(tmp_path: Path) -> Path:
     """A signed commit."""
     root, files = tmp_path / "root", part(version(1), 0, 1)
-    save(Disk(), str(root), Alone(), Request("t", 1, 2), files, timeout=5.0, key=KEY)
+    save(LOCAL, str(root), Alone(), Request("t", 1, 2), files, timeout=5.0, key=KEY)
     return root / "t"
 
 

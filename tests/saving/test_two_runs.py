@@ -15,10 +15,9 @@ from ckpttool.commit.marks import TakenError
 from ckpttool.errors import CkptError
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.disk import Disk
-from ckpttool.saving.two_phase import place_for
-from ckpttool.storage import MARK
-from tests.saving.checkpoints import chosen, save_version, version
+from ckpttool.saving.files import write_files
+from ckpttool.storage import LOCAL, MARK, open_storage
+from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 
 if TYPE_CHECKING:
@@ -47,19 +46,18 @@ def root(
 
 def _place(root: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> Any:
     """A run's own way to a root; something happens right before or after it writes its files."""
-    place: Any = place_for(root, None)
-    write = place.write
 
-    def interrupted(directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]) -> list[Checksums]:
+    def interrupted(
+        storage: Any, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]
+    ) -> list[Checksums]:
         if before is not None:
             before()
-        sums: list[Checksums] = write(directory, files, check)
+        sums = write_files(storage, directory, files, check)
         if after is not None:
             after()
         return sums
 
-    place.write = interrupted
-    return place
+    return Intercepted(open_storage(root), interrupted)
 
 
 def _seems_dead() -> None:
@@ -72,22 +70,22 @@ def test_a_live_save_is_not_cleared_away(root: str) -> None:
 
     def other() -> None:
         with pytest.raises(TakenError) as caught:
-            save_version(place_for(root, None), root, Alone(), "a", 2)
+            save_version(open_storage(root), root, Alone(), "a", 2)
         told.append(str(caught.value))
 
     save_version(_place(root, after=other), root, Alone(), "a", 1)
     assert "is being saved by process" in told[0]
-    assert chosen(root, place_for(root, None).storage) == ("a", version(1))
+    assert chosen(root, open_storage(root)) == ("a", version(1))
 
 
 def test_who_was_thought_dead_commits_nothing(root: str) -> None:
     def other() -> None:
         _seems_dead()
-        save_version(place_for(root, None), root, Alone(), "a", 2)
+        save_version(open_storage(root), root, Alone(), "a", 2)
 
     with pytest.raises(CkptError, match=r"taken over|is there already"):
         save_version(_place(root, after=other), root, Alone(), "a", 1)
-    assert chosen(root, place_for(root, None).storage) == ("a", version(2))
+    assert chosen(root, open_storage(root)) == ("a", version(2))
 
 
 def test_who_was_thought_dead_writes_into_what_was_taken_over(root: str) -> None:
@@ -115,11 +113,11 @@ def test_who_was_thought_dead_writes_into_what_was_taken_over(root: str) -> None
         save_version(_place(root, before=other), root, Alone(), "a", 1)
     written.set()
     assert ended.wait(30)
-    storage = place_for(root, None).storage
+    storage = open_storage(root)
     if errors:
         assert chosen(root, storage) is None
         _seems_dead()
-        save_version(place_for(root, None), root, Alone(), "a", 2)
+        save_version(open_storage(root), root, Alone(), "a", 2)
     assert chosen(root, storage) == ("a", version(2))
 
 
@@ -129,7 +127,7 @@ def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
     def run(name: str) -> None:
         for number in range(15):
             try:
-                save_version(Disk(), root, Alone(), f"{name}{number}", 1)
+                save_version(LOCAL, root, Alone(), f"{name}{number}", 1)
             except CkptError as error:
                 errors.append(error)
 
@@ -156,7 +154,7 @@ def test_what_another_machine_has_begun_is_watched(
     if changes:
         timer.start()
         with pytest.raises(TakenError, match="is being saved by process 1 of elsewhere"):
-            save_version(Disk(), str(tmp_path), Alone(), "a", 1)
+            save_version(LOCAL, str(tmp_path), Alone(), "a", 1)
         return
-    save_version(Disk(), str(tmp_path), Alone(), "a", 1)
+    save_version(LOCAL, str(tmp_path), Alone(), "a", 1)
     assert chosen(str(tmp_path)) == ("a", version(1))

@@ -146,7 +146,7 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
     def write() -> None:
         with uploaded(storage, "memory://out", plan, replaces=lambda _: False) as output:
             target = output.begin(plan.files[0])
-            target.give_up(gone)
+            target.fail(gone)
             second = threading.Thread(target=write_the_second, args=(target,), daemon=True)
             second.start()
             second.join(60)
@@ -466,14 +466,14 @@ def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
 def test_what_was_written_wrongly_is_removed(
     to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpttool.storage.s3 import S3Upload
+    from ckpttool.storage.s3 import S3Writer
 
-    right = S3Upload.write
+    right = S3Writer.write
 
-    def wrong(self: S3Upload, start: int, data: bytes | memoryview) -> None:
+    def wrong(self: S3Writer, start: int, data: bytes | memoryview) -> None:
         right(self, start, bytes(data[:-1]) + bytes([data[-1] ^ 1]))
 
-    monkeypatch.setattr(S3Upload, "write", wrong)
+    monkeypatch.setattr(S3Writer, "write", wrong)
     go: Callable[[], object] = {
         "consolidate": lambda: ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS),  # type: ignore[arg-type]
         "convert": lambda: ckpttool.convert(weights, s3.url("out"), to="dcp", prove=True),

@@ -87,27 +87,28 @@ def will_die(where: str) -> None:
     """Let this worker be killed at one point of its next save or report."""
     import ray.train.collective
 
-    from ckpttool.saving.disk import Disk
-    from ckpttool.storage import MANIFEST
+    from ckpttool.saving import files
+    from ckpttool.storage import MANIFEST, LocalStorage
 
-    write, write_file, put, report = Disk.write, Disk._write_file, Disk.put_new, ray.train.report
+    write, write_file, put, report = files.write_files, files._write_file, LocalStorage.put_new, ray.train.report
     written: list[str] = []
 
-    def dying_write(self: Any, *arguments: Any) -> Any:
-        return die() if where == BEFORE_FILES else write(self, *arguments)
+    def dying_write(*arguments: Any) -> Any:
+        return die() if where == BEFORE_FILES else write(*arguments)
 
-    def dying_write_file(self: Any, path: str, *arguments: Any) -> Any:
+    def dying_write_file(storage: Any, path: str, *arguments: Any) -> Any:
         if where == BETWEEN_FILES and written:
             die()
         written.append(path)
-        return write_file(self, path, *arguments)
+        return write_file(storage, path, *arguments)
 
-    def dying_put(self: Any, path: str, data: bytes) -> None:
+    def dying_put(self: Any, path: str, *data: Any, **options: Any) -> bool:
         if where == BEFORE_MANIFEST and path.endswith(MANIFEST):
             die()
-        put(self, path, data)
+        done = put(self, path, *data, **options)
         if where == AFTER_MANIFEST and path.endswith(MANIFEST):
             die()
+        return done
 
     def dying_report(*arguments: Any, **options: Any) -> None:
         if where == BEFORE_REPORT:
@@ -116,7 +117,8 @@ def will_die(where: str) -> None:
         if where == AFTER_REPORT:
             die()
 
-    Disk.write, Disk._write_file, Disk.put_new = dying_write, dying_write_file, dying_put  # type: ignore[method-assign,assignment]
+    files.write_files, files._write_file = dying_write, dying_write_file  # type: ignore[assignment]
+    LocalStorage.put_new = dying_put  # type: ignore[method-assign]
     ray.train.report = dying_report
 
 
@@ -183,7 +185,7 @@ def resuming(config: dict[str, Any]) -> None:
     from ckpttool import CkptError
     from ckpttool.integrations import ray_train
     from ckpttool.integrations.ray_train import RayTrainCheckpoints
-    from ckpttool.saving.disk import Disk
+    from ckpttool.saving import files
 
     engine, train = engine_of(1)
     blank = digest_of(engine)
@@ -202,7 +204,7 @@ def resuming(config: dict[str, Any]) -> None:
     train()
     found["after"] = ray_train.restore(engine), digest_of(engine)
     found["unlisted"] = _with_a_failure(0, ray_train, "run_commits", lambda: ray_train.restore(engine))
-    found["unwritten"] = _with_a_failure(2, Disk, "write", lambda: ray_train.report(engine, {"loss": 0.0}))
+    found["unwritten"] = _with_a_failure(2, files, "write_files", lambda: ray_train.report(engine, {"loss": 0.0}))
     train()
     RayTrainCheckpoints(grace=0.0).report(engine, {"loss": 0.125}, client_state={"step": 4})
     if ray.train.get_context().get_world_rank() == 0:
@@ -262,18 +264,18 @@ def ending(config: dict[str, Any]) -> None:
     import time
 
     from ckpttool.integrations.ray_train import RayTrainCheckpoints
-    from ckpttool.saving.disk import Disk
+    from ckpttool.saving import files
 
     engine, train = engine_of(2)
-    write = Disk.write
+    write = files.write_files
 
-    def slow_write(self: Any, directory: str, files: Any, check: Any) -> Any:
+    def slow_write(storage: Any, directory: str, *given: Any) -> Any:
         time.sleep(2)
         if config["how"] == "fails":
             shutil.rmtree(directory, ignore_errors=True)
-        return write(self, directory, files, check)
+        return write(storage, directory, *given)
 
-    Disk.write = slow_write  # type: ignore[method-assign]
+    files.write_files = slow_write  # type: ignore[assignment]
     train()
     checkpoints = RayTrainCheckpoints(blocking=False, timeout=60)
     if config["how"] == "exception":

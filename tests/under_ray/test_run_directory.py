@@ -181,19 +181,19 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
     s3fs = pytest.importorskip("s3fs")
     from fsspec.implementations.local import LocalFileSystem
 
-    from ckpttool.integrations.ray.storage import place_of, url_of
-    from ckpttool.saving.disk import Disk
+    from ckpttool.integrations.ray.storage import storage_of, url_of
+    from ckpttool.storage import LOCAL
 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for local in (fs.LocalFileSystem(), fs.PyFileSystem(fs.FSSpecHandler(LocalFileSystem()))):
-        assert isinstance(place_of(local), Disk)
+        assert storage_of(local) is LOCAL
         assert url_of(local, "/runs/a") == "/runs/a"
 
     native = fs.S3FileSystem(
         endpoint_override="host:9000", scheme="http", access_key="k", secret_key="s",  # noqa: S106
         region="eu-west-1",
     )  # fmt: skip
-    storage: Any = place_of(native).storage
+    storage: Any = storage_of(native)
     opened = storage.fs
     assert (opened.endpoint_url, opened.key, opened.secret) == ("http://host:9000", "k", "s")
     assert opened.client_kwargs["region_name"] == "eu-west-1"
@@ -201,7 +201,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
 
     given = s3fs.S3FileSystem(endpoint_url="http://host:9000", key="k", secret="s")  # noqa: S106
     retries = given.retries
-    storage = place_of(fs.PyFileSystem(fs.FSSpecHandler(given))).storage
+    storage = storage_of(fs.PyFileSystem(fs.FSSpecHandler(given)))
     opened = storage.fs
     assert opened is not given, "Ray goes on using that one"
     assert given.retries == retries
@@ -211,7 +211,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
 
 def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
     fs = pytest.importorskip("pyarrow.fs")
-    from ckpttool.integrations.ray.storage import place_of
+    from ckpttool.integrations.ray.storage import storage_of
 
     with pytest.raises(PlanError, match="SubTreeFileSystem"):
-        place_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))
+        storage_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))

@@ -22,9 +22,10 @@ from ckpttool.storage import MARK
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckpttool.execution.streaming import Sender, Target
+    from ckpttool.execution.streaming import Target
     from ckpttool.plan import CopyPlan, TargetFile
-    from ckpttool.storage.fsspec import RemoteStorage, Upload
+    from ckpttool.storage import PartWriter, Writer
+    from ckpttool.storage.fsspec import RemoteStorage
 
 
 def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) -> None:
@@ -120,7 +121,7 @@ class RemoteOutput:
         self._lock = threading.Lock()
         self._marked = False
         self._begun = False
-        self._uploads: list[Upload] = []
+        self._uploads: list[Writer] = []
         self._written: list[str] = []
         self._held_back: dict[str, bytes] = {}
         self._pending: dict[str, str] = {}
@@ -179,12 +180,12 @@ class RemoteOutput:
             target.open()  # which parts are there already is asked before they are read
         return target
 
-    def _create(self, file: TargetFile) -> Upload:
+    def _create(self, file: TargetFile) -> Writer:
         self.claimed()
         path = self.path(file.name)
         number = self._pending.get(self._storage.object_name(path), "")
         self._begun = True
-        upload = self._storage.create(path, file.nbytes, number)
+        upload = self._storage.upload(path, file.nbytes, number)
         with self._lock:
             self._uploads.append(upload)
         return upload
@@ -198,7 +199,7 @@ class RemoteOutput:
             self._written.append(name)
         self._storage.put(self.path(name), data)
 
-    def sender(self, name: str) -> Sender:
+    def part_writer(self, name: str) -> PartWriter:
         """What writes a small file in another process; what is kept until the end comes back to this one."""
         if self._comes_last(name):
             return _Returned()
@@ -242,8 +243,8 @@ class RemoteOutput:
 class _Small:
     """A file that is written in one go."""
 
-    def __init__(self, output: RemoteOutput, name: str, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+    def __init__(self, output: RemoteOutput, name: str, part_bytes: int) -> None:
+        self.part_bytes = part_bytes
         self._output = output
         self._name = name
 
@@ -256,15 +257,15 @@ class _Small:
     def write(self, start: int, data: memoryview) -> None:
         self._output.put(self._name, bytes(data))
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         pass
 
-    def sender(self) -> Sender:
-        return self._output.sender(self._name)
+    def part_writer(self) -> PartWriter:
+        return self._output.part_writer(self._name)
 
-    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
-        if receipt is not None:
-            self._output.put(self._name, receipt)
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
+        if result is not None:
+            self._output.put(self._name, result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +290,8 @@ class _Returned:
 class _Large:
     """A file that is uploaded in parts; the upload is begun by who needs it first."""
 
-    def __init__(self, create: Callable[[], Upload], window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+    def __init__(self, create: Callable[[], Writer], part_bytes: int) -> None:
+        self.part_bytes = part_bytes
         self._begun = Once(create)
         self._failed: BaseException | None = None
 
@@ -303,20 +304,19 @@ class _Large:
     def write(self, start: int, data: memoryview) -> None:
         self._upload().write(start, data)
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self._failed = error
         if self._begun.made is not None:
-            self._begun.made.give_up(error)
+            self._begun.made.fail(error)
 
-    def sender(self) -> Sender:
-        sender: Sender = self._upload().sender()
-        return sender
+    def part_writer(self) -> PartWriter:
+        return self._upload().part_writer()
 
-    def accept(self, start: int, nbytes: int, receipt: Any) -> None:
-        self._upload().accept(start, nbytes, receipt)
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
+        self._upload().accept(start, nbytes, result)
 
-    def _upload(self) -> Upload:
+    def _upload(self) -> Writer:
         upload = self._begun()
         if self._failed is not None:  # perhaps before there was an upload to tell
-            upload.give_up(self._failed)
+            upload.fail(self._failed)
         return upload

@@ -11,7 +11,7 @@ from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution import local, streaming
 from ckpttool.execution.output import staging
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.storage import LOCAL, is_url, local_path, without_credentials, write_new
+from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
-    from ckpttool.storage import Storage
+    from ckpttool.storage import WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
     from ckpttool.storage.safe_files import Directory
     from ckpttool.units import Progress
@@ -61,7 +61,7 @@ class Destination:
         return Destination(f"{self.out.rstrip('/')}/{name}", self._options, mode)
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> WritableStorage:
         """Where it lies."""
         return LOCAL if self._remote is None else self._remote
 
@@ -80,11 +80,7 @@ class Destination:
         Raises:
             StorageError: It cannot be written.
         """
-        path = f"{self.out.rstrip('/')}/{name}"
-        if self._remote is None:
-            write_new(path, [data], overwrite=True, mode=mode)
-        else:
-            self._remote.put(path, data)
+        self.storage.put(f"{self.out.rstrip('/')}/{name}", data, mode=mode)
 
     @property
     def distant(self) -> bool:
@@ -264,13 +260,10 @@ def write_file(
     Raises:
         StorageError: It is there already and not to be replaced, or cannot be written.
     """
-    if not is_url(out):
-        write_new(local_path(out), parts, overwrite=overwrite, mode=mode)
-        return local_path(out)
-    from ckpttool.storage.fsspec import open_remote
-
-    storage, shown = open_remote(out, options or {}), without_credentials(out)
-    if not overwrite and storage.exists(shown):
+    storage = open_storage(out, options)
+    shown = without_credentials(local_path(out))
+    if overwrite:
+        storage.put(shown, *parts, mode=mode)
+    elif storage.exists(shown) or not storage.put_new(shown, *parts, mode=mode):
         raise StorageError(shown, "exists already", "choose another name, or pass --overwrite")
-    storage.put(shown, b"".join(parts))
     return shown

@@ -25,8 +25,8 @@ from ckpttool.formats.whole import open_whole
 from ckpttool.messages import brief
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import agree_to_begin
-from ckpttool.saving.two_phase import Request, place_for, save
-from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, without_credentials
+from ckpttool.saving.two_phase import Request, save
+from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
 from ckpttool.storage.retry import RETRIES
 
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.two_phase import Place
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Storage, WritableStorage
 
     Opener = Callable[[Storage, str], Checkpoint]
 
@@ -115,7 +114,7 @@ class CheckpointManager:
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         sign_key: Signs what is saved: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
             itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
-        place: Where to save, for who has it open already; default: what the root says.
+        storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
 
     Raises:
         ValueError: A rule makes no sense; or signals are to be watched in a thread that is not the main one.
@@ -136,7 +135,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
         sign_key: Key | None = None,
-        place: Place | None = None,
+        storage: WritableStorage | None = None,
     ) -> None:
         self.name = f"manager {next(_numbers)}"  # counted even if the rest fails here, for it may not on other ranks
         """The same on every rank."""
@@ -144,8 +143,8 @@ class CheckpointManager:
         self.root = without_credentials(local_path(given)).rstrip("/") or given
         if not is_url(self.root):
             self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
-        self._place = place or place_for(given, storage_options)
-        self.source = confined(self._place.storage, self.root, storage_options)
+        self._storage = storage or open_storage(given, storage_options)
+        self.source = confined(self._storage, self.root, storage_options)
         """The storage that ``restore`` reads from."""
         best = None if keep_best is None else ":".join(map(str, keep_best))
         given_rules = (keep_last, keep_every, best)
@@ -250,7 +249,7 @@ class CheckpointManager:
         (request,) = requests
         collected = collect(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
-            exclude_frozen=exclude_frozen, scratch_root=self.root if self._place.storage is LOCAL else None,
+            exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
         )  # fmt: skip
         if not self.saves_in_background:
             report = self._write(root, ranks, request, collected, began, None)
@@ -447,7 +446,7 @@ class CheckpointManager:
                 names = list(dict.fromkeys(collected.unknown))
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             save(
-                self._place, root, ranks, request, collected.files, beside=collected.beside,
+                self._storage, root, ranks, request, collected.files, beside=collected.beside,
                 failed=collected.failed, timeout=self._timeout, key=self._key,
             )  # fmt: skip
         except CkptError as failed:
@@ -471,7 +470,7 @@ class CheckpointManager:
         self._tell(report)
         if error is None and ranks.rank == 0:
             try:
-                tidy(self._place, root, self._rules, grace=self._grace)
+                tidy(self._storage, root, self._rules, grace=self._grace)
             except Exception:  # it is committed all the same
                 LOG.exception("old checkpoints were not looked at")
         return report

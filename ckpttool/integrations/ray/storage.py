@@ -11,17 +11,16 @@ import pyarrow.fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ckpttool.errors import PlanError
-from ckpttool.saving.bucket import Bucket
-from ckpttool.saving.disk import Disk
+from ckpttool.storage import LOCAL
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3 import S3Storage, with_defaults
 
 if TYPE_CHECKING:
-    from ckpttool.saving.two_phase import Place
+    from ckpttool.storage import WritableStorage
 
 
-def place_of(filesystem: Any) -> Place:
-    """Where a run saves.
+def storage_of(filesystem: Any) -> WritableStorage:
+    """The storage of a run.
 
     Args:
         filesystem: ``pyarrow.fs.FileSystem``.
@@ -33,12 +32,12 @@ def place_of(filesystem: Any) -> Place:
         problem = "is a SubTreeFileSystem, which does not say where it begins"
         raise PlanError("RunConfig(storage_filesystem=...)", problem, "pass what it wraps, and the whole storage_path")
     if _is_local(filesystem):
-        return Disk()
-    return Bucket(_remote(_as_fsspec(filesystem)))
+        return LOCAL
+    return _remote(_as_fsspec(filesystem))
 
 
 def url_of(filesystem: Any, path: str) -> str:
-    """A path of a file system as a URL that ``place_of`` the same understands; a plain path on local disk."""
+    """A path of a file system as a URL that ``storage_of`` the same understands; a plain path on local disk."""
     if _is_local(filesystem):
         return path
     protocol = _as_fsspec(filesystem).protocol
