@@ -128,9 +128,10 @@ def staged(
     staging = _staging(out)
     existing = _existing_parent(out)
     with translate_os_errors(staging):
-        os.makedirs(os.path.dirname(os.path.dirname(out)), exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.dirname(out), parent_mode | 0o700)
+        if not os.path.isdir(above := os.path.dirname(out)):
+            os.makedirs(os.path.dirname(above), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(above, parent_mode | 0o700)
     try:
         directory = _enter(staging, key if resume else None)
     except BaseException:
