@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CHECKPOINT = source("zero3-dp2-bf16")
 SLOW = """
 import os, sys, time
-from ckpttool import execute
+from ckpttool.execution import local
 from ckpttool.cli import main
 write = os.pwrite
 def slow(*arguments):
@@ -32,7 +32,7 @@ def slow(*arguments):
     time.sleep(0.05)
     return done
 os.pwrite = slow
-execute.TASK_ELEMENTS = 50
+local.TASK_ELEMENTS = 50
 main()
 """
 """The command, at a crawl; it says when it is in the middle of writing."""

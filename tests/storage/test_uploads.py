@@ -598,7 +598,8 @@ MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
 from ckpttool.execution.assemble import Windows
-from ckpttool import transfer, uploads
+from ckpttool.execution import streaming
+from ckpttool.execution.output import bucket
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 small, large, out, memory = sys.argv[1:]
