@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckpttool.storage.s3_obstore import ObstoreRanges
-    from ckpttool.storage.s3_parts import SignedParts
+    from ckpttool.storage.s3_parts import PartClient
 
 MAX_PARTS = 10_000
 """S3's own limits: parts of one upload,"""
@@ -70,8 +70,8 @@ class S3Storage(RemoteStorage):
         super().__init__(fs)
         fs.retries = 1
         self._ranges: dict[str, ObstoreRanges | None] = {}
-        self._sender: SignedParts | None = None
-        self._has_sender = False
+        self._part_client: PartClient | None = None
+        self._has_part_client = False
 
     def look(self, key: str) -> list[dict[str, Any]]:
         """What s3fs tells of all that lies in a directory, or of the object that lies there instead.
@@ -156,17 +156,17 @@ class S3Storage(RemoteStorage):
         finally:
             response["Body"].close()
 
-    def sender_of_parts(self) -> SignedParts | None:
-        """What sends parts from the threads that have them; None if s3fs is to."""
+    def part_client(self) -> PartClient | None:
+        """A client that sends parts from any thread; None if only s3fs can follow the options."""
         with self._lock:
-            if not self._has_sender:
-                from ckpttool.storage.s3_parts import SignedParts
+            if not self._has_part_client:
+                from ckpttool.storage.s3_parts import PartClient
 
-                self._has_sender = True
-                # Whatever keeps it from being made, s3fs will do, or say what is wrong.
+                self._has_part_client = True
+                # Without this client s3fs sends the parts, or says what is wrong.
                 with contextlib.suppress(Exception):
-                    self._sender = SignedParts(self.fs, 2 * CONNECTIONS)
-            return self._sender
+                    self._part_client = PartClient(self.fs)
+            return self._part_client
 
     def checksum_of(self, data: bytes | memoryview) -> dict[str, str]:
         """What a store is to compare a part with, if it is to.
@@ -327,10 +327,8 @@ class S3Parts:
 
     def _send(self, number: int, data: bytes | memoryview) -> str:
         sums = self.storage.checksum_of(data)
-        if (sender := self.storage.sender_of_parts()) is not None:
-            tag = sender.send(data, number, self.where, sums.get("ChecksumCRC32", ""))
-            if tag is not None:
-                return tag
+        if (client := self.storage.part_client()) is not None:
+            return client.send(data, number, self.where, sums.get("ChecksumCRC32", ""))
         # As a stream: bytes would be sent in one go, and nothing else be done meanwhile.
         body = io.BytesIO(data)
         answer = self.storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **sums, **self.where)

@@ -77,7 +77,7 @@ class Requests:
 
     def storage(self) -> S3Storage:
         storage = S3Storage(self._fs)
-        sender: Any = storage.sender_of_parts()
+        sender: Any = storage.part_client()
         send = sender.send
 
         def sent(*arguments: Any) -> Any:
