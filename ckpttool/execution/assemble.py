@@ -16,6 +16,7 @@ from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.sources import Scratch
 from ckpttool.execution.state_reader import Gatherer
+from ckpttool.plan.split import SortedRows, elements_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,13 +39,9 @@ class Windows:
     def __init__(self, plan: CopyPlan, file: TargetFile, sources: Sources) -> None:
         self._casts: Sequence[tuple[str, str]] = plan.casts
         self._sources = sources
-        # What is empty may lie in the middle of others, whose order by their ends would be lost with it.
-        rows = file.copies[file.copies["numel"] > 0]
-        self._rows: NDArray[np.void] = rows[np.argsort(rows["target"], kind="stable")]
-        widths = np.array([itemsize(target) for _, target in plan.casts], dtype=np.uint64)
-        self._ends = self._rows["target"] + self._rows["numel"] * widths[self._rows["cast"]]
+        self._rows = SortedRows(plan.casts, file.copies)
         self._literals = sorted(literal for literal in file.literals if literal[1])
-        self._pairs = {plan.casts[i] for i in set(self._rows["cast"].tolist())}
+        self._pairs = {plan.casts[i] for i in set(self._rows.rows["cast"].tolist())}
         self._pairs |= {(g.state.dtype, g.dtype) for g in file.gathers}
         self._gathers = sorted(file.gathers, key=lambda g: g.target)
         self._zeros = sorted(zeros for zeros in file.zeros if zeros[1])
@@ -72,13 +69,13 @@ class Windows:
         """The bytes [start, end) as they come from a source, if they lie there as they are wanted; None if not."""
         if not self._sources.distant:
             return None
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        if first == len(self._rows) or int(self._ends[first]) < end:
+        rows = self._rows.overlapping(start, end)
+        if len(rows) != 1:
             return None
-        row = self._rows[first]
+        row = rows[0]
         source, target = self._casts[int(row["cast"])]
         at = int(row["target"])
-        if source != target or at > start:
+        if source != target or at > start or at + int(row["numel"]) * itemsize(target) < end:
             return None
         begin = int(row["start"]) - at
         return self._sources.fetch([(int(row["source"]), begin + start, begin + end)])[0]
@@ -109,7 +106,7 @@ class Windows:
         overflowed = self._copy(window, start, end)
         for gather in self._gathers:
             width = itemsize(gather.dtype)
-            first, last = _elements(gather.target, gather.numel, width, start, end)
+            first, last = elements_in(gather.target, gather.numel, width, start, end)
             if first < last:
                 at = gather.target + first * width
                 whole = Gatherer(self._sources).chunks(gather.state, gather.first + first, gather.first + last)
@@ -137,13 +134,11 @@ class Windows:
     def _copy(self, window: memoryview, start: int, end: int) -> int:
         if not self._sources.distant:
             return self._copy_local(window, start, end)
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        last = int(np.searchsorted(self._rows["target"], end, side="left"))
         spans: list[tuple[int, int, int]] = []
         places: list[tuple[int, int]] = []
-        for row in self._rows[first:last]:
+        for row in self._rows.overlapping(start, end):
             source, target = self._casts[int(row["cast"])]
-            low, high = _elements(int(row["target"]), int(row["numel"]), itemsize(target), start, end)
+            low, high = elements_in(int(row["target"]), int(row["numel"]), itemsize(target), start, end)
             begin, width = int(row["start"]), itemsize(source)
             spans.append((int(row["source"]), begin + low * width, begin + high * width))
             places.append((int(row["target"]) + low * itemsize(target), int(row["cast"])))
@@ -160,18 +155,16 @@ class Windows:
         return overflowed
 
     def _copy_local(self, window: memoryview, start: int, end: int) -> int:
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        last = int(np.searchsorted(self._rows["target"], end, side="left"))
         overflowed = 0
         scratch = Scratch()
-        for row in self._rows[first:last]:
+        for row in self._rows.overlapping(start, end):
             source, target = self._casts[int(row["cast"])]
             reader, begin, at = self._sources[int(row["source"])], int(row["start"]), int(row["target"])
             if source == target:
                 low, high = max(at, start), min(at + int(row["numel"]) * itemsize(target), end)
                 reader.read_into(begin + low - at, window[low - start : high - start])
                 continue
-            low, high = _elements(at, int(row["numel"]), itemsize(target), start, end)
+            low, high = elements_in(at, int(row["numel"]), itemsize(target), start, end)
             for element in range(low, high, CAST_ELEMENTS):
                 count = min(CAST_ELEMENTS, high - element)
                 values = scratch.read(reader, begin + element * itemsize(source), count, source)
@@ -179,11 +172,6 @@ class Windows:
                 _put(window, start, at + element * itemsize(target), result.view(np.uint8).data)
                 overflowed += count_overflowed(values, result)
         return overflowed
-
-
-def _elements(target: int, numel: int, width: int, start: int, end: int) -> tuple[int, int]:
-    """The elements that lie in [start, end) of the file, those that are cut by its borders included."""
-    return max(0, (start - target) // width), min(numel, -((target - end) // width))
 
 
 def _put(window: memoryview, start: int, at: int, data: bytes | memoryview) -> None:

@@ -22,7 +22,7 @@ from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.streaming import Budget, LocalPartWriter
 from ckpttool.plan import CopyPlan, ranges_read
-from ckpttool.plan.split import Cutter
+from ckpttool.plan.split import FileSplitter
 from ckpttool.storage import write_at
 
 if TYPE_CHECKING:
@@ -213,13 +213,13 @@ def _pieces(
                 checks.require_all(ranges_read(plan, file))
             continue
         skipped = False
-        target, cutter = output.begin(file), Cutter(plan.casts, file)
+        target, splitter = output.begin(file), FileSplitter(plan.casts, file)
         writer, size = target.part_writer(), target.part_bytes
         step = task_bytes if work.copies else -(-task_bytes // size) * size
         for start in range(0, max(file.nbytes, 1), step):
             end = min(start + step, file.nbytes)
             if work.copies:
-                yield target, Piece(writer, cutter.beginning(start, end), ((start, end),))
+                yield target, Piece(writer, splitter.beginning(start, end), ((start, end),))
                 continue
             windows = []
             for low in range(start, max(end, 1), size):
@@ -230,7 +230,7 @@ def _pieces(
                 else:
                     windows.append((low, high))
             if windows:
-                yield target, Piece(writer, cutter.touching(windows[0][0], windows[-1][1]), tuple(windows))
+                yield target, Piece(writer, splitter.overlapping(windows[0][0], windows[-1][1]), tuple(windows))
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 

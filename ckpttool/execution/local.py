@@ -21,6 +21,7 @@ from ckpttool.execution.local_copy import Mover
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
 from ckpttool.plan.shared_reads import Riders, find_riders
+from ckpttool.plan.split import runs_of, short_rows
 from ckpttool.storage import reserve, translate_os_errors, write_at
 from ckpttool.storage.block_writes import BLOCK_BYTES, OpenFile
 from ckpttool.storage.direct_io import FILE_SYSTEMS, SHARING, file_system_of, open_direct
@@ -116,7 +117,8 @@ def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str,
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     mover, into = Mover(plan, sources, advance), OpenFile(path, fd)
-    runs = [partial(mover.copy, rows, into) for rows in _runs(_cut(plan, file.copies))]
+    short = short_rows(plan.casts, file.copies, TASK_ELEMENTS)
+    runs = [partial(mover.copy, rows, into) for rows in runs_of(short, TASK_ELEMENTS)]
     gathers = [partial(mover.gather, gather, into) for gather in file.gathers]
     # closing(): no thread may be left writing when the file is closed, whatever happens here.
     with contextlib.closing(in_threads(iter([*runs, *gathers]), jobs)) as results:
@@ -190,7 +192,7 @@ class _Files:
                 if self._checks is not None:
                     self._checks.require_all(ranges_read(self._plan, file))
             else:
-                copies[n] = _cut(self._plan, file.copies)
+                copies[n] = short_rows(self._plan.casts, file.copies, TASK_ELEMENTS)
         riders = find_riders(self._plan, copies)
         allow_open_files(len(self._plan.sources) + 2 * len(riders.files))
         for n in riders.files:
@@ -212,7 +214,8 @@ class _Files:
         """The tasks of a file, each with the files that it writes to."""
         rows, carried = riders.alone[n], riders.carried.get(n)
         onto = {n} if carried is None else {n, *carried["file"].tolist()}
-        runs = [partial(self._mover.copy, run, out, carried, self._begun.__getitem__) for run in _runs(rows)]
+        copy = partial(self._mover.copy, into=out, riders=carried, file=self._begun.__getitem__)
+        runs = [partial(copy, run) for run in runs_of(rows, TASK_ELEMENTS)]
         parts = [*runs, *(partial(self._mover.gather, gather, out) for gather in out.file.gathers)]
         # A gather may cast nothing, but is work for a core all the same.
         if carried is not None or out.file.gathers or _casts(self._plan, rows):
@@ -256,31 +259,6 @@ class _Files:
                     self._journal.add(out.file.name, out.file.nbytes)
 
 
-# ------------------------------------------------------------------------------------------------- shares of the work
-
-
 def _casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
     # Not np.unique: it imports numpy.ma, which takes longer than the opening of a file.
     return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))
-
-
-def _cut(plan: CopyPlan, copies: NDArray[np.void]) -> NDArray[np.void]:
-    """Cut copies that are longer than TASK_ELEMENTS: a thread cannot be stopped in the middle of one."""
-    if not len(copies):
-        return copies
-    pieces = -(-copies["numel"].astype(np.int64) // TASK_ELEMENTS)
-    rows = np.repeat(copies, pieces)
-    number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # 0, 1, 2 within each copy
-    done = (number * TASK_ELEMENTS).astype(np.uint64)
-    source, target = (np.array([itemsize(pair[side]) for pair in plan.casts], dtype=np.uint64) for side in (0, 1))
-    rows["start"] += done * source[rows["cast"]]
-    rows["target"] += done * target[rows["cast"]]
-    rows["numel"] = np.minimum(rows["numel"] - done, np.uint64(TASK_ELEMENTS))
-    return rows
-
-
-def _runs(rows: NDArray[np.void]) -> Iterator[NDArray[np.void]]:
-    """Part rows into runs of about TASK_ELEMENTS, so that threads share the work evenly."""
-    if len(rows):
-        bounds = np.flatnonzero(np.diff(np.cumsum(rows["numel"]) // np.uint64(TASK_ELEMENTS))) + 1
-        yield from np.split(rows, bounds)

@@ -258,8 +258,8 @@ class DirectoryOutput:
     """
 
     def __init__(self, directory: Directory, journal: Journal | None) -> None:
-        self._directory = directory
-        self._journal = journal
+        self.directory = directory
+        self.journal = journal
         self._begun: list[_LocalTarget] = []
 
     def __enter__(self) -> DirectoryOutput:
@@ -271,7 +271,7 @@ class DirectoryOutput:
 
     def has(self, file: TargetFile) -> bool:
         """Whether a run before this one has completed the file."""
-        return self._journal is not None and self._journal.has(file.name, file.nbytes)
+        return self.journal is not None and self.journal.has(file.name, file.nbytes)
 
     def begin(self, file: TargetFile) -> Target:
         """Begin to write a file.
@@ -279,7 +279,7 @@ class DirectoryOutput:
         Raises:
             StorageError: It cannot be created.
         """
-        target = _LocalTarget(self._directory, file, self._journal)
+        target = _LocalTarget(self.directory, file, self.journal)
         self._begun.append(target)
         return target
 
@@ -289,12 +289,12 @@ class DirectoryOutput:
         Raises:
             StorageError: It cannot be written.
         """
-        place = Place(os.path.abspath(self._directory.path), secrets.token_hex(16))
+        place = Place(os.path.abspath(self.directory.path), secrets.token_hex(16))
         path = os.path.join(place.directory, SHARED)
         with translate_os_errors(path):
             with contextlib.suppress(FileNotFoundError):  # of a run before this one
-                self._directory.remove(SHARED)
-            with open(self._directory.create(SHARED), "w", encoding="utf-8") as file:
+                self.directory.remove(SHARED)
+            with open(self.directory.create(SHARED), "w", encoding="utf-8") as file:
                 file.write(place.token)
         return place
 

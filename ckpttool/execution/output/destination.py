@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
-from ckpttool.execution import local, streaming
 from ckpttool.execution.output import staging
 from ckpttool.execution.permissions import with_permissions
+from ckpttool.execution.run import nbytes_read, run
+from ckpttool.execution.streaming import DirectoryOutput
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.units import Meter
 
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.distributed import Workers
     from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.streaming import Output
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.storage import WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
-    from ckpttool.storage.safe_files import Directory
     from ckpttool.units import Progress
 
 
@@ -158,73 +160,42 @@ class Destination:
         """
         meter = Meter(plan.nbytes_written, progress)
         key = "" if resume is None else plan.fingerprint()
-        if self._remote is not None:
-            with workers or nullcontext() as there:
-                return self._upload(
-                    self._remote, plan, last, jobs, memory, meter, check, key, there, checks, resume=bool(resume)
-                )
+        with workers or nullcontext() as there:
+            work = partial(run, jobs=jobs, memory=memory, advance=meter, checks=checks, workers=there)
+            if self._remote is not None:
+                return self._write_remote(self._remote, plan, work, last, check, key, resume=bool(resume))
+            return self._write_local(plan, work, last, check, key, resume=bool(resume))
+
+    def _write_local(
+        self, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
+        check: Callable[[str], None], key: str, *, resume: bool,
+    ) -> int:  # fmt: skip
         staging.check_space(self.out, plan.nbytes_written)
         plan, mode = with_permissions(plan)
-        with (
-            workers or nullcontext() as there,
-            staging.staged(
-                self.out,
-                replaces=_is_weights,
-                last=last,
-                key=key,
-                resume=bool(resume),
-                mode=mode,
-                parent_mode=self._parent_mode,
-            ) as directory,
-        ):
+        with staging.staged(
+            self.out, replaces=_is_weights, last=last, key=key, resume=resume, mode=mode, parent_mode=self._parent_mode
+        ) as directory:
             journal = staging.Journal(directory) if resume else None
             if journal is not None:
-                journal.check([(file.name, file.nbytes) for file in plan.files], jobs or default_jobs())
+                journal.check([(file.name, file.nbytes) for file in plan.files], default_jobs())
             try:
-                overflowed = self._run(plan, directory, journal, there, checks, jobs, memory, meter)
+                with DirectoryOutput(directory, journal) as output:
+                    overflowed = work(plan, output)
                 check(directory.path)
             except (LayoutError, ChecksumError):
                 if journal is not None:
-                    journal.forget()  # what was written wrongly must not be gone on with
+                    journal.forget()  # a resumed run must not keep files that are wrong
                 raise
             return overflowed
 
-    @staticmethod
-    def _run(
-        plan: CopyPlan, directory: Directory, journal: staging.Journal | None, workers: Workers | None,
-        checks: ReadChecks | None, jobs: int | None, memory: int, meter: Meter,
-    ) -> int:  # fmt: skip
-        """Write into a local directory; returns finite elements that became infinite in a narrower type."""
-        if workers is None and not _any_distant(plan):
-            return local.run(plan, directory, jobs=jobs, advance=meter, journal=journal, checks=checks).overflowed
-        with streaming.DirectoryOutput(directory, journal) as output:
-            if workers is None:
-                return streaming.run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
-            from ckpttool.execution import distributed
-
-            return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=meter, checks=checks)
-
-    def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
-        """Bytes of the sources that ``write`` reads."""
-        if self._remote is None and workers is None and not _any_distant(plan):
-            return local.nbytes_read(plan)
-        return plan.nbytes_read
-
-    def _upload(
-        self, remote: RemoteStorage, plan: CopyPlan, last: Sequence[str], jobs: int | None, memory: int, meter: Meter,
-        check: Callable[[str], None], key: str, workers: Workers | None, checks: ReadChecks | None, *, resume: bool,
+    def _write_remote(
+        self, remote: RemoteStorage, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
+        check: Callable[[str], None], key: str, *, resume: bool,
     ) -> int:  # fmt: skip
         from ckpttool.execution.output.bucket import uploaded
 
         with uploaded(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
-            if workers is None:
-                overflowed = streaming.run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
-            else:
-                from ckpttool.execution import distributed
-
-                overflowed = distributed.run(
-                    plan, output, workers, jobs=jobs, memory=memory, advance=meter, checks=checks
-                )
+            overflowed = work(plan, output)
         try:
             check(self.out)
         except BaseException:
@@ -235,13 +206,13 @@ class Destination:
             raise
         return overflowed
 
+    def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
+        """Bytes of the sources that ``write`` reads."""
+        return nbytes_read(plan, to_disk=self._remote is None, workers=workers)
+
 
 def _is_weights(name: str) -> bool:
     return _WEIGHT_FILES.fullmatch(name) is not None
-
-
-def _any_distant(plan: CopyPlan) -> bool:
-    return any(file.storage.distant for file in plan.sources)
 
 
 def write_file(

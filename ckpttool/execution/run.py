@@ -1,0 +1,69 @@
+"""Runs a plan by the executor that fits its sources, its output and the workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.execution import local, streaming
+
+if TYPE_CHECKING:
+    from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.streaming import Output
+    from ckpttool.plan import CopyPlan
+    from ckpttool.units import Advance
+
+
+def run(
+    plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advance: Advance,
+    checks: ReadChecks | None = None, workers: Workers | None = None,
+) -> int:  # fmt: skip
+    """Write every file of a plan.
+
+    Args:
+        plan: What to write.
+        output: Where to.
+        jobs: Threads, of each worker if there are workers; None for the executor's default.
+        memory: Bytes of parts in flight; for files that are copied on local disk it does not matter.
+        advance: Called with the number of bytes written since the last call.
+        checks: Compares what is read with recorded checksums; None to copy without.
+        workers: Processes that do the work; None to do it here.
+
+    Returns:
+        Finite elements that became infinite in a narrower dtype.
+
+    Raises:
+        ChecksumError: A source does not match its recorded checksum.
+        LayoutError: A consistency check of the plan does not hold.
+        StorageError: Reading or writing failed, or a source changed meanwhile.
+    """
+    if workers is not None:
+        from ckpttool.execution import distributed
+
+        return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=advance, checks=checks)
+    if _is_local(plan, output):
+        assert isinstance(output, streaming.DirectoryOutput)  # noqa: S101  (``_is_local`` looked)
+        return local.run(
+            plan, output.directory, jobs=jobs, advance=advance, journal=output.journal, checks=checks
+        ).overflowed
+    return streaming.run(plan, output, jobs=jobs, memory=memory, advance=advance, checks=checks)
+
+
+def nbytes_read(plan: CopyPlan, *, to_disk: bool, workers: object) -> int:
+    """Bytes of the sources that ``run`` reads.
+
+    Args:
+        plan: What to write.
+        to_disk: Whether the output is on local disk.
+        workers: As for ``run``.
+    """
+    shares_reads = to_disk and workers is None and not _reads_remote(plan)
+    return local.nbytes_read(plan) if shares_reads else plan.nbytes_read
+
+
+def _is_local(plan: CopyPlan, output: Output) -> bool:
+    return isinstance(output, streaming.DirectoryOutput) and not _reads_remote(plan)
+
+
+def _reads_remote(plan: CopyPlan) -> bool:
+    return any(file.storage.distant for file in plan.sources)
