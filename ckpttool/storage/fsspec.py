@@ -6,38 +6,31 @@ version of every file in it, and where several ranges are wanted they are asked 
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import logging
 import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.messages import without_secrets
-from ckpttool.ranges import coalesced
-from ckpttool.storage.base import NO_NAMES, OF_OPENING, WAIT, Entry, check_text, decode_text
+from ckpttool.storage.base import NO_NAMES, Entry, check_text, decode_text
 from ckpttool.storage.error_texts import ExistsError
+from ckpttool.storage.fsspec_reader import RemoteReader
+from ckpttool.storage.fsspec_writers import SmallWriter, StreamWriter
 from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
 from ckpttool.storage.removal import remove_remote
-from ckpttool.storage.retry import MISSING, NO_CREDENTIALS, ShortReadError, call, explain
-from ckpttool.storage.urls import is_chain, scheme_of
+from ckpttool.storage.retry import MISSING, call
+from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from types import TracebackType
 
-    from ckpttool.ranges import ByteRange
-    from ckpttool.storage.base import PartWriter, Writer
+    from ckpttool.storage.base import Writer
 
 LOG = logging.getLogger("ckpttool")
 CONNECTIONS = 32
 """Requests in flight at once, for one storage."""
-AHEAD_BYTES = 1 << 16
-"""What is read at either end of a file whose structure is looked at. torch's directory of hundreds of records fits."""
 PART_BYTES = 8 << 20
 """What a file is written in at a time, where it fits into MAX_PARTS of these."""
 MAX_PARTS = 50_000
@@ -46,55 +39,6 @@ PART_UNIT = 1 << 18
 """What the size of Google's parts is a multiple of."""
 FAR_APART = 8
 """Directories, none within another, that are listed one by one; more of them are listed with all that lies between."""
-EXTRAS = {
-    "s3": "ckpttool[s3]", "s3a": "ckpttool[s3]", "gs": "ckpttool[gcs]", "gcs": "ckpttool[gcs]",
-    "az": "ckpttool[azure]", "abfs": "ckpttool[azure]", "abfss": "ckpttool[azure]", "hf": "huggingface_hub",
-    "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
-}  # fmt: skip
-"""What to install for a scheme."""
-
-
-def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
-    """The storage of a URL.
-
-    Raises:
-        StorageError: There is no such scheme, or what it needs is not installed.
-    """
-    scheme = scheme_of(url)
-    if is_chain(url):
-        raise StorageError(url, "is a chain of URLs, which ckpttool does not read", "pass the last of them alone")
-    try:
-        import fsspec
-        from fsspec.core import split_protocol  # noqa: F401  part of what is installed, or not
-    except ImportError:
-        raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
-    kind: type[RemoteStorage] = RemoteStorage
-    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
-    try:
-        if scheme in {"s3", "s3a"}:
-            from ckpttool.storage.s3 import S3Storage, with_defaults
-
-            kind, given = S3Storage, with_defaults(given)
-        cls = fsspec.get_filesystem_class(scheme)
-        from_url = cls._get_kwargs_from_urls(url)
-        fs = cls(**{**{k: v for k, v in from_url.items() if k not in {"path", "fo"}}, **given})
-    except ImportError:
-        raise _not_installed(url, EXTRAS.get(scheme, f"what fsspec needs for {scheme}://")) from None
-    except ValueError as error:
-        if "not known" in str(error):
-            raise StorageError(
-                without_secrets(url), f"{scheme}:// is no storage that is known", "check the URL"
-            ) from None
-        if "credential" in str(error):  # adlfs asks for them at once
-            raise StorageError(without_secrets(url), *NO_CREDENTIALS) from error
-        raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
-    except (TypeError, OSError) as error:
-        raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
-    return kind(fs)
-
-
-def _not_installed(url: str, package: str) -> StorageError:
-    return StorageError(without_secrets(url), f"needs {package}", f"pip install '{package}'")
 
 
 class RemoteStorage:
@@ -417,262 +361,6 @@ class RemoteStorage:
         """Remember no listing: something was written."""
         self._listed.clear()
         self._single.clear()
-
-
-class RemoteReader:
-    """A file of which ranges are read. Threads may share it.
-
-    Args:
-        storage: Where it lies.
-        path: Its URL.
-        entry: What its directory says of it.
-        ahead: Read more than is asked for at both ends, and keep it.
-    """
-
-    distant = True
-
-    def __init__(self, storage: RemoteStorage, path: str, entry: Entry, *, ahead: bool) -> None:
-        self.storage = storage
-        self.path = path
-        self.nbytes = entry.nbytes
-        self.version = entry.version
-        self._ahead = ahead
-        self._kept: list[tuple[int, bytes]] = []
-
-    def __enter__(self) -> RemoteReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return the bytes [start, end).
-
-        Raises:
-            StorageError: The file ends before ``end``, was written anew, or the store keeps failing.
-        """
-        return bytes(self.fetch(start, end))
-
-    def fetch(self, start: int, end: int) -> bytes | memoryview:
-        """As ``read``, but the bytes may lie where they came to: to copy them takes longer than all else about them."""
-        if start >= end:
-            return b""
-        if end > self.nbytes:
-            raise StorageError(self.path, f"ended at byte {self.nbytes} while it was being read", WAIT)
-        if (kept := self._find(start, end)) is not None:
-            return kept
-        first, last = self._widened(start, end) if self._ahead else (start, end)
-        data = call(self.path, partial(self._get, first, last))
-        if self._ahead:
-            self._keep(first, bytes(data))
-        return data[start - first : end - first] if (first, last) != (start, end) else data
-
-    def _find(self, start: int, end: int) -> bytes | None:
-        for at, data in self._kept[max(0, bisect.bisect_right(self._kept, start, key=itemgetter(0)) - 2) :]:
-            if at > start:
-                break
-            if end <= at + len(data):
-                return data[start - at : end - at]
-        return None
-
-    def _keep(self, start: int, data: bytes) -> None:
-        bisect.insort(self._kept, (start, data), key=itemgetter(0))
-
-    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Read ranges at once, and keep them until the file is closed."""
-        wanted = coalesced(ranges, gap=AHEAD_BYTES)
-        for where, data in zip(wanted, self.read_many(wanted), strict=True):
-            self._keep(where.start, data)
-
-    def _widened(self, start: int, end: int) -> tuple[int, int]:
-        if self.nbytes <= 2 * AHEAD_BYTES:
-            return 0, self.nbytes
-        if end <= AHEAD_BYTES:
-            return 0, AHEAD_BYTES
-        if start >= self.nbytes - AHEAD_BYTES:
-            return self.nbytes - AHEAD_BYTES, self.nbytes
-        return start, end
-
-    def _get(self, start: int, end: int) -> bytes | memoryview:
-        data = self.storage.get(self.path, start, end, self.version)
-        if len(data) != end - start:
-            raise ShortReadError(f"{len(data):,} bytes instead of {end - start:,}")
-        return data
-
-    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order; asked for at once."""
-        return [bytes(data) for data in self.storage.read_all([(self, r.start, r.end) for r in ranges])]
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``start`` on.
-
-        Raises:
-            StorageError: The file ends too early, was written anew, or the store keeps failing.
-        """
-        buffer[:] = self.fetch(start, start + len(buffer))
-
-    def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened.
-
-        Raises:
-            StorageError: Its size or version changed since, as far as the storage's listing tells.
-        """
-        entry = self.storage.entry(self.path)
-        if (entry.nbytes, entry.version) != (self.nbytes, self.version):
-            raise StorageError(self.path, "changed while it was being read", WAIT)
-
-    def close(self) -> None:
-        """Forget what was read ahead."""
-        self._kept.clear()
-
-
-class SmallWriter:
-    """A file that one request writes, when all its bytes are there.
-
-    Args:
-        storage: Its storage.
-        path: Its URL.
-        nbytes: Its size in bytes.
-        part_bytes: Size of a part.
-        new: Whether it must not replace a file.
-    """
-
-    def __init__(self, storage: RemoteStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
-        self.path = path
-        self.part_bytes = part_bytes
-        self._storage = storage
-        self._new = new
-        self._data = bytearray(nbytes)
-
-    def has(self, start: int, nbytes: int) -> bool:
-        """False: nothing was sent."""
-        return False
-
-    def write(self, start: int, data: bytes | memoryview) -> None:
-        """Keep the bytes."""
-        self._data[start : start + len(data)] = data
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing: no thread waits for another's part."""
-
-    def part_writer(self) -> PartWriter:
-        """Nothing that another process could use.
-
-        Raises:
-            StorageError: Always.
-        """
-        raise _one_process(self.path)
-
-    def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Never called: there is no part writer."""
-
-    def commit(self) -> None:
-        """Send the file.
-
-        Raises:
-            ExistsError: The file must be new, and another one has its name.
-            StorageError: The storage fails.
-        """
-        data = bytes(self._data)
-        if not self._new:
-            self._storage.put(self.path, data)
-        elif not self._storage.put_new(self.path, data):
-            raise ExistsError(self.path, "exists already", "choose another name")
-
-    def discard(self) -> None:
-        """Nothing: nothing was sent."""
-
-
-class StreamWriter:
-    """A file that is written from its first byte to its last, as every fsspec file system can.
-
-    Args:
-        storage: Where.
-        path: Its URL.
-        part_bytes: How much is written at a time.
-    """
-
-    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
-        self._storage = storage
-        self.path = path
-        self.part_bytes = part_bytes
-        self._turn = threading.Condition()
-        self._at = 0
-        self._failed: BaseException | None = None
-        self._before = self._there()
-        # As large as what is written at a time: more would be held back for nothing, tens of MB by some.
-        options = {"block_size": part_bytes, "autocommit": False}
-        self._file = call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
-
-    def has(self, start: int, nbytes: int) -> bool:
-        """No: such an upload cannot be gone on with."""
-        return False
-
-    def write(self, start: int, data: bytes | memoryview) -> None:
-        """Write the part that begins at a byte, when all before it are written.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
-        with self._turn:
-            self._turn.wait_for(lambda: self._failed is not None or self._at == start)
-            if self._failed is not None:
-                raise self._failed  # what the others are told as well, so that it does not matter whose error is seen
-            try:
-                self._file.write(data)  # not again if it fails: part of it may be on its way
-            except Exception as error:
-                problem = f"could not be written: {type(error).__name__}"
-                self._failed = explain(self.path, error) or StorageError(self.path, problem, "try again")
-                raise self._failed from error
-            finally:
-                self._at = start + len(data)
-                self._turn.notify_all()
-
-    def commit(self) -> None:
-        """Let the file be seen."""
-        self._file.close()
-        # A file system that writes at once to the real place has nothing to commit.
-        if hasattr(self._file, "commit"):
-            self._file.commit()
-        self._storage.forget()
-
-    def discard(self) -> None:
-        """Give it up."""
-        self.fail(StorageError(self.path, "was given up", "try again"))
-        with contextlib.suppress(Exception):
-            self._file.discard()
-        with contextlib.suppress(AttributeError):
-            self._file.closed = True  # or it would be written when it is collected
-        self._storage.forget()
-        # What is there may be what was there before: only some storages write at once to the real place.
-        if self._before is None or self._there() != self._before:
-            self._storage.delete([self.path])
-
-    def _there(self) -> Entry | None:
-        return self._storage.entry(self.path) if self._storage.exists(self.path) else None
-
-    def part_writer(self) -> PartWriter:
-        """Nothing that another process could use.
-
-        Raises:
-            StorageError: Always.
-        """
-        raise _one_process(self.path)
-
-    def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Never called: there is no part writer."""
-
-    def fail(self, error: BaseException) -> None:
-        """Wake threads that wait for an earlier part, and raise ``error`` in them."""
-        with self._turn:
-            self._failed = self._failed or error
-            self._turn.notify_all()
-
-
-def _one_process(path: str) -> StorageError:
-    return StorageError(path, "can be written by one process alone", "write it to S3, or to local disk")
 
 
 def _tops(directories: Iterable[str]) -> dict[str, bool]:

@@ -8,17 +8,26 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from ckpttool.errors import StorageError
+from ckpttool.messages import without_secrets
+from ckpttool.storage.base import OF_OPENING
 from ckpttool.storage.local import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.storage.base import WritableStorage
+    from ckpttool.storage.fsspec import RemoteStorage
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::.*://)")
 """A chain of URLs has the scheme of its first link."""
 _AZURE = {"abfs", "abfss", "az", "adl", "wasb", "wasbs"}
 """In their URLs, a container stands before the "@"."""
+EXTRAS = {
+    "s3": "ckpttool[s3]", "s3a": "ckpttool[s3]", "gs": "ckpttool[gcs]", "gcs": "ckpttool[gcs]",
+    "az": "ckpttool[azure]", "abfs": "ckpttool[azure]", "abfss": "ckpttool[azure]", "hf": "huggingface_hub",
+    "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+"""What to install for a scheme."""
 
 
 def is_url(path: str) -> bool:
@@ -81,7 +90,52 @@ def open_storage(url: str, options: Mapping[str, Any] | None = None) -> Writable
     """
     if not is_url(url):
         return LOCAL
-    # Imported for URLs alone: fsspec takes a third of the time that a small command needs.
-    from ckpttool.storage.fsspec import open_remote
-
     return open_remote(url, options or {})
+
+
+def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
+    """The storage of a URL.
+
+    Raises:
+        StorageError: There is no such scheme, or what it needs is not installed.
+    """
+    scheme = scheme_of(url)
+    if is_chain(url):
+        raise StorageError(url, "is a chain of URLs, which ckpttool does not read", "pass the last of them alone")
+    # Imported for URLs alone: fsspec takes a third of the time that a small command needs.
+    try:
+        import fsspec
+        from fsspec.core import split_protocol  # noqa: F401  part of what is installed, or not
+    except ImportError:
+        raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
+    from ckpttool.storage.fsspec import RemoteStorage
+
+    kind: type[RemoteStorage] = RemoteStorage
+    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
+    try:
+        if scheme in {"s3", "s3a"}:
+            from ckpttool.storage.s3 import S3Storage, with_defaults
+
+            kind, given = S3Storage, with_defaults(given)
+        cls = fsspec.get_filesystem_class(scheme)
+        from_url = cls._get_kwargs_from_urls(url)
+        fs = cls(**{**{k: v for k, v in from_url.items() if k not in {"path", "fo"}}, **given})
+    except ImportError:
+        raise _not_installed(url, EXTRAS.get(scheme, f"what fsspec needs for {scheme}://")) from None
+    except ValueError as error:
+        if "not known" in str(error):
+            raise StorageError(
+                without_secrets(url), f"{scheme}:// is no storage that is known", "check the URL"
+            ) from None
+        if "credential" in str(error):  # adlfs asks for them at once
+            from ckpttool.storage.retry import NO_CREDENTIALS
+
+            raise StorageError(without_secrets(url), *NO_CREDENTIALS) from error
+        raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
+    except (TypeError, OSError) as error:
+        raise StorageError(without_secrets(url), "its options do not fit", "check --storage-option") from error
+    return kind(fs)
+
+
+def _not_installed(url: str, package: str) -> StorageError:
+    return StorageError(without_secrets(url), f"needs {package}", f"pip install '{package}'")

@@ -18,9 +18,10 @@ from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import Held, PlainFile
 from ckpttool.storage import MANIFEST, MARK, open_storage, retry
 from ckpttool.storage import s3 as s3_module
-from ckpttool.storage.fsspec import RemoteStorage, open_remote
+from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import S3Storage
+from ckpttool.storage.urls import open_remote
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.saving.disks import Killed, Machine
