@@ -27,9 +27,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measure import DATA as ROOT
+from tests.storage.proxy import Latency, Proxy
 
 from tests.storage import server
-from tests.storage.proxy import Latency, Proxy
 
 DATA = ROOT / "ray"
 ENVIRONMENT = {

@@ -213,6 +213,10 @@ class S3Storage(RemoteStorage):
         def write() -> bool:
             try:
                 self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **only)
+            except FileNotFoundError:
+                if over is None:
+                    raise  # the bucket
+                return False
             except OSError as error:
                 code, answer = _answer_of(error)
                 if answer in NO_CONDITIONS:

@@ -12,8 +12,8 @@ import pytest
 
 from ckpttool.cli._errors import INTERRUPTED
 from ckpttool.execution import local
+from ckpttool.testing.failing_calls import Disk, failing, interrupting
 from tests.cli.command import Outcome, ckpttool, remains
-from tests.faults.injection import Disk, failing, interrupting
 from tests.truth import source
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 import ckpttool
 from ckpttool import storage
 from ckpttool.errors import LayoutError, StorageError
-from tests.faults.injection import Disk, failing, interrupting
+from ckpttool.testing.failing_calls import Disk, failing, interrupting
 from tests.truth import source
 
 if TYPE_CHECKING:

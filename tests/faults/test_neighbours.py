@@ -15,9 +15,9 @@ from ckpttool.errors import StorageError
 from ckpttool.execution.output.staging import JOURNAL
 from ckpttool.storage import MARK
 from ckpttool.storage.safe_files import MOVE
+from ckpttool.testing.failing_calls import Disk, interrupting
 from tests.cli.command import ckpttool as command
 from tests.cli.command import remains
-from tests.faults.injection import Disk, interrupting
 from tests.truth import source
 
 if TYPE_CHECKING:

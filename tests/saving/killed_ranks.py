@@ -16,9 +16,9 @@ from ckpttool.errors import CkptError
 from ckpttool.saving import coordination as ranks_module
 from ckpttool.saving.coordination import Ranks
 from ckpttool.storage import LOCAL
-from tests.saving import disks
+from ckpttool.testing import disks
+from ckpttool.testing.disks import Fault, Machine
 from tests.saving.checkpoints import save_version
-from tests.saving.disks import Fault, Machine
 
 TIMEOUT = 4.0
 

@@ -13,9 +13,10 @@ from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import is_commit
 from ckpttool.formats.whole import open_whole
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from tests.saving import crew, disks
+from ckpttool.testing import disks
+from ckpttool.testing.disks import Fault, Machine
+from tests.saving import crew
 from tests.saving.checkpoints import chosen, debris, number_of, save_version, state, version, whole
-from tests.saving.disks import Fault, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

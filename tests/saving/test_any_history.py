@@ -17,10 +17,11 @@ from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from tests.saving import crew, disks
+from ckpttool.testing import disks
+from ckpttool.testing.disks import Fault, Machine
+from tests.saving import crew
 from tests.saving.checkpoints import chosen, debris, save_version, version, whole
 from tests.saving.conftest import MEMORY
-from tests.saving.disks import Fault, Machine
 
 TAGS = ["step1", "step2", "step3"]
 tags = st.sampled_from(TAGS)

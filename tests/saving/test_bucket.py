@@ -22,11 +22,12 @@ from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import S3Storage
 from ckpttool.storage.urls import open_remote
+from ckpttool.testing.disks import Killed, Machine
+from ckpttool.testing.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
+from ckpttool.testing.s3_proxy import Proxy
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
-from tests.saving.disks import Killed, Machine
 from tests.storage import server
-from tests.storage.proxy import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut, Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.errors import CkptError
 from ckpttool.saving.coordination import RankError
-from tests.saving.disks import CHANGES, Fault
+from ckpttool.testing.disks import CHANGES, Fault
 from tests.saving.scenarios import CASES, Scenario, expected, recorded
 
 if TYPE_CHECKING:

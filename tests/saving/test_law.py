@@ -22,7 +22,7 @@ from tests.saving.checkpoints import Intercepted, save_version, whole
 from tests.saving.test_any_history import History, sizes, tags
 
 if TYPE_CHECKING:
-    from tests.saving.disks import Fault
+    from ckpttool.testing.disks import Fault
 
 EXAMPLES = int(os.environ.get("CKPTTOOL_TEST_HISTORIES", "15"))
 """10,000 were run once."""

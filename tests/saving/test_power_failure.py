@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.errors import CkptError
-from tests.saving.disks import CHANGES, PowerFailure, build
+from ckpttool.testing.disks import CHANGES, PowerFailure, build
 from tests.saving.scenarios import SCENARIOS, Scenario, expected
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import Held, PlainFile, TorchFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage
+from ckpttool.testing.disks import Machine
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
-from tests.saving.disks import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,8 +7,8 @@ import pytest
 
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.saving.coordination import RankError
+from ckpttool.testing.disks import Machine
 from tests.saving import crew
-from tests.saving.disks import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.storage import retry
+from ckpttool.testing.s3_proxy import Proxy
 from tests.storage import places, server
-from tests.storage.proxy import Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

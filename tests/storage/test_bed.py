@@ -14,9 +14,10 @@ import pytest
 import s3fs
 from botocore.exceptions import ClientError
 
-from tests.storage import proxy as faults
+from ckpttool.testing import s3_faults as faults
+from ckpttool.testing.s3_faults import Before, Cut, Flip, Hang, Latency, Request, Shorter, Unranged
+from ckpttool.testing.s3_proxy import Proxy
 from tests.storage import server
-from tests.storage.proxy import Before, Cut, Flip, Hang, Latency, Proxy, Request, Shorter, Unranged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,14 +14,15 @@ from ckpttool.storage import open_storage
 from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import BULK_BYTES
 from ckpttool.storage.s3_obstore import ObstoreRanges
+from ckpttool.testing.s3_faults import Answer, Cut
 from tests.storage import server
 from tests.storage.large import write_weights
-from tests.storage.proxy import Answer, Cut
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.storage.proxy import Proxy, Request
+    from ckpttool.testing.s3_faults import Request
+    from ckpttool.testing.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 SIZE = 3 * BULK_BYTES

@@ -15,16 +15,17 @@ import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
+from ckpttool.testing import s3_faults as faults
+from ckpttool.testing.s3_faults import Before, Cut, Hang, Latency, Shorter, Unranged
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
-from tests.storage import proxy as faults
-from tests.storage.proxy import Before, Cut, Hang, Latency, Shorter, Unranged
 from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tests.storage.proxy import Action, Proxy
+    from ckpttool.testing.s3_faults import Action
+    from ckpttool.testing.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 NAME = "zero3-dp4-bf16"

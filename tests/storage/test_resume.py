@@ -19,7 +19,7 @@ from tests.storage.large import write_weights
 from tests.truth import source, truth
 
 if TYPE_CHECKING:
-    from tests.storage.proxy import Proxy
+    from ckpttool.testing.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 pytestmark = pytest.mark.deepspeed

@@ -14,11 +14,12 @@ import pytest
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry
 from ckpttool.storage.s3 import MIN_PART_BYTES
-from tests.storage import proxy as faults
+from ckpttool.testing import s3_faults as faults
 from tests.storage import server
 
 if TYPE_CHECKING:
-    from tests.storage.proxy import Proxy, Request
+    from ckpttool.testing.s3_faults import Request
+    from ckpttool.testing.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 DATA = bytes(range(256)) * (MIN_PART_BYTES // 256) + b"the last part"

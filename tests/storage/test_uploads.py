@@ -24,19 +24,20 @@ from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
+from ckpttool.testing import s3_faults as faults
+from ckpttool.testing.s3_faults import Before, Cut, Hang
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
-from tests.storage import proxy as faults
 from tests.storage.large import write_weights
 from tests.storage.places import Memory, Remote, files_in
-from tests.storage.proxy import Before, Cut, Hang
 from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckpttool.execution.streaming import Target
-    from tests.storage.proxy import Action, Proxy, Request
+    from ckpttool.testing.s3_faults import Action, Request
+    from ckpttool.testing.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 SHARDS = {"to": "safetensors", "max_shard_size": "12MB"}

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.storage import MARK
+from ckpttool.testing.s3_proxy import Proxy
 from tests import forked
 from tests.storage import server
-from tests.storage.proxy import Proxy
 from tests.under_ray import loops
 
 ENVIRONMENT = {

@@ -26,14 +26,15 @@ from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
 from ckpttool.execution.output.staging import SHARED
 from ckpttool.integrations.ray import cluster as ray_tasks
+from ckpttool.testing import s3_faults as faults
+from ckpttool.testing.s3_faults import Before, Request
+from ckpttool.testing.s3_proxy import Proxy
 from tests import damage
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
-from tests.storage import proxy as faults
 from tests.storage import server
 from tests.storage.large import write_weights
 from tests.storage.places import files_in
-from tests.storage.proxy import Before, Proxy, Request
 from tests.truth import source
 from tests.under_ray.driver import ENVIRONMENT
 
