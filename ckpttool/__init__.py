@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from ckpttool.api.consolidate import CopyReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
     from ckpttool.api.cp import TransferReport, cp
+    from ckpttool.api.diff import diff
+    from ckpttool.api.digest import digest
     from ckpttool.api.extract import ExtractReport, extract, extract_to_file
-    from ckpttool.api.reading import diff, digest, inspect, stats, verify
-    from ckpttool.api.roots import ls, prune
+    from ckpttool.api.inspect import inspect
+    from ckpttool.api.ls import ls
+    from ckpttool.api.prune import prune
+    from ckpttool.api.stats import stats
+    from ckpttool.api.verify import verify
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
@@ -27,29 +32,36 @@ if TYPE_CHECKING:
     from ckpttool.integrations.torch.state_dict import LazyStateDict, load_state_dict
     from ckpttool.model import Checkpoint
 
-# Attached when first asked for, so that `import ckpttool` costs next to nothing.
-_HOMES = {
-    "CopyReport": "api.consolidate", "consolidate": "api.consolidate",
-    "ConvertReport": "api.convert", "convert": "api.convert",
-    "TransferReport": "api.cp", "cp": "api.cp",
-    "ExtractReport": "api.extract", "extract": "api.extract", "extract_to_file": "api.extract",
-    "diff": "api.reading", "digest": "api.reading", "inspect": "api.reading", "stats": "api.reading",
-    "verify": "api.reading",
-    "ls": "api.roots", "prune": "api.roots",
-    "Catalog": "catalog.entries", "CatalogEntry": "catalog.entries",
-    "CheckpointManager": "integrations.deepspeed.manager", "SaveReport": "integrations.deepspeed.manager",
-    "Decision": "catalog.retention",
-    "DiffReport": "analysis.diff",
-    "Digest": "analysis.digest",
-    "CkptError": "errors", "ContainerError": "errors", "LayoutError": "errors", "PlanError": "errors",
-    "StorageError": "errors",
-    "load": "integrations.deepspeed.load", "preview": "integrations.deepspeed.load",
-    "LoadReport": "integrations.deepspeed.report",
-    "LazyStateDict": "integrations.torch.state_dict", "load_state_dict": "integrations.torch.state_dict",
-    "Checkpoint": "model",
-    "TensorStats": "analysis.stats",
-    "VerifyReport": "analysis.verify",
-}  # fmt: skip
+_MODULES = {
+    "analysis.diff": "DiffReport",
+    "analysis.digest": "Digest",
+    "analysis.stats": "TensorStats",
+    "analysis.verify": "VerifyReport",
+    "api.consolidate": "CopyReport consolidate",
+    "api.convert": "ConvertReport convert",
+    "api.cp": "TransferReport cp",
+    "api.diff": "diff",
+    "api.digest": "digest",
+    "api.extract": "ExtractReport extract extract_to_file",
+    "api.inspect": "inspect",
+    "api.ls": "ls",
+    "api.prune": "prune",
+    "api.stats": "stats",
+    "api.verify": "verify",
+    "catalog.entries": "Catalog CatalogEntry",
+    "catalog.retention": "Decision",
+    "errors": "CkptError ContainerError LayoutError PlanError StorageError",
+    "integrations.deepspeed.load": "load preview",
+    "integrations.deepspeed.manager": "CheckpointManager SaveReport",
+    "integrations.deepspeed.report": "LoadReport",
+    "integrations.torch.state_dict": "LazyStateDict load_state_dict",
+    "model": "Checkpoint",
+}
+"""Public names by module, imported on first use so that ``import ckpttool`` costs next to nothing.
+
+Type checkers read the imports above and ``__all__``; a test compares all three.
+"""
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError", "ConvertReport",

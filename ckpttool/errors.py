@@ -2,13 +2,14 @@
 
 * CkptError
     * StorageError    a file or directory cannot be listed, read or written
-        * LinkError       a symbolic link leaves the checkpoint's root, and was not said to be meant
+        * LinkError       a symbolic link leaves the checkpoint's root, and following it was not allowed
     * ContainerError  a file is not what its name says, is damaged, or is hostile
         * ChecksumError   bytes of a file do not match the checksum that was recorded when it was saved
     * LayoutError     the files are sound but do not add up to a checkpoint, or disagree with each other
     * PlanError       what is asked for cannot be produced from this checkpoint
+        * ArgumentError   an argument is wrong, whatever the checkpoint; a ``ValueError`` as well
 
-Each carries the file, what is wrong and what to do next, and prints as one line.
+Each carries the file, the problem and the next step, and prints as one line.
 """
 
 from __future__ import annotations
@@ -20,13 +21,21 @@ class CkptError(Exception):
     """Base of all errors: one line that names the file, the problem and the next step.
 
     The arguments are positional so that the error survives pickling between ranks.
+
+    Args:
+        path: File, directory or URL; or, where the problem lies in no file, the name of the argument, package or class
+            that has it: ``client_state``, ``ray``.
+        problem: What is wrong; reads as a sentence with ``path`` as its subject.
+        hint: The next step. It names parameters as Python does (``overwrite=True``), never flags of the command line.
+        options: Parameters that ``hint`` names; the command line shows its flags in their place.
     """
 
-    def __init__(self, path: str, problem: str, hint: str) -> None:
-        super().__init__(path, problem, hint)
+    def __init__(self, path: str, problem: str, hint: str, options: tuple[str, ...] = ()) -> None:
+        super().__init__(path, problem, hint, options)
         self.path = path
         self.problem = problem
         self.hint = hint
+        self.options = options
 
     def __str__(self) -> str:
         # Names come from untrusted files: nothing in them may break the line, drive the terminal or fill it.
@@ -43,7 +52,7 @@ class StorageError(CkptError):
 
 
 class LinkError(StorageError):
-    """A symbolic link leaves the checkpoint's root, and was not said to be meant."""
+    """A symbolic link leaves the checkpoint's root, and following it was not allowed."""
 
 
 class ContainerError(CkptError):
@@ -60,3 +69,7 @@ class LayoutError(CkptError):
 
 class PlanError(CkptError):
     """What is asked for cannot be produced from this checkpoint."""
+
+
+class ArgumentError(PlanError, ValueError):
+    """An argument is wrong, whatever the checkpoint; its ``path`` is the argument's name."""

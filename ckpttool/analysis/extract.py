@@ -14,9 +14,10 @@ from ckpttool.containers import safetensors, torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, SHORT_NAMES, numpy_dtype
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import GATHER_ELEMENTS, Gatherer
+from ckpttool.messages import brief
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadCheck
     Raises:
         ChecksumError: What was read is not what was saved.
         StorageError: Reading failed.
-        ValueError: ``part`` does not fit the shape.
+        ArgumentError: ``part`` does not fit the shape.
     """
     ranges, dropped = _ranges(state.shape, part)
     shape = tuple(stop - start for start, stop in ranges)
@@ -65,20 +66,22 @@ def _ranges(shape: tuple[int, ...], part: Any) -> tuple[list[tuple[int, int]], s
     """(start, stop) of every dimension, and the dimensions that an integer removes."""
     wanted = () if part is None else part if isinstance(part, tuple) else (part,)
     if len(wanted) > len(shape):
-        raise ValueError(f"{len(wanted)} indices do not fit shape {shape}")
+        raise ArgumentError("part", f"has {len(wanted)} indices, but the shape is {shape}", "leave out the last ones")
     ranges = [(0, n) for n in shape]
     dropped = set()
     for d, item in enumerate(wanted):
         if isinstance(item, slice):
             start, stop, step = item.indices(shape[d])
             if step != 1:
-                raise ValueError("only slices of step 1 can be taken")
+                raise ArgumentError("part", f"has a slice of step {step}", "choose slices of step 1")
             ranges[d] = (start, max(start, stop))
         elif isinstance(item, int) and not isinstance(item, bool) and -shape[d] <= item < shape[d]:
             ranges[d] = (item % shape[d], item % shape[d] + 1)
             dropped.add(d)
         else:
-            raise ValueError(f"{item!r} does not fit a dimension of {shape[d]}")
+            raise ArgumentError(
+                "part", f"has {brief(item)} for a dimension of {shape[d]}", "choose an index or a slice in it"
+            )
     return ranges, dropped
 
 

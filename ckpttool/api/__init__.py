@@ -1,5 +1,5 @@
-"""One function for each command; ``ckpttool`` itself offers them all.
+"""One module for each command, with its function and its report; ``ckpttool`` exports the functions.
 
-Each module imports what all of its functions need, and functions what only they do: half of the time that a small
-command takes is starting up.
+A module imports what all of its functions need. What only one of them needs, that function imports: start-up takes half
+of the time of a small command.
 """

@@ -1,38 +1,33 @@
-"""How commands that write begin: what they are to read is opened, and what they are to write is looked at."""
+"""Shared start of the commands that write: open the source, check the destination, choose the workers."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpttool.formats import Source, open_checkpoint, source_paths
+from ckpttool.formats import Source, source_paths
 from ckpttool.storage import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
+    from ckpttool.api.options import Options
+    from ckpttool.execution.distributed import Workers
     from ckpttool.execution.output.destination import Destination
     from ckpttool.model import Checkpoint
 
+NO_SUCH_NAME = ("holds no tensor of that name", "check include and exclude", ("include", "exclude"))
+"""Problem, next step and parameters where globs match no tensor."""
 
-def open_for(
-    destination: Destination,
-    src: Source,
-    *,
-    tag: str | None,
-    overwrite: bool | None,
-    options: Mapping[str, Any] | None,
-    trust_names: bool = False,
-) -> Checkpoint:
-    """Open a checkpoint that is to be written elsewhere, if that can be.
+
+def open_for(destination: Destination, src: Source, options: Options) -> Checkpoint:
+    """Open the source of a command that writes, and check that its destination can be written.
 
     Args:
-        destination: Where to.
+        destination: Where the command writes.
         src: As for ``open_checkpoint``.
-        tag: As for ``open_checkpoint``.
-        overwrite: As for ``Destination.check_target``.
-        options: What to tell the storage's fsspec class.
-        trust_names: As for ``open_checkpoint``.
+        options: The command's options; ``overwrite`` as for ``Destination.check_target``.
 
     Raises:
         CkptError: The destination cannot or must not be written, or there is no sound checkpoint.
@@ -40,20 +35,20 @@ def open_for(
     paths = source_paths(src)
 
     def opened() -> Checkpoint:
-        return open_checkpoint(paths, tag=tag, options=options, trust_names=trust_names)
+        return options.open(paths)
 
-    if destination.distant and is_url(paths[0]):  # both are round trips, which one after the other would add up
-        opened = _begun(opened)
-    destination.check_target(overwrite=overwrite)
+    if destination.distant and is_url(paths[0]):  # round trips to two stores: together they take as long as one
+        opened = _in_background(opened)
+    destination.check_target(overwrite=options.overwrite)
     checkpoint = opened()
     destination.check_apart(checkpoint)
     return checkpoint
 
 
-def _begun(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:
-    """Begin with something in a thread of its own; returns what waits for it and gives what came of it.
+def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:
+    """Start a function in its own thread; the returned function waits for its result.
 
-    Nobody has to wait: the thread ends with the process.
+    Callers may leave without waiting: the thread is a daemon and ends with the process.
     """
     from concurrent.futures import Future
 
@@ -67,3 +62,17 @@ def _begun(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:
 
     threading.Thread(target=run, name="ckpttool-open", daemon=True).start()
     return future.result
+
+
+def workers_for(ray: bool | str | None, destination: Destination) -> AbstractContextManager[Workers] | None:
+    """The Ray cluster that runs the tasks; None if this process does the work.
+
+    Raises:
+        CkptError: Ray is not installed, its address is malformed, or several processes cannot write to the destination.
+    """
+    if ray is None or ray is False:
+        return None
+    from ckpttool.integrations.ray.cluster import RayCluster
+
+    destination.check_shareable()
+    return RayCluster("" if ray is True else ray)

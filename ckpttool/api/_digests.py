@@ -1,4 +1,4 @@
-"""Whether what was written says what was read."""
+"""Comparison of the digests of a source and of the output written from it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.targets.weights import WeightSelection
 
+HINT = "a disk or memory may be failing: try again, and report it if it stays"
+
 
 def are_same(a: Checkpoint, b: Checkpoint, jobs: int | None) -> bool:
     """Whether two checkpoints hold the same values."""
@@ -20,29 +22,27 @@ def are_same(a: Checkpoint, b: Checkpoint, jobs: int | None) -> bool:
 
 
 def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:
-    """Make sure that two checkpoints say the same; returns the digest of their weights.
-
-    Raises:
-        LayoutError: They do not.
-    """
-    meant, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
-    if meant != found:
-        problem = f"what was written says {found.weights}, {found.optimizer}, but what was read {meant.weights}, "
-        raise LayoutError(directory, f"{problem}{meant.optimizer}", "try again, and report it if it stays")
-    return found.weights
-
-
-def same_weights(checkpoint: Checkpoint, selection: WeightSelection, written: Checkpoint, jobs: int | None) -> str:
-    """Digest what was to be written, and what was written.
+    """Check that source and output have the same digest; returns the digest of the weights.
 
     Raises:
         LayoutError: They differ.
     """
-    held = [Content(w.name, WEIGHTS, w.state) for w in selection.weights]
-    meant = digest_of(checkpoint, held, dtypes={w.name: w.dtype for w in selection.weights}, jobs=jobs)
+    expected, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
+    if expected != found:
+        problem = f"has the digests {found.weights} and {found.optimizer} of weights and optimizer, but the source has "
+        raise LayoutError(directory, f"{problem}{expected.weights} and {expected.optimizer}", HINT)
+    return found.weights
+
+
+def same_weights(checkpoint: Checkpoint, selection: WeightSelection, written: Checkpoint, jobs: int | None) -> str:
+    """Check that selected weights and output have the same digest; returns it.
+
+    Raises:
+        LayoutError: They differ.
+    """
+    selected = [Content(w.name, WEIGHTS, w.state) for w in selection.weights]
+    expected = digest_of(checkpoint, selected, dtypes={w.name: w.dtype for w in selection.weights}, jobs=jobs)
     found = digest_of(written, contents(written), jobs=jobs)
-    if meant != found:
-        problem = f"what was written says {found}, but what was read {meant}"
-        hint = "a disk or memory may be failing: try again, and report it if it stays"
-        raise LayoutError(written.location, problem, hint)
-    return meant
+    if expected != found:
+        raise LayoutError(written.location, f"has the digest {found}, but the source has {expected}", HINT)
+    return expected

@@ -1,4 +1,4 @@
-"""``consolidate``: whole weights that load anywhere."""
+"""``consolidate``: whole weights in one file or a few, for any loader."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import open_for
-from ckpttool.api._workers import workers_for
+from ckpttool.api._common import open_for, workers_for
+from ckpttool.api.options import Options
+from ckpttool.arguments import check_choice, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
-from ckpttool.execution.read_checks import checks_for
-from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.formats.sidecars import find_companions
 from ckpttool.plan.copy_checks import sample_proofs
 from ckpttool.targets.sidecars import with_companions
 from ckpttool.targets.weights import select_weights
-from ckpttool.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +27,47 @@ if TYPE_CHECKING:
     from ckpttool.plan import CopyPlan, Proofs
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """Which weights ``consolidate`` writes, and as what."""
+
+    to: str
+    dtype: str
+    weights: Literal["masters", "module"]
+    max_shard_size: int | str
+    include: Sequence[str]
+    exclude: Sequence[str]
+    exclude_frozen: bool
+    adapter_only: bool
+
+    def check(self) -> None:
+        """Refuse values that no checkpoint allows.
+
+        Raises:
+            ArgumentError: There is one.
+        """
+        check_choice("weights", self.weights, ("masters", "module"))
+        check_choice("to", self.to, ("safetensors", "torch"))
+        check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
+        checked_size("max_shard_size", self.max_shard_size)
+        if self.adapter_only and (self.to != "safetensors" or self.include or self.exclude or self.exclude_frozen):
+            problem = "writes the whole adapter, as safetensors"
+            hint = 'leave out include, exclude and exclude_frozen, and write to="safetensors"'
+            raise ArgumentError("adapter_only", problem, hint, ("include", "exclude", "exclude_frozen", "to"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan with what the report tells of it."""
+
+    plan: CopyPlan
+    selection: WeightSelection
+    index: str
+    """Name of the file that is committed last; "" for one file alone."""
+    companions: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +82,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """What was written, or would be."""
+    """Result of ``consolidate``: the files written, or planned by a dry run."""
 
     out: str
     """The output directory."""
@@ -52,11 +91,11 @@ class CopyReport:
     files: tuple[WrittenFile, ...]
     """Files of the output."""
     tensors: int
-    """Tensors in them, each tied one counted once."""
+    """Tensors in them; tied tensors count once."""
     elements: int
     """Elements in them."""
     dtype: str
-    """What the parameters are in: "fp32", "bf16" or "fp16"."""
+    """Type of the parameters: "fp32", "bf16" or "fp16"."""
     nbytes_read: int
     """Bytes of tensors read."""
     nbytes_written: int
@@ -66,15 +105,15 @@ class CopyReport:
     tied: Mapping[str, str]
     """Tied names: alias to the name the tensor is stored under."""
     companions: tuple[str, ...]
-    """Files carried along: configuration, tokenizer."""
+    """Sidecar files that were copied: configuration, tokenizer."""
     overflowed: int
     """Finite values that became infinite in ``dtype``."""
     notes: tuple[str, ...]
-    """What was noticed about the checkpoint."""
+    """Remarks on the checkpoint."""
     digest: str | None = None
-    """Digest of the weights, if it was asked for: the same of what was read and of what was written."""
+    """With ``prove``, the digest of the weights, equal for source and output."""
     checks: ReadReport | None = None
-    """What was compared with recorded checksums; None if nothing was read, or to no check."""
+    """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
 
 
 def consolidate(
@@ -101,10 +140,9 @@ def consolidate(
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
-    """Merge the shards of a checkpoint into whole weights that load anywhere.
+    """Merge the shards of a checkpoint into whole weights; the output appears whole or not at all.
 
-    Trainable parameters come from the fp32 masters, frozen ones from the model's own copy; buffers keep their type.
-    The output appears whole or not at all.
+    Trainable parameters come from the fp32 master weights, frozen ones from the model's copy; buffers keep their type.
 
     Args:
         src: As for ``inspect``.
@@ -112,61 +150,91 @@ def consolidate(
         to: Kind of file.
         tag: As for ``inspect``.
         dtype: Type of the parameters, cast bit for bit as torch does.
-        weights: Which weights of trainable parameters: the optimizer's masters, or the copies that the model computed
-            with, which stages 1 and 2 save too and which may have been changed after the last step.
+        weights: The optimizer's fp32 master weights, or the model's own 16-bit copies (saved at stages 1 and 2).
         max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
         exclude_frozen: Leave out frozen parameters.
-        adapter_only: Write the PEFT adapter that was trained, as PEFT does: ``adapter_model.safetensors`` and the
-            ``adapter_config.json`` that lies beside the checkpoint.
-        prove: Digest what was read and what was written, and commit only if they are the same.
-        check: Which recorded CRC-32 to compare with what is read, in the same pass: "read" for the records that are
-            needed whole, "full" for those that are needed in part as well, whose rest is read for that; "off" for none.
+        adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
+        prove: Digest the source and the output, and commit only if they are equal.
+        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing.
-        overwrite: Allow an ``out`` that holds something; weights in it are replaced, other files stay.
-        jobs: Threads. Default: one for each core, up to four; on ext4 and xfs four, and six for several files
-            that are only copied, each by one of them. Where a storage is distant: 16.
-        memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
-            MB. Between local files a few MB are used.
-        ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
-            where there is none, it starts one on this machine. Local paths must be the same files on all of its nodes.
-            ``jobs`` and ``memory`` count for each of its tasks, and ``jobs`` is one by default between local files.
+        overwrite: Allow an ``out`` that holds files; weights in it are replaced, other files stay.
+        jobs: Threads. Default: one for each core, at most 4; 4 or 6 onto ext4 and xfs; 16 where a storage is remote.
+        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
+        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
-        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        storage_options: As for ``inspect``.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
-        CkptError: The checkpoint is not sound, ``out`` cannot be written, or nothing matches.
-        ValueError: ``max_shard_size`` is no size, or ``check`` unknown.
+        CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.
     """
+    options = Options(
+        tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
+        overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
+    )  # fmt: skip
+    chosen = _Selection(to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only)
+    return _consolidate(src, os.fspath(out), chosen, options)
+
+
+def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) -> CopyReport:
     began = time.perf_counter()
-    destination = Destination(os.fspath(out), storage_options)
-    out, room = destination.out, memory_bytes(memory)
-    if prove and overwrite and destination.distant:
-        problem = "what is there could not be put back if the proof failed"
-        raise PlanError(out, problem, "choose another OUT, or leave out --overwrite or --prove")
-    workers = workers_for(ray, destination)
-    checkpoint = open_for(
-        destination, src, tag=tag, overwrite=overwrite, options=storage_options, trust_names=trust_names
+    chosen.check()
+    destination = Destination(out, options.storage_options)
+    if options.prove and options.overwrite and destination.distant:
+        problem = "cannot be combined with overwrite=True on a remote storage: replaced files could not be put back"
+        raise ArgumentError("prove", problem, "write to another directory, or leave out one", ("prove", "overwrite"))
+    workers = workers_for(options.ray, destination)
+    checkpoint = open_for(destination, src, options)
+    made = _plan(checkpoint, chosen, destination.out)
+    plan, selection = made.plan, made.selection
+    checks = options.read_checks(plan.sources, checkpoint)
+    digest: str | None = None
+
+    def check_written(directory: str) -> None:
+        nonlocal digest
+        if options.prove:
+            from ckpttool.api._digests import same_weights
+
+            written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+            digest = same_weights(checkpoint, selection, written, options.jobs)
+
+    overflowed = 0
+    if not options.dry_run:
+        overflowed = destination.write(
+            plan, last=(made.index,), jobs=options.jobs, memory=options.memory_bytes, progress=options.progress,
+            check=check_written, resume=None, workers=workers, checks=checks,
+        )  # fmt: skip
+    return CopyReport(
+        out=destination.out,
+        dry_run=options.dry_run,
+        files=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files),
+        tensors=len(selection.weights),
+        elements=sum(w.state.numel for w in selection.weights),
+        dtype=chosen.dtype,
+        nbytes_read=destination.nbytes_read(plan, workers),
+        nbytes_written=plan.nbytes_written,
+        seconds=time.perf_counter() - began,
+        tied=dict(selection.aliases),
+        companions=made.companions,
+        overflowed=overflowed,
+        notes=made.notes,
+        digest=digest,
+        checks=None if options.dry_run or checks is None else checks.report,
     )
-    if weights not in {"masters", "module"}:
-        raise PlanError(out, f"cannot be written from {weights}", "choose masters or module")
-    if to not in {"safetensors", "torch"} or dtype not in TRAINING_DTYPES:
-        raise PlanError(out, f"cannot be written as {to} in {dtype}", "choose safetensors or torch, fp32, bf16 or fp16")
-    target = TRAINING_DTYPES[dtype]
-    limit = parse_size(str(max_shard_size))
-    proofs = sample_proofs(checkpoint) if weights == "masters" else None
+
+
+def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
+    """Choose the weights and the sidecar files, and plan the files."""
+    target = TRAINING_DTYPES[chosen.dtype]
+    proofs = sample_proofs(checkpoint) if chosen.weights == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
-    if adapter_only:
+    if chosen.adapter_only:
         from ckpttool.targets import adapter
         from ckpttool.targets.safetensors import plan_safetensors
 
-        if to != "safetensors" or include or exclude or exclude_frozen:
-            problem = "an adapter is written whole, and as safetensors"
-            raise PlanError(out, problem, "leave out --include, --exclude, --exclude-frozen and --to torch")
-        selection = adapter.select_adapter(checkpoint, source=weights, dtype=target)
+        selection = adapter.select_adapter(checkpoint, source=chosen.weights, dtype=target)
         plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, proofs=proofs, stem=adapter.STEM)
         companions = find_companions(checkpoint.storage, checkpoint.root, (adapter.CONFIG, "README.md"))
         if adapter.CONFIG not in {c.name for c in companions}:
@@ -174,51 +242,24 @@ def consolidate(
         index = ""
     else:
         selection = select_weights(
-            checkpoint, source=weights, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
+            checkpoint,
+            source=chosen.weights,
+            dtype=target,
+            include=chosen.include,
+            exclude=chosen.exclude,
+            exclude_frozen=chosen.exclude_frozen,
         )
-        plan, index = _plan_weights(to, checkpoint, selection, limit, proofs)
+        limit = checked_size("max_shard_size", chosen.max_shard_size)
+        plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
         companions = find_companions(checkpoint.storage, checkpoint.root)
     plan = with_companions(plan, companions, target)
-    checks = checks_for(plan.sources, checkpoint, check)
-    digested: str | None = None
-
-    def check_written(directory: str) -> None:
-        nonlocal digested
-        if prove:
-            from ckpttool.api._digests import same_weights
-
-            written = open_checkpoint(directory, options=storage_options, unfinished=True)
-            digested = same_weights(checkpoint, selection, written, jobs)
-
-    overflowed = 0
-    if not dry_run:
-        overflowed = destination.write(
-            plan, last=(index,), jobs=jobs, memory=room, progress=progress, check=check_written,
-            resume=None, workers=workers, checks=checks,
-        )  # fmt: skip
-    return CopyReport(
-        out=out,
-        dry_run=dry_run,
-        files=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files),
-        tensors=len(selection.weights),
-        elements=sum(w.state.numel for w in selection.weights),
-        dtype=dtype,
-        nbytes_read=destination.nbytes_read(plan, workers),
-        nbytes_written=plan.nbytes_written,
-        seconds=time.perf_counter() - began,
-        tied=dict(selection.aliases),
-        companions=tuple(c.name for c in companions),
-        overflowed=overflowed,
-        notes=tuple(notes),
-        digest=digested,
-        checks=None if dry_run or checks is None else checks.report,
-    )
+    return _Planned(plan, selection, index, tuple(c.name for c in companions), tuple(notes))
 
 
 def _plan_weights(
     to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, proofs: Proofs | None
 ) -> tuple[CopyPlan, str]:
-    """The plan, and the name of the file that makes the rest look whole."""
+    """The plan, and the name of the file that is committed last."""
     if to == "safetensors":
         from ckpttool.targets import safetensors
 

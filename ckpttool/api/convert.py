@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import open_for
-from ckpttool.api._workers import workers_for
+from ckpttool.api._common import open_for, workers_for
+from ckpttool.api.options import Options
+from ckpttool.arguments import check_at_least, check_choice
 from ckpttool.dtypes import TRAINING_DTYPES
+from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
-from ckpttool.execution.read_checks import checks_for
-from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.plan.copy_checks import sample_proofs
 from ckpttool.targets.sidecars import companions_for, with_companions
@@ -21,12 +21,47 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
     from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
+class _Target:
+    """What ``convert`` writes."""
+
+    to: str
+    world_size: int | None
+    stage: int | None
+    sub_group_size: int | None
+    round_robin: bool | None
+    expert_parallel: int | None
+    dtype: str | None
+
+    def check(self) -> None:
+        """Refuse values that no checkpoint allows.
+
+        Raises:
+            ArgumentError: There is one.
+        """
+        check_choice("to", self.to, ("zero", "universal", "dcp"))
+        for name in ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype"):
+            if self.to != "zero" and getattr(self, name) is not None:
+                raise ArgumentError(name, f"is for zero, not for {self.to}", f'leave out {name}, or write to="zero"')
+        for name in ("world_size", "sub_group_size", "expert_parallel"):
+            check_at_least(name, getattr(self, name), 1)
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
+        if self.stage not in {None, 1, 2, 3}:
+            raise ArgumentError("stage", f"is {self.stage!r}, not 1, 2 or 3", "choose one of them, or None")
+        if self.to == "zero" and self.world_size is None:
+            problem = "is missing: files for ZeRO depend on the number of ranks"
+            raise ArgumentError("world_size", problem, "set world_size to the ranks that will load it", ("world_size",))
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """A conversion that was made, or would be."""
+    """Result of ``convert``: the files written, or planned by a dry run."""
 
     out: str
     """The output directory."""
@@ -45,9 +80,9 @@ class ConvertReport:
     seconds: float
     """Wall time."""
     notes: tuple[str, ...]
-    """What was noticed about the checkpoint, and what will not be as it was."""
+    """Remarks on the checkpoint, and state that the output does not keep."""
     checks: ReadReport | None = None
-    """What was compared with recorded checksums; None if nothing was read, or to no check."""
+    """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
 
 
 def convert(
@@ -73,117 +108,105 @@ def convert(
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
-    """Write a checkpoint anew for another number of ranks, another ZeRO stage, or another loader.
+    """Rewrite a checkpoint for another number of ranks, another ZeRO stage, or another loader.
 
-    Masters, every optimizer state, steps, hyper-parameters of each group, loss scale, scheduler, client state, frozen
-    parameters and buffers are carried over bit for bit. The output appears whole or not at all.
+    fp32 master weights, optimizer states, steps, hyper-parameters of each group, loss scale, scheduler, client state,
+    frozen parameters and buffers are copied bit for bit. The output appears whole or not at all.
 
     Args:
         src: As for ``inspect``.
         out: Directory to write: a checkpoint root, with ``latest`` (or ``latest_universal``), or a DCP directory.
-        to: "zero" for native files that plain ``engine.load_checkpoint`` reads on ``world_size`` ranks; "universal" for
-            what DeepSpeed's ``load_universal`` reads; "dcp" for ``torch.distributed.checkpoint``.
+        to: "zero" for native files that ``engine.load_checkpoint`` reads on ``world_size`` ranks; "universal" for what
+            DeepSpeed's ``load_universal`` reads; "dcp" for ``torch.distributed.checkpoint``.
         tag: As for ``inspect``; the output has the same.
-        world_size: Data-parallel ranks that will load it; needed for "zero".
+        world_size: Data-parallel ranks that will load the output; needed for "zero".
         stage: 1, 2 or 3, for "zero"; default: the source's.
-        sub_group_size: As in the DeepSpeed configuration of the run that will load it, for stage 3; default: the
-            source's, or DeepSpeed's.
-        round_robin: Whether that run has ``round_robin_gradients``; default: as the source's configuration says.
-        expert_parallel: Ranks that it spreads each layer's experts over; default: as many as the source did.
-        dtype: What that run computes in, where the source does not say: needed for DCP with an optimizer; for weights
-            alone the default is what they are in.
-        prove: Digest what was read and what was written, and commit only if they are the same.
-        check: Which recorded CRC-32 to compare with what is read, in the same pass: "read" for the records that are
-            needed whole, "full" for those that are needed in part as well, whose rest is read for that; "off" for none.
+        sub_group_size: Stage 3: as in the configuration of the run that loads it; default: the source's or DeepSpeed's.
+        round_robin: Whether that run has ``round_robin_gradients``; default: as in the source's configuration.
+        expert_parallel: Ranks that it spreads each layer's experts over; default: the source's.
+        dtype: Type that run computes in, for "zero" where the source does not say: DCP, or weights alone.
+        prove: Digest the source and the output, and commit only if they are equal.
+        check: As for ``consolidate``.
         dry_run: Plan, but write nothing.
-        resume: Go on from the files that a killed or failed run of the same conversion has completed, and leave what is
-            complete if this one fails. Not after a power cut: nothing is synced to disk.
+        resume: Continue from the completed files of a killed or failed run; not after a power cut: no file is synced.
         jobs: As for ``consolidate``.
-        memory: Bytes, or a text like "256MB", that what is in flight may take where storages are distant; default: 256
-            MB. Between local files a few MB are used.
-        ray: Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds;
-            where there is none, it starts one on this machine. Local paths must be the same files on all of its nodes.
-            ``jobs`` and ``memory`` count for each of its tasks, and ``jobs`` is one by default between local files.
+        memory: As for ``consolidate``.
+        ray: As for ``consolidate``.
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
-        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        storage_options: As for ``inspect``.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
-        CkptError: The checkpoint is not sound, or cannot be written so; or ``out`` cannot be written.
-        ValueError: An argument is missing or out of range.
+        CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.
     """
+    options = Options(
+        tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
+        resume=resume, overwrite=None, trust_names=trust_names, storage_options=storage_options,
+    )  # fmt: skip
+    target = _Target(to, world_size, stage, sub_group_size, round_robin, expert_parallel, dtype)
+    return _convert(src, os.fspath(out), target, options)
+
+
+def _convert(src: Source, out: str, target: _Target, options: Options) -> ConvertReport:
     began = time.perf_counter()
-    destination = Destination(os.fspath(out), storage_options)
-    out, room = destination.out, memory_bytes(memory)
-    if to not in {"zero", "universal", "dcp"}:
-        raise ValueError(f"to is {to!r}, not zero, universal or dcp")
-    workers = workers_for(ray, destination)
-    only_zero: dict[str, object] = {
-        "world_size": world_size,
-        "stage": stage,
-        "sub_group_size": sub_group_size,
-        "dtype": dtype,
-    }
-    only_zero |= {"round_robin": round_robin, "expert_parallel": expert_parallel}
-    useless = [k for k, v in only_zero.items() if v is not None and to != "zero"]
-    if useless:
-        raise ValueError(f"{useless[0]} is for zero, not for {to}")
-    checkpoint = open_for(destination, src, tag=tag, overwrite=None, options=storage_options, trust_names=trust_names)
-    notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
-    name = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
-    if to == "zero":
-        from ckpttool.targets.zero.writer import LATEST, plan_zero, shape_for, zero_losses
-
-        shape = shape_for(
-            checkpoint,
-            ranks=world_size,
-            stage=stage,
-            sub_group_size=sub_group_size,
-            round_robin=round_robin,
-            expert_parallel=expert_parallel,
-            dtype=None if dtype is None else TRAINING_DTYPES[dtype],
-        )
-        plan, last = plan_zero(checkpoint, shape, tag=name), LATEST
-        notes += zero_losses(checkpoint, shape)
-    elif to == "universal":
-        from ckpttool.targets.universal import plan_universal, universal_losses
-
-        plan, last = plan_universal(checkpoint, tag=name, proofs=sample_proofs(checkpoint)), "latest_universal"
-        notes += universal_losses(checkpoint)
-    else:
-        from ckpttool.targets.dcp import plan_dcp
-
-        plan, last = plan_dcp(checkpoint, proofs=sample_proofs(checkpoint)), ".metadata"
-        notes += [f"{what}: belongs to no parameter, and is left out" for what in checkpoint.unsliceable]
-    if to != "dcp":
-        companions, left_behind = companions_for(checkpoint, world_size)
-        plan = with_companions(plan, companions, None)
-        notes += left_behind
-
-    checks = checks_for(plan.sources, checkpoint, check)
+    target.check()
+    destination = Destination(out, options.storage_options)
+    workers = workers_for(options.ray, destination)
+    checkpoint = open_for(destination, src, options)
+    tag = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
+    plan, last, losses = _plan(checkpoint, target, tag)
+    checks = options.read_checks(plan.sources, checkpoint)
 
     def check_written(directory: str) -> None:
-        if prove:
+        if options.prove:
             from ckpttool.api._digests import same_digest
 
-            written = open_checkpoint(directory, options=storage_options, unfinished=True)
-            same_digest(checkpoint, written, directory, jobs)
+            written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+            same_digest(checkpoint, written, directory, options.jobs)
 
-    if not dry_run:
+    if not options.dry_run:
         destination.write(
-            plan, last=(last,), jobs=jobs, memory=room,
-            progress=progress, check=check_written, resume=resume, workers=workers, checks=checks,
+            plan, last=(last,), jobs=options.jobs, memory=options.memory_bytes, progress=options.progress,
+            check=check_written, resume=options.resume, workers=workers, checks=checks,
         )  # fmt: skip
     return ConvertReport(
-        out=out,
-        to=to,
-        dry_run=dry_run,
-        tag=name,
+        out=destination.out,
+        to=target.to,
+        dry_run=options.dry_run,
+        tag=tag,
         files=len(plan.files),
         nbytes_read=destination.nbytes_read(plan, workers),
         nbytes_written=plan.nbytes_written,
         seconds=time.perf_counter() - began,
-        notes=tuple(notes),
-        checks=None if dry_run or checks is None else checks.report,
+        notes=(*map(str, checkpoint.notes), *checkpoint.remarks, *losses),
+        checks=None if options.dry_run or checks is None else checks.report,
     )
+
+
+def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, str, list[str]]:
+    """The plan, the name of the file that is committed last, and the state that the output does not keep."""
+    if target.to == "zero":
+        from ckpttool.targets.zero.writer import LATEST, plan_zero, shape_for, zero_losses
+
+        shape = shape_for(
+            checkpoint,
+            ranks=target.world_size,
+            stage=target.stage,
+            sub_group_size=target.sub_group_size,
+            round_robin=target.round_robin,
+            expert_parallel=target.expert_parallel,
+            dtype=None if target.dtype is None else TRAINING_DTYPES[target.dtype],
+        )
+        plan, last, losses = plan_zero(checkpoint, shape, tag=tag), LATEST, list(zero_losses(checkpoint, shape))
+    elif target.to == "universal":
+        from ckpttool.targets.universal import plan_universal, universal_losses
+
+        plan, last = plan_universal(checkpoint, tag=tag, proofs=sample_proofs(checkpoint)), "latest_universal"
+        losses = list(universal_losses(checkpoint))
+    else:
+        from ckpttool.targets.dcp import plan_dcp
+
+        losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.unsliceable]
+        return plan_dcp(checkpoint, proofs=sample_proofs(checkpoint)), ".metadata", losses
+    companions, left_behind = companions_for(checkpoint, target.world_size)
+    return with_companions(plan, companions, None), last, [*losses, *left_behind]

@@ -1,4 +1,4 @@
-"""``cp``: a checkpoint from one storage to another."""
+"""``cp``: copy a checkpoint to another storage."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.api.options import Options
 from ckpttool.errors import LayoutError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
-from ckpttool.execution.read_checks import checks_for
-from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
     from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """A checkpoint that was copied."""
+    """Result of ``cp``."""
 
     src: str
     """Its directory."""
@@ -41,11 +42,11 @@ class TransferReport:
     latest: bool
     """Whether the root's ``latest`` names the copy now."""
     digest: str | None
-    """Digest of the weights, if it was asked for: the same of the checkpoint and of the copy."""
+    """With ``prove``, the digest of the weights, equal for source and copy."""
     notes: tuple[str, ...]
-    """What was noticed about the checkpoint, and what was left out."""
+    """Remarks on the checkpoint, and files that were left out."""
     checks: ReadReport | None = None
-    """What was compared with recorded checksums; None if nothing was copied, or to no check."""
+    """Comparisons with recorded checksums; None if nothing was copied, and for ``check="off"``."""
 
 
 def cp(
@@ -62,76 +63,70 @@ def cp(
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TransferReport:
-    """Copy a whole checkpoint from one storage to another; ``latest`` is written when all of it is there.
+    """Copy a whole checkpoint from one storage to another; ``latest`` is written last.
 
     Args:
         src: As for ``inspect``. Several directories become one.
-        dst: The root that gets a directory of the same tag, and the small files beside it; for a format without tags,
-            the directory itself.
+        dst: The root that gets a directory of the same tag and the sidecar files; for a format without tags, the
+            directory itself.
         tag: As for ``inspect``.
-        prove: Digest the checkpoint and the copy, and commit only if they are the same.
+        prove: Digest the checkpoint and the copy, and commit only if they are equal.
         check: As for ``consolidate``.
         resume: As for ``convert``.
         jobs: As for ``consolidate``.
-        memory: As for ``convert``.
+        memory: As for ``consolidate``.
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
-        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        storage_options: As for ``inspect``.
 
     Raises:
+        ArgumentError: An argument is outside its range.
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
-    from ckpttool.api._digests import are_same, same_digest
+    options = Options(
+        tag=tag, jobs=jobs, memory=memory, progress=progress, check=check, prove=prove, resume=resume,
+        trust_names=trust_names, storage_options=storage_options,
+    )  # fmt: skip
+    return _cp(src, os.fspath(dst), options)
+
+
+def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
 
     began = time.perf_counter()
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
-    root = Destination(os.fspath(dst), storage_options)
+    checkpoint = options.open(src)
+    root = Destination(dst, options.storage_options)
     tagged = copies.is_tagged(checkpoint)
     target = root.within(checkpoint.tag, mode_of_directory(checkpoint.storage, checkpoint.root)) if tagged else root
     target.check_apart(checkpoint)
     plan = copies.plan_copy(checkpoint)
-    # A run that was killed after all of it was committed has left but latest to be written.
-    there = copies.is_there(target.storage, target.out, plan) and are_same(
-        checkpoint, open_checkpoint(target.out, options=storage_options, trust_names=trust_names), jobs
-    )
+    # A run that was killed after its commit has left only latest to write.
+    there = _is_there(checkpoint, target, plan, options)
     if not there:
         target.check_target(overwrite=None)
     around = copies.beside(checkpoint, root.storage, root.out)
-    digested: str | None = None
-
-    checks = checks_for(plan.sources, checkpoint, check)
+    digest: str | None = None
+    checks = options.read_checks(plan.sources, checkpoint)
 
     def check_copy(directory: str) -> None:
-        nonlocal digested
-        copy = open_checkpoint(directory, options=storage_options, unfinished=True, trust_names=trust_names)
-        if sorted((f.name, f.nbytes) for f in copy.files) != sorted((f.name, f.nbytes) for f in checkpoint.files):
-            raise LayoutError(directory, f"does not hold the files of {checkpoint.location}", "try again")
-        if prove:
-            digested = same_digest(checkpoint, copy, directory, jobs)
+        nonlocal digest
+        digest = _check_copy(checkpoint, directory, options)
 
     if there:
         check_copy(target.out)
     else:
         target.write(
-            plan, last=copies.INDICES, jobs=jobs, memory=memory_bytes(memory), progress=progress,
-            check=check_copy, resume=resume, checks=checks,
+            plan, last=copies.INDICES, jobs=options.jobs, memory=options.memory_bytes, progress=options.progress,
+            check=check_copy, resume=options.resume, checks=checks,
         )  # fmt: skip
     for name, data in around.carried.items():
         root.put(name, data, around.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *around.notes]
     if there:
         notes.append(f"{target.out} was there already, with the same values")
-    newest, name = False, copies.latest_name(checkpoint)
-    if tagged:
-        newest = copies.is_newest(checkpoint, root.storage, root.out, storage_options)
-        if newest:
-            latest = posixpath.join(checkpoint.root, name)
-            there_too = checkpoint.storage.exists(latest)
-            mode = mode_of_file(checkpoint.storage, latest) if there_too else mode_of(checkpoint)
-            root.put(name, checkpoint.tag.encode(), mode)
-        else:
-            notes.append(f"{name} names a newer one there: left as it is")
+    newest = tagged and _put_latest(checkpoint, root, options)
+    if tagged and not newest:
+        notes.append(f"{copies.latest_name(checkpoint)} names a newer one there: left as it is")
     return TransferReport(
         src=checkpoint.location,
         out=target.out,
@@ -140,7 +135,48 @@ def cp(
         nbytes=plan.nbytes_written,
         seconds=time.perf_counter() - began,
         latest=newest,
-        digest=digested,
+        digest=digest,
         notes=tuple(notes),
         checks=None if there or checks is None else checks.report,
     )
+
+
+def _is_there(checkpoint: Checkpoint, target: Destination, plan: CopyPlan, options: Options) -> bool:
+    """Whether the target holds a copy with the same files and values already."""
+    from ckpttool.api._digests import are_same
+    from ckpttool.catalog import copies
+
+    if not copies.is_there(target.storage, target.out, plan):
+        return False
+    copy = open_checkpoint(target.out, options=options.storage_options, trust_names=options.trust_names)
+    return are_same(checkpoint, copy, options.jobs)
+
+
+def _check_copy(checkpoint: Checkpoint, directory: str, options: Options) -> str | None:
+    """Compare a copy with its source; returns the digest of the weights with ``prove``.
+
+    Raises:
+        LayoutError: It lacks files, or its values differ.
+    """
+    copy = open_checkpoint(directory, options=options.storage_options, unfinished=True, trust_names=options.trust_names)
+    if sorted((f.name, f.nbytes) for f in copy.files) != sorted((f.name, f.nbytes) for f in checkpoint.files):
+        raise LayoutError(directory, f"does not hold the files of {checkpoint.location}", "try again")
+    if not options.prove:
+        return None
+    from ckpttool.api._digests import same_digest
+
+    return same_digest(checkpoint, copy, directory, options.jobs)
+
+
+def _put_latest(checkpoint: Checkpoint, root: Destination, options: Options) -> bool:
+    """Write the root's ``latest``, unless it names a newer checkpoint; returns whether it was written."""
+    from ckpttool.catalog import copies
+
+    if not copies.is_newest(checkpoint, root.storage, root.out, options.storage_options):
+        return False
+    name = copies.latest_name(checkpoint)
+    latest = posixpath.join(checkpoint.root, name)
+    there = checkpoint.storage.exists(latest)
+    mode = mode_of_file(checkpoint.storage, latest) if there else mode_of(checkpoint)
+    root.put(name, checkpoint.tag.encode(), mode)
+    return True

@@ -6,21 +6,21 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.errors import PlanError
-from ckpttool.execution.read_checks import checks_for
-from ckpttool.formats import Source, open_checkpoint
+from ckpttool.api.options import Options
+from ckpttool.arguments import check_choice
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class ExtractReport:
-    """One tensor that was written."""
+    """Result of ``extract_to_file``."""
 
     out: str
     """The file."""
@@ -29,13 +29,13 @@ class ExtractReport:
     state: str
     """Which of its states."""
     dtype: str
-    """safetensors' spelling."""
+    """Its type, as safetensors spells it."""
     shape: tuple[int, ...]
-    """Of what was written."""
+    """Shape of the tensor in the file."""
     nbytes: int
     """Bytes of its values."""
     checks: ReadReport | None = None
-    """What was compared with recorded checksums; None if there was to be no check."""
+    """Comparisons with recorded checksums; None for ``check="off"``."""
 
 
 def extract(
@@ -53,36 +53,34 @@ def extract(
     """Read one tensor, or a slice of it; only its bytes are read.
 
     Args:
-        src: As for ``inspect``, or what ``inspect`` returned.
+        src: As for ``inspect``, or the ``Checkpoint`` that ``inspect`` returned.
         name: Parameter or buffer, by its own or a tied name.
         tag: As for ``inspect``.
-        state: "weights" for the fp32 master, or where there is none the model's own copy; or what the checkpoint calls
-            a state: "fp32", "module", "exp_avg", ...
-        part: What to take of it, as in ``tensor[part]``: integers and slices of step 1, one for each dimension from the
-            first on; default: all.
+        state: "weights" for the fp32 master weights, or where there are none the model's own copy; or the name of a
+            state in the checkpoint: "fp32", "module", "exp_avg", ...
+        part: Index as in ``tensor[part]``: integers and slices of step 1, one for each dimension from the first on;
+            default: the whole tensor.
         check: As for ``consolidate``.
         framework: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
         trust_names: As for ``inspect``.
-        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        storage_options: As for ``inspect``.
 
     Returns:
-        The tensor in its own type and shape, in memory of its own.
+        The tensor in its type and shape; it owns its memory.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
+        ArgumentError: An argument is outside its range, or ``part`` does not fit the shape.
+        ChecksumError: The bytes read differ from those saved.
         CkptError: The checkpoint is not sound, or holds no such tensor.
-        ValueError: ``part`` does not fit the shape.
     """
     from ckpttool.analysis.extract import read_part
     from ckpttool.model import Checkpoint
     from ckpttool.model.selection import find
 
-    checkpoint = (
-        src
-        if isinstance(src, Checkpoint)
-        else open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
-    )
-    checks = checks_for(source_files(checkpoint), checkpoint, check)
+    check_choice("framework", framework, ("numpy", "torch"))
+    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = src if isinstance(src, Checkpoint) else options.open(src)
+    checks = options.read_checks(source_files(checkpoint), checkpoint)
     values = read_part(checkpoint, find(checkpoint, name, state), part, checks)
     if framework == "torch":
         from ckpttool.integrations.torch.tensors import as_torch
@@ -116,10 +114,11 @@ def extract_to_file(
         check: As for ``consolidate``.
         overwrite: Replace the file if it is there.
         trust_names: As for ``inspect``.
-        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        storage_options: As for ``inspect``.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
+        ArgumentError: ``part`` does not fit the shape.
+        ChecksumError: The bytes read differ from those saved.
         CkptError: The checkpoint is not sound, holds no such tensor, or the file cannot be written.
     """
     from ckpttool.analysis.extract import encode, read_part
@@ -127,15 +126,11 @@ def extract_to_file(
     from ckpttool.execution.permissions import mode_of
     from ckpttool.model.selection import find
 
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = options.open(src)
     found = find(checkpoint, name, state)
-    checks = checks_for(source_files(checkpoint), checkpoint, check)
-    try:
-        values = read_part(checkpoint, found, part, checks)
-    except ValueError as error:
-        raise PlanError(
-            checkpoint.location, f"{name}: {error}", "see ckpttool inspect --params for the shape"
-        ) from error
+    checks = options.read_checks(source_files(checkpoint), checkpoint)
+    values = read_part(checkpoint, found, part, checks)
     parts = encode(values, name, os.fspath(out))
     written = write_file(os.fspath(out), parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint))
     report = None if checks is None else checks.report

@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which go, and why."""
+"""Retention: which checkpoints of a root to keep, and the reason for each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.arguments import check_at_least
 from ckpttool.catalog.entries import OWN_ROOT
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.messages import brief
 from ckpttool.storage import HALF_REMOVED
 
 if TYPE_CHECKING:
@@ -17,57 +19,56 @@ if TYPE_CHECKING:
     from ckpttool.catalog.entries import CatalogEntry
 
 REPORTED = "Ray Train's snapshot lists it"
-"""Why Ray's own rules, and no other, remove it."""
+"""Reason to keep a checkpoint that only Ray's own rules may remove."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one checkpoint."""
+    """Whether one checkpoint stays."""
 
     entry: CatalogEntry
-    """Which."""
+    """The checkpoint."""
     keep: bool
     """Whether it stays."""
     reason: str
-    """Why."""
+    """The rule that keeps it, or its lack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What to keep; a checkpoint that any rule keeps stays.
+    """Retention rules; a checkpoint stays if any rule keeps it.
 
     Raises:
-        ValueError: No rule is given, or one makes no sense.
+        ArgumentError: No rule is given, or one is malformed.
     """
 
     last: int | None = None
-    """So many of the newest."""
+    """How many of the newest to keep."""
     every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Keep those whose step is a multiple of this."""
     best: str | None = None
-    """The one with the smallest value of this metric, or number of the client state; with ":max" behind it, the
+    """Keep the one with the smallest value of this metric, or number of the client state; with ":max" behind it, the
     largest; with ":min:3", the three smallest."""
 
     def __post_init__(self) -> None:
         if self.last is None and self.every is None and self.best is None:
-            raise ValueError("no rule says what to keep: give keep_last, keep_every or keep_best")
-        given: tuple[tuple[str, object], ...] = (("keep_last", self.last), ("keep_every", self.every))
-        for name, value in given:
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} is {value!r}, not a whole number above 0")
+            rules = ("keep_last", "keep_every", "keep_best")
+            raise ArgumentError("keep_last", "is missing, and so is any other rule", f"give {', '.join(rules)}", rules)
+        check_at_least("keep_last", self.last, 1)
+        check_at_least("keep_every", self.every, 1)
         if self.best is not None:
             parse_best(self.best)
 
 
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[Decision]:
-    """What becomes of each checkpoint, older before newer ones.
+    """Decide on each checkpoint, oldest first.
 
-    Only whole native ZeRO checkpoints count and go, and what a killed run has half removed. The newest whole one stays
-    in any case, and so do the one that ``latest`` names, those that Ray Train's snapshot lists, links and what they
-    lead to, and what is torn: it may be in the middle of being saved.
+    Only whole native ZeRO checkpoints are counted and removed, and those that a killed run has half removed. The newest
+    whole one always stays, and so do the one that ``latest`` names, those in Ray Train's snapshot, links and their
+    targets, and torn checkpoints: a save may be running.
 
     Raises:
-        PlanError: No whole checkpoint has the number that tells the best one.
+        PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
     whole = sorted((e for e in entries if e.whole and e.format == "zero" and not e.link), key=lambda e: e.order)
     linked = {entry.link: entry.name for entry in entries if entry.link}
@@ -116,7 +117,7 @@ def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[Cat
         known = sorted({name for e in whole for name in e.metrics})[:20]
         hint = f"these have numbers: {', '.join(known)}" if known else "save it with metrics or client_state={...}"
         raise PlanError(root, f"no checkpoint has {metric} in its metrics or client state", hint)
-    values.reverse()  # of equals the newest: it has been trained longest
+    values.reverse()  # of equal ones the newest comes first: it has been trained longest
     return sorted(values, key=lambda pair: sign * pair[1])[:count]
 
 
@@ -124,10 +125,11 @@ def parse_best(rule: str) -> tuple[str, str, int]:
     """METRIC[:min|max[:COUNT]].
 
     Raises:
-        ValueError: It is not of that form.
+        ArgumentError: It is not of that form.
     """
     metric, *rest = rule.split(":")
     direction, count = (rest + ["min", "1"][len(rest) :])[:2]
     if not metric or len(rest) > 2 or direction not in {"min", "max"} or not count.isdecimal() or int(count) < 1:
-        raise ValueError(f"keep_best is {rule!r}: write METRIC, METRIC:min or METRIC:max, and :COUNT for several")
+        hint = "write METRIC, METRIC:min or METRIC:max, and :COUNT for several"
+        raise ArgumentError("keep_best", f"is {brief(rule)}, not a rule", hint)
     return metric, direction, int(count)

@@ -1,16 +1,18 @@
-"""Where errors become one line on stderr and an exit code: 1 for a bad checkpoint or a failure, 2 for wrong usage."""
+"""Errors as one line on stderr and an exit code: 1 for a bad checkpoint or a failure, 2 for wrong usage."""
 
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import hide_secrets
 
 if TYPE_CHECKING:
@@ -18,16 +20,18 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM, as shells have it."""
+"""Exit code after Ctrl-C or SIGTERM, as in shells."""
+FLAGS = {"storage_options": "storage_option"}
+"""Options that are called otherwise than the parameter."""
 
 
 def run(command: click.Command) -> NoReturn:
     """Run the command line and leave."""
-    # What libraries log on the way to an error would hide the one line that says it.
+    # Log lines of libraries would hide the error's one line.
     logging.getLogger().addHandler(logging.NullHandler())
-    # Being told to stop must take the same way out as Ctrl-C, so that half-written output is removed.
+    # SIGTERM ends the command as Ctrl-C does, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
-    sys.excepthook = _tell_bug
+    sys.excepthook = _print_bug
     sys.exit(invoke(command, sys.argv[1:]))
 
 
@@ -43,12 +47,36 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
         if "--debug" in arguments:
             click.echo(hide_secrets(traceback.format_exc()), err=True, nl=False)
             return 1
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {with_flags(error)}", err=True)
         return 1
     except (click.Abort, KeyboardInterrupt):
         click.echo("Error: interrupted; nothing was left half-written", err=True)
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def with_flags(error: CkptError) -> str:
+    """The line of an error, with the flags of the command line in place of the parameters that its hint names."""
+    line = str(error)
+    if isinstance(error, ArgumentError):
+        line = _flag(error.path) + line.removeprefix(error.path)
+    before, semicolon, hint = line.rpartition("; ")
+    for name in error.options:
+        hint = _parameter(name).sub(partial(_as_flag, name), hint)
+    return before + semicolon + hint
+
+
+def _parameter(name: str) -> re.Pattern[str]:
+    """A parameter in a hint, alone or with its value: ``overwrite=True``, ``to="zero"``."""
+    return re.compile(rf'\b{name}\b(?:=True\b|="([^"]*)")?')
+
+
+def _as_flag(name: str, found: re.Match[str]) -> str:
+    return _flag(name) if found[1] is None else f"{_flag(name)} {found[1]}"
+
+
+def _flag(name: str) -> str:
+    return f"--{FLAGS.get(name, name).replace('_', '-')}"
 
 
 def _shown(error: click.ClickException) -> str:
@@ -59,8 +87,8 @@ def _shown(error: click.ClickException) -> str:
     return text.getvalue()
 
 
-def _tell_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What a bug of ckpttool's leaves behind: its traceback, which people paste where others read it."""
+def _print_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of a bug without secrets: people paste it where others read it."""
     sys.stderr.write(hide_secrets("".join(traceback.format_exception(kind, error, trace))))
 
 

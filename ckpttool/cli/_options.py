@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FOLLOW_LINKS = "ckpttool.follow_links"
-"""Where a command's context has what was said of links."""
+"""Key of ``--follow-links`` in a command's context."""
 _OPEN_BUDGET = "ckpttool.open_budget"
-"""The same of how much an open may take."""
+"""Key of ``--open-budget``."""
+_NO_CHECK = "ckpttool.no_check"
+"""Key of ``--no-check``."""
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
@@ -39,7 +41,7 @@ sources_argument = click.argument("src", type=click.Path(), nargs=-1, required=T
 out_argument = click.argument("out", type=click.Path())
 tag_option = click.option("--tag", metavar="TAG", help="Which checkpoint of a root.  [default: the one latest names]")
 trust_option = click.option(
-    "--trust-names", is_flag=True, help="Let names of files count where the files were saved under others: renamed."
+    "--trust-names", is_flag=True, help="Accept files whose content names another file name, after a deliberate rename."
 )
 include_option = click.option(
     "--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable)."
@@ -49,12 +51,12 @@ exclude_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 memory_option = click.option(
-    "--memory", type=Size(), help="What is in flight to or from a distant storage may take.  [default: 256MB]"
+    "--memory", type=Size(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
 )
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
-    help="Threads.  [default: one a core (at most 4), 4 or 6 onto ext4 and xfs, 16 where a storage is distant]",
+    help="Threads.  [default: one a core (at most 4), 4 or 6 onto ext4 and xfs, 16 where a storage is remote]",
 )
 
 
@@ -63,8 +65,8 @@ ray_option = click.option(
     is_flag=False,
     flag_value="",
     metavar="[ADDRESS]",
-    help="Spread the work over a Ray cluster: the one at ADDRESS, or the one that Ray finds; it starts one if there is "
-    "none. Without ADDRESS, write it last.",
+    help="Spread the work over a Ray cluster: the one at ADDRESS, or the one that Ray finds, or a new one on this "
+    "machine. Without ADDRESS, --ray must be the last option.",
 )
 
 
@@ -75,7 +77,7 @@ def _storage_options(context: click.Context, __: click.Parameter, values: tuple[
         path, equals, value = text.partition("=")
         *outer, key = path.split(".")
         if not equals or not all((*outer, key)):
-            # Not what was given: it may hold a secret.
+            # The message leaves out the value, which may be a secret.
             raise click.BadParameter("one of them is not KEY=VALUE")
         into = result
         for name in outer:
@@ -99,7 +101,7 @@ def _follow_links(context: click.Context, _: click.Parameter, value: bool) -> No
 
 
 def _plain(key: str, value: str) -> Any:
-    """Numbers and truth values as such, but for what is a text in any case."""
+    """Parse numbers and truth values, but not user names and secrets, which are always text."""
     if key in {"key", "secret", "token", "username", "password", "account_name", "account_key"}:
         return value
     if value in {"true", "false", "null"} or re.fullmatch(r"-?\d+", value):
@@ -116,15 +118,15 @@ def storage_option(function: F) -> F:
         is_eager=True,
         expose_value=False,
         callback=_open_budget,
-        help="Let opening a checkpoint take more memory and time than is usual for its size.  [default: 1]",
+        help="Multiply the memory and time that opening a checkpoint may take.  [default: 1]",
     )(function)
     function = click.option(
         "--follow-links",
         is_flag=True,
-        is_eager=True,  # before those that it is put among
+        is_eager=True,  # before --storage-option, whose callback reads it
         expose_value=False,
         callback=_follow_links,
-        help="Let links in a checkpoint lead out of its root, to any file that you may read.",
+        help="Follow links in a checkpoint out of its root, to any file that you may read.",
     )(function)
     return click.option(
         "--storage-option",
@@ -132,37 +134,46 @@ def storage_option(function: F) -> F:
         multiple=True,
         metavar="KEY=VALUE",
         callback=_storage_options,
-        help="For the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
+        help="Option of the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
     )(function)
+
+
+def _no_check(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.meta[_NO_CHECK] = value
+
+
+def _check(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+    if not context.meta[_NO_CHECK]:
+        return value
+    if value not in {None, "off"}:
+        raise click.UsageError(f"--check {value} and --no-check contradict each other")
+    return "off"
 
 
 def check_options(function: F) -> F:
-    """Add ``--check`` and ``--no-check``; see ``checked``."""
-    function = click.option("--no-check", is_flag=True, help="Compare no checksums.")(function)
+    """Add ``--check``, and ``--no-check`` for ``--check off``."""
+    function = click.option(
+        "--no-check",
+        is_flag=True,
+        is_eager=True,  # before --check
+        expose_value=False,
+        callback=_no_check,
+        help="Compare no checksums.",
+    )(function)
     return click.option(
         "--check",
         type=click.Choice(["read", "full", "off"]),
-        help="Compare the CRC-32 of what is read (read), also of records needed in part (full).  [default: read]",
+        callback=_check,
+        help="Compare the CRC-32 of records read whole (read), or also of those read in part (full).  [default: read]",
     )(function)
 
 
-def checked(check: str | None, no_check: bool) -> str | None:
-    """What ``--check`` and ``--no-check`` say together.
-
-    Raises:
-        click.UsageError: They contradict each other.
-    """
-    if no_check and check not in {None, "off"}:
-        raise click.UsageError(f"--check {check} and --no-check contradict each other")
-    return "off" if no_check else check
-
-
 def debug_option(function: F) -> F:
-    """Add ``--debug``, which ``_errors`` looks for."""
+    """Add ``--debug``, which ``_errors`` reads from the arguments."""
     help_text = "Show the traceback of an error."
     return click.option("--debug", is_flag=True, expose_value=False, help=help_text)(function)
 
 
-def chosen(**options: object) -> dict[str, Any]:
-    """Options that were given: what was not keeps the library's default, which is written there alone."""
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; the library alone has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

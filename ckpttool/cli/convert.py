@@ -8,21 +8,26 @@ import click
 
 from ckpttool.cli import _options as options
 
+FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype")
+"""Options that only ``--to zero`` takes."""
+
 
 @click.command(short_help="Write a checkpoint for another number of ranks, stage or loader.")
 @options.sources_argument
 @options.out_argument
-@click.option("--to", type=click.Choice(["zero", "universal", "dcp"]), required=True, help="What is to load it.")
+@click.option("--to", type=click.Choice(["zero", "universal", "dcp"]), required=True, help="The loader of the output.")
 @options.tag_option
-@click.option("--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks that will load it (for zero).")
-@click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage of the run that will.  [default: the source's]")
 @click.option(
-    "--sub-group-size", type=click.IntRange(1), help="Of that run's configuration (stage 3).  [default: the source's]"
+    "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks of the run that will load it (for zero)."
+)
+@click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage of that run.  [default: the source's]")
+@click.option(
+    "--sub-group-size", type=click.IntRange(1), help="sub_group_size of that run (stage 3).  [default: the source's]"
 )
 @click.option(
     "--round-robin/--no-round-robin",
     default=None,
-    help="Whether that run has round_robin_gradients.  [default: as the source had]",
+    help="Whether that run has round_robin_gradients.  [default: the source's]",
 )
 @click.option(
     "--expert-parallel",
@@ -32,12 +37,14 @@ from ckpttool.cli import _options as options
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="What that run computes in, for weights alone and for DCP.  [default: what weights alone are in]",
+    help="Type that run computes in, if SRC is weights alone or DCP.  [default: the type of weights alone]",
 )
-@click.option("--prove", is_flag=True, help="Digest what was read and what was written; commit only if they agree.")
+@click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
 @options.check_options
-@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
-@click.option("--resume", is_flag=True, help="Go on from what a killed run of the same conversion has completed.")
+@click.option("--dry-run", is_flag=True, help="Print the planned files, and write nothing.")
+@click.option(
+    "--resume", is_flag=True, help="Continue from the files that a killed run of the same conversion completed."
+)
 @options.jobs_option
 @options.memory_option
 @options.ray_option
@@ -45,29 +52,7 @@ from ckpttool.cli import _options as options
 @options.trust_option
 @options.storage_option
 @options.debug_option
-def convert(
-    src: tuple[str, ...],
-    out: str,
-    to: str,
-    tag: str | None,
-    world_size: int | None,
-    stage: int | None,
-    sub_group_size: int | None,
-    round_robin: bool | None,
-    expert_parallel: int | None,
-    dtype: str | None,
-    prove: bool,
-    check: str | None,
-    no_check: bool,
-    dry_run: bool,
-    resume: bool,
-    jobs: int | None,
-    memory: int | None,
-    ray: str | None,
-    as_json: bool,
-    trust_names: bool,
-    storage_options: dict[str, Any] | None,
-) -> None:
+def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
     """Write the checkpoint SRC anew in OUT, bit for bit the same values.
 
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
@@ -77,44 +62,25 @@ def convert(
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_convert_report
 
-    if to == "zero" and world_size is None:
-        raise click.UsageError("--to zero needs --world-size")
-    for_zero = {
-        "--world-size": world_size, "--stage": stage, "--sub-group-size": sub_group_size, "--round-robin": round_robin,
-        "--expert-parallel": expert_parallel, "--dtype": dtype,
-    }  # fmt: skip
-    useless = [name for name, value in for_zero.items() if value is not None and to != "zero"]
-    if useless:
-        raise click.UsageError(f"{useless[0]} goes with --to zero alone")
-    if prove and dry_run:
-        raise click.UsageError("--prove needs what --dry-run does not write")
-    given = options.chosen(
-        check=options.checked(check, no_check),
-        storage_options=storage_options,
-        world_size=world_size,
-        stage=stage,
-        sub_group_size=sub_group_size,
-        round_robin=round_robin,
-        expert_parallel=expert_parallel,
-        dtype=dtype,
-        jobs=jobs,
-        memory=memory,
-        ray=ray,
-    )
+    _check_usage(given)
     with progress_bar("convert") as progress:
-        report = ckpttool.convert(
-            src,
-            out,
-            to="zero" if to == "zero" else "universal" if to == "universal" else "dcp",
-            tag=tag,
-            prove=prove,
-            dry_run=dry_run,
-            resume=resume,
-            trust_names=trust_names,
-            progress=progress,
-            **given,
-        )
+        report = ckpttool.convert(src, out, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:
         print_convert_report(report)
+
+
+def _check_usage(given: dict[str, Any]) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        click.UsageError: They do.
+    """
+    if given["to"] == "zero" and given["world_size"] is None:
+        raise click.UsageError("--to zero needs --world-size")
+    for name in FOR_ZERO:
+        if given["to"] != "zero" and given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} goes with --to zero alone")
+    if given["prove"] and given["dry_run"]:
+        raise click.UsageError("--prove needs the output that --dry-run does not write")

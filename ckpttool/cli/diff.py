@@ -23,33 +23,18 @@ from ckpttool.cli import _options as options
 @options.trust_option
 @options.storage_option
 @options.debug_option
-def diff(
-    a: str,
-    b: str,
-    tag_a: str | None,
-    tag_b: str | None,
-    rtol: float | None,
-    atol: float | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    jobs: int | None,
-    as_json: bool,
-    trust_names: bool,
-    storage_options: dict[str, Any] | None,
-) -> None:
+def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
     """Compare the weights and optimizer states of A and B by name, whatever format and topology each has.
 
-    Weights are the fp32 masters where there are any. Prints what differs and exits with 1, or with 0 if nothing does.
+    Weights are the fp32 master weights where a checkpoint has them. Prints what differs and exits with 1, or with 0 if
+    A and B are equal.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_diff_report
 
-    given = options.chosen(storage_options=storage_options, tag_a=tag_a, tag_b=tag_b, rtol=rtol, atol=atol, jobs=jobs)
     with progress_bar("diff") as progress:
-        report = ckpttool.diff(
-            a, b, include=include, exclude=exclude, trust_names=trust_names, progress=progress, **given
-        )
+        report = ckpttool.diff(a, b, progress=progress, **options.chosen(given))
     if as_json:
         print_json(
             {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}

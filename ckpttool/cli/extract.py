@@ -17,41 +17,20 @@ from ckpttool.cli import _options as options
 @click.option(
     "--state", metavar="STATE", help="weights, fp32, module, or the optimizer's: exp_avg, ...  [default: weights]"
 )
-@click.option("--part", metavar="INDEX", help="Only a part of it, as in Python: '0:10, 3'.")
+@click.option("--part", metavar="INDEX", help="Only a slice of it, as in Python: '0:10, 3'.")
 @options.tag_option
 @options.check_options
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @options.trust_option
 @options.storage_option
 @options.debug_option
-def extract(
-    src: tuple[str, ...],
-    name: str,
-    out: str,
-    state: str | None,
-    part: str | None,
-    tag: str | None,
-    check: str | None,
-    no_check: bool,
-    overwrite: bool,
-    trust_names: bool,
-    storage_options: dict[str, Any] | None,
-) -> None:
+def extract(src: tuple[str, ...], name: str, out: str, part: str | None, **given: Any) -> None:
     """Write the tensor NAME of SRC to a file; only its bytes are read."""
     import ckpttool
     from ckpttool.cli._output import print_line
     from ckpttool.units import format_size
 
-    written = ckpttool.extract_to_file(
-        src,
-        name,
-        out,
-        tag=tag,
-        part=_index(part),
-        overwrite=overwrite,
-        trust_names=trust_names,
-        **options.chosen(storage_options=storage_options, state=state, check=options.checked(check, no_check)),
-    )
+    written = ckpttool.extract_to_file(src, name, out, part=_index(part), **options.chosen(given))
     from ckpttool.cli._reports import print_checks
 
     print_line(f"{out}: {written.state} of {name}, {written.dtype}, {written.shape}, {format_size(written.nbytes)}")

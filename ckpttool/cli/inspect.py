@@ -22,14 +22,7 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def inspect(
-    src: tuple[str, ...],
-    tag: str | None,
-    view: str | None,
-    name: str | None,
-    digest: bool,
-    as_json: bool,
-    trust_names: bool,
-    storage_options: dict[str, Any] | None,
+    src: tuple[str, ...], view: str | None, name: str | None, digest: bool, as_json: bool, **given: Any
 ) -> None:
     """Show what is in a checkpoint: reads a few kilobytes, whatever its size.
 
@@ -44,25 +37,21 @@ def inspect(
     if digest and (view or name):
         raise click.UsageError("--digest goes with no view")
     if digest:
-        _print_digest(src, tag, as_json, trust_names, storage_options)
+        _print_digest(src, as_json, given)
         return
-    checkpoint = ckpttool.inspect(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = ckpttool.inspect(src, **options.chosen(given))
     if as_json:
         _checkpoint_json.print_checkpoint(checkpoint, name)
     else:
         _checkpoint_tables.print_checkpoint(checkpoint, view, name)
 
 
-def _print_digest(
-    src: tuple[str, ...], tag: str | None, as_json: bool, trust_names: bool, storage_options: dict[str, Any] | None
-) -> None:
+def _print_digest(src: tuple[str, ...], as_json: bool, given: dict[str, Any]) -> None:
     import ckpttool
     from ckpttool.cli._output import print_facts, print_json, progress_bar
 
     with progress_bar("digest") as progress:
-        found = ckpttool.digest(
-            src, tag=tag, progress=progress, trust_names=trust_names, storage_options=storage_options
-        )
+        found = ckpttool.digest(src, progress=progress, **options.chosen(given))
     if as_json:
         print_json(found)
     else:

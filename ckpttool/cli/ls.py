@@ -14,8 +14,8 @@ from ckpttool.cli import _options as options
 @options.json_option
 @options.storage_option
 @options.debug_option
-def ls(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:
-    """List the checkpoints in the directory ROOT, older before newer ones: step, ranks, size, age, whole or torn.
+def ls(root: str, as_json: bool, **given: Any) -> None:
+    """List the checkpoints in the directory ROOT, oldest first: step, ranks, size, age, whole or torn.
 
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint.
     """
@@ -23,7 +23,7 @@ def ls(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_catalog
 
-    found = ckpttool.ls(root, **options.chosen(storage_options=storage_options))
+    found = ckpttool.ls(root, **options.chosen(given))
     if as_json:
         print_json(found)
     else:

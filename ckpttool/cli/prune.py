@@ -16,43 +16,32 @@ from ckpttool.cli import _options as options
 @click.option(
     "--keep-best",
     metavar="METRIC",
-    help="Keep that with the least METRIC it was saved with (METRIC:max: the most; METRIC:min:3: the three least).",
+    help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three smallest).",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the decisions, and remove nothing.")
 @options.json_option
 @options.storage_option
 @options.debug_option
-def prune(
-    root: str,
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_best: str | None,
-    dry_run: bool,
-    as_json: bool,
-    storage_options: dict[str, Any] | None,
-) -> None:
-    """Remove checkpoints from the directory ROOT, and say for each why it stays or goes.
+def prune(root: str, as_json: bool, **given: Any) -> None:
+    """Remove checkpoints from the directory ROOT, and print the reason for each.
 
-    What any rule keeps stays. So do the newest whole one, the one that latest names, those that a run of Ray Train
-    counts on, what is torn (it may be being saved) and what is no native ZeRO checkpoint.
+    A checkpoint stays if any rule keeps it. The newest whole one stays, and so do the one that latest names, those in
+    the snapshot of a Ray Train run, torn ones (a save may be running) and all that are not native ZeRO checkpoints.
     """
     import ckpttool
     from ckpttool.catalog.retention import parse_best
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_decisions
 
-    if keep_last is None and keep_every is None and keep_best is None:
+    if given["keep_last"] is None and given["keep_every"] is None and given["keep_best"] is None:
         raise click.UsageError("say what to keep: --keep-last, --keep-every or --keep-best")
-    if keep_best is not None:
+    if given["keep_best"] is not None:
         try:
-            parse_best(keep_best)
+            parse_best(given["keep_best"])
         except ValueError:
             raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT behind it") from None
-    decisions = ckpttool.prune(
-        root, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run,
-        **options.chosen(storage_options=storage_options),
-    )  # fmt: skip
+    decisions = ckpttool.prune(root, **options.chosen(given))
     if as_json:
         print_json(decisions)
     else:
-        print_decisions(decisions, dry_run=dry_run)
+        print_decisions(decisions, dry_run=given["dry_run"])

@@ -20,30 +20,17 @@ from ckpttool.cli import _options as options
 @options.trust_option
 @options.storage_option
 @options.debug_option
-def stats(
-    src: tuple[str, ...],
-    tag: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    optimizer: bool,
-    jobs: int | None,
-    as_json: bool,
-    trust_names: bool,
-    storage_options: dict[str, Any] | None,
-) -> None:
+def stats(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of SRC.
 
-    Weights are the fp32 masters where there are any. Every value is read once, in small pieces.
+    Weights are the fp32 master weights where SRC has them. Every value is read once, in small parts.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_stats
 
     with progress_bar("stats") as progress:
-        found = ckpttool.stats(
-            src, tag=tag, include=include, exclude=exclude, optimizer=optimizer, trust_names=trust_names,
-            progress=progress, **options.chosen(storage_options=storage_options, jobs=jobs),
-        )  # fmt: skip
+        found = ckpttool.stats(src, progress=progress, **options.chosen(given))
     if as_json:
         print_json(found)
     else:

@@ -13,7 +13,9 @@ from ckpttool.cli import _options as options
 @options.sources_argument
 @options.tag_option
 @click.option(
-    "--deep", is_flag=True, help="Read every byte: checksums, NaN and infinity, 16-bit copies against masters."
+    "--deep",
+    is_flag=True,
+    help="Read every byte: checksums, NaN and infinity, 16-bit copies against fp32 master weights.",
 )
 @click.option(
     "--key",
@@ -25,16 +27,7 @@ from ckpttool.cli import _options as options
 @options.trust_option
 @options.storage_option
 @options.debug_option
-def verify(
-    src: tuple[str, ...],
-    tag: str | None,
-    deep: bool,
-    key: str | None,
-    jobs: int | None,
-    as_json: bool,
-    trust_names: bool,
-    storage_options: dict[str, Any] | None,
-) -> None:
+def verify(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Check that a checkpoint is whole and sound: every rank's file there, intact and in agreement with the others.
 
     Prints one line for each finding and exits with 1 if there is any.
@@ -44,14 +37,7 @@ def verify(
     from ckpttool.cli._reports import print_verify_report
 
     with progress_bar("verify") as progress:
-        report = ckpttool.verify(
-            src,
-            tag=tag,
-            deep=deep,
-            trust_names=trust_names,
-            progress=progress,
-            **options.chosen(storage_options=storage_options, jobs=jobs, key=key),
-        )
+        report = ckpttool.verify(src, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:

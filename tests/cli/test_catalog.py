@@ -156,7 +156,7 @@ def test_latest_is_understood_however_it_is_written(root: Path, latest: bytes) -
 def test_nothing_is_removed_while_latest_means_nothing(root: Path, latest: bytes) -> None:
     (root / "latest").write_bytes(latest)
     before = sorted(os.listdir(root))
-    assert "; mend or remove that file first" in ckpttool("prune", root, "--keep-last", 1).error
+    assert "; repair or remove that file first" in ckpttool("prune", root, "--keep-last", 1).error
     assert "note: latest " in ckpttool("ls", root).stdout
     assert sorted(os.listdir(root)) == before
 
@@ -257,7 +257,7 @@ def test_the_best_is_of_those_that_have_the_number() -> None:
     assert _kept(entries, best="loss") == [4, 6]
     with pytest.raises(PlanError, match="no checkpoint has accuracy"):
         _kept(entries, best="accuracy")
-    with pytest.raises(ValueError, match="no rule"):
+    with pytest.raises(ValueError, match="any other rule"):
         Rules()
 
 

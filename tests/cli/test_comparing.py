@@ -201,8 +201,8 @@ def test_what_cannot_be_extracted_is_one_line(tmp_path: Path) -> None:
     for arguments, told in (
         (["nothing", "-o", out], "holds no parameter nothing; see ckpttool inspect --params for the names"),
         (["up.weight", "-o", out, "--state", "sum"], "holds no sum of up.weight; choose one of fp32, exp_avg"),
-        (["up.weight", "-o", out, "--part", "0,0,0"], "3 indices do not fit shape (37, 18); see ckpttool inspect"),
-        (["up.weight", "-o", out, "--part", "37"], "37 does not fit a dimension of 37; see ckpttool inspect"),
+        (["up.weight", "-o", out, "--part", "0,0,0"], "--part: has 3 indices, but the shape is (37, 18); leave out"),
+        (["up.weight", "-o", out, "--part", "37"], "--part: has 37 for a dimension of 37; choose an index"),
         (["up.weight", "-o", tmp_path / "x.txt"], "is of no known kind; name it .safetensors, .npy or .pt"),
         (["up.weight", "-o", out, "--state", "module"], "cannot hold bf16, which numpy has not; choose .safetensors"),
         (["up.weight", "-o", tmp_path / "no" / "x.npy"], "does not exist; check the path"),
@@ -260,5 +260,5 @@ def test_proving_finds_what_was_written_wrongly(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("ckpttool.execution.local_copy.write_at", wrong)
     error = ckpttool("consolidate", SRC, tmp_path / "out", "--to", "safetensors", "--prove").error
-    assert "what was written says sha256:" in error
+    assert " has the digest sha256:" in error
     assert list(tmp_path.iterdir()) == []

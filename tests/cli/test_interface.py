@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect as python_inspect
 import io
 import json
 import os
+import pickle
 import pty
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,13 +20,14 @@ import pytest
 
 import ckpttool as api
 from ckpttool.cli import _output, cli
+from ckpttool.cli._errors import with_flags
+from ckpttool.errors import ArgumentError, CkptError, PlanError
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process
 from tests.truth import REPRESENTATIVE, source, tag_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 ZERO3 = source("zero3-dp2-bf16")
 VIEWS = [(), ("--params",), ("--ranks",), ("--files",), ("--param", "up.weight"), ("--param", "head.weight")]
@@ -339,7 +343,79 @@ def test_terminal_without_unicode_gets_escapes(checkpoint_copy: Callable[[str], 
     assert "\n\\xe9 " in done.stdout
 
 
+# ------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PlanError("a", "is", "pass overwrite=True", ("overwrite",)), "a: is; pass --overwrite"),
+        (PlanError("a; exclude", "is", "no exclude", ("exclude",)), "a; exclude: is; no --exclude"),
+        (PlanError("a", "is", 'write to="zero"', ("to",)), "a: is; write --to zero"),
+        (PlanError("a", "is", "check exclude, exclude_frozen", ("exclude",)), "a: is; check --exclude, exclude_frozen"),
+        (PlanError("a", "is", "check storage_options", ("storage_options",)), "a: is; check --storage-option"),
+        (PlanError("a", "is", "pass overwrite=True"), "a: is; pass overwrite=True"),
+        (ArgumentError("world_size", "is missing", "give it"), "--world-size: is missing; give it"),
+    ],
+)
+def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str) -> None:
+    assert with_flags(error) == line
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), with_flags(copy)) == (type(error), str(error), line)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("to", lambda untyped, out: untyped.consolidate(ZERO3, out, to="onnx")),
+        ("dtype", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", dtype="int8")),
+        ("weights", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", weights="both")),
+        ("max_shard_size", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", max_shard_size="lots")),
+        ("check", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", check="all")),
+        ("memory", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", memory="none")),
+        ("jobs", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", jobs=0)),
+        ("adapter_only", lambda untyped, out: untyped.consolidate(ZERO3, out, to="torch", adapter_only=True)),
+        ("to", lambda untyped, out: untyped.convert(ZERO3, out, to="onnx")),
+        ("dtype", lambda untyped, out: untyped.convert(ZERO3, out, to="zero", world_size=2, dtype="int8")),
+        ("world_size", lambda untyped, out: untyped.convert(ZERO3, out, to="zero")),
+        ("world_size", lambda untyped, out: untyped.convert(ZERO3, out, to="zero", world_size=0)),
+        ("stage", lambda untyped, out: untyped.convert(ZERO3, out, to="zero", world_size=2, stage=4)),
+        ("stage", lambda untyped, out: untyped.convert(ZERO3, out, to="dcp", stage=2)),
+        ("check", lambda untyped, out: untyped.convert(ZERO3, out, to="dcp", check="all")),
+        ("memory", lambda untyped, out: untyped.cp(ZERO3, out, memory="none")),
+        ("check", lambda untyped, out: untyped.extract(ZERO3, "up.weight", check="all")),
+        ("framework", lambda untyped, out: untyped.extract(ZERO3, "up.weight", framework="jax")),
+        ("part", lambda untyped, out: untyped.extract(ZERO3, "up.weight", part=(0, 0, 0))),
+        ("part", lambda untyped, out: untyped.extract_to_file(ZERO3, "up.weight", out / "x.npy", part=slice(0, 4, 2))),
+        ("jobs", lambda untyped, out: untyped.verify(ZERO3, jobs=0)),
+        ("jobs", lambda untyped, out: untyped.stats(ZERO3, jobs=True)),
+        ("rtol", lambda untyped, out: untyped.diff(ZERO3, ZERO3, rtol=-1.0)),
+        ("keep_last", lambda untyped, out: untyped.prune(out, keep_last=0)),
+        ("keep_best", lambda untyped, out: untyped.prune(out, keep_best=":")),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_one_class_of_error(name: str, call: Callable[[Any, Path], object], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        call(api, tmp_path)
+    assert caught.value.path == name
+    assert caught.value.hint
+    assert isinstance(caught.value, ValueError)
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------- imports
+
+
+def test_public_names_are_the_same_for_people_and_type_checkers() -> None:
+    """Three lists: what is imported on first use, ``__all__``, and the imports that only type checkers run."""
+    assert sorted(api.__all__) == sorted([*api._HOMES, "__version__"])
+    tree = ast.parse(Path(api.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    checked = {a.name: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert checked == {name: f"ckpttool.{module}" for name, module in api._HOMES.items()}
+    for name in api.__all__:
+        assert hasattr(api, name)
+
 
 HEAVY = ["torch", "deepspeed", "ray", "s3fs", "fsspec", "transformers", "safetensors", "pandas", "rich.table"]
 

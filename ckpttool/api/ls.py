@@ -1,0 +1,26 @@
+"""``ls``: the checkpoints under a root."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.catalog.entries import Catalog
+
+
+def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Catalog:
+    """List the checkpoints in a directory, oldest first, and whether each is whole.
+
+    Args:
+        root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
+        storage_options: As for ``inspect``.
+
+    Raises:
+        CkptError: The directory cannot be read, or holds no checkpoint.
+    """
+    from ckpttool.catalog.entries import catalog
+
+    return catalog(os.fspath(root), options=storage_options)

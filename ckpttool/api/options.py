@@ -1,0 +1,90 @@
+"""Arguments that the functions of this package share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.arguments import check_at_least, check_choice, checked_size
+from ckpttool.formats import open_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.execution.read_checks import Check, ReadChecks
+    from ckpttool.formats import Source
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import SourceFile
+    from ckpttool.units import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a command opens its source, does its work and reports.
+
+    Raises:
+        ArgumentError: A value is outside its range; raised by the constructor, before any file is opened.
+    """
+
+    tag: str | None = None
+    """Which checkpoint of a root; None for the one that ``latest`` names."""
+    jobs: int | None = None
+    """Threads. None: one for each core, up to four; on ext4 and xfs four, and six for several files that are copied
+    without a cast, one thread each; 16 where a storage is remote."""
+    memory: int | str | None = None
+    """Bytes, or a text like "256MB", that requests in flight may take where storages are remote; None: 256 MB. Between
+    local files a few MB are used."""
+    ray: bool | str | None = None
+    """Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds; where
+    there is none, Ray starts one on this machine. Local paths must be the same files on all nodes. ``jobs`` and
+    ``memory`` count for each task, and ``jobs`` is one by default between local files."""
+    progress: Progress | None = None
+    """Called with (bytes done, bytes in all)."""
+    check: Check = "read"
+    """Which recorded CRC-32 to compare while reading: "read" for records that are read whole, "full" for those that
+    are read in part as well, whose rest is read for that; "off" for none."""
+    prove: bool = False
+    """Digest the source and the output, and commit only if they are equal."""
+    dry_run: bool = False
+    """Plan, but write nothing."""
+    resume: bool | None = False
+    """Continue from the files that an earlier run completed; None where a command cannot."""
+    overwrite: bool | None = False
+    """Replace an existing output; None where a command cannot."""
+    trust_names: bool = False
+    """Accept a file whose content names another file name, after a deliberate rename. By default it is refused."""
+    storage_options: Mapping[str, Any] | None = None
+    """Options for the fsspec class of URLs: keys, an endpoint, ... None: what fsspec finds itself."""
+
+    def __post_init__(self) -> None:
+        check_choice("check", self.check, ("read", "full", "off"))
+        check_at_least("jobs", self.jobs, 1)
+        if self.memory is not None:
+            checked_size("memory", self.memory)
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` in bytes."""
+        from ckpttool.execution.streaming import memory_bytes
+
+        return memory_bytes(self.memory)
+
+    def open(self, src: Source, *, unfinished: bool = False) -> Checkpoint:
+        """Open the source of a command.
+
+        Args:
+            src: As for ``open_checkpoint``.
+            unfinished: Also open a checkpoint that ckpttool has not committed yet.
+
+        Raises:
+            CkptError: There is no sound checkpoint.
+        """
+        return open_checkpoint(
+            src, tag=self.tag, options=self.storage_options, unfinished=unfinished, trust_names=self.trust_names
+        )
+
+    def read_checks(self, sources: tuple[SourceFile, ...], checkpoint: Checkpoint) -> ReadChecks | None:
+        """The CRC-32 comparisons of one command; None for ``check="off"``."""
+        from ckpttool.execution.read_checks import checks_for
+
+        return checks_for(sources, checkpoint, self.check)

@@ -1,0 +1,45 @@
+"""Checks of arguments, made before a file is opened: a wrong value is an ``ArgumentError`` in every function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
+from ckpttool.units import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuse a value that is not among the choices.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    if value not in choices:
+        allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+        raise ArgumentError(name, f"is {brief(value)}, not {allowed}", f"choose {allowed}")
+
+
+def check_at_least(name: str, value: Any, least: int) -> None:
+    """Refuse a value that is neither None nor a whole number of a minimum.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ArgumentError(name, f"is {brief(value)}, not a whole number", f"choose {least} or more, or None")
+
+
+def checked_size(name: str, value: int | str) -> int:
+    """Bytes of a number or of a text like "256MB".
+
+    Raises:
+        ArgumentError: It is no size.
+    """
+    try:
+        return parse_size(str(value))
+    except ValueError:
+        raise ArgumentError(name, f"is {brief(value)}, not a size", "write 5GB, 512MiB or a number of bytes") from None
