@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ckpttool.catalog.retention import Decision
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
     from ckpttool.integrations.deepspeed.load import load, preview
-    from ckpttool.integrations.deepspeed.manager import CheckpointManager, SaveReport
-    from ckpttool.integrations.deepspeed.report import LoadReport
+    from ckpttool.integrations.deepspeed.manager import CheckpointManager
+    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
     from ckpttool.integrations.torch.state_dict import LazyStateDict, load_state_dict
     from ckpttool.model import Checkpoint
 
@@ -52,8 +52,8 @@ _MODULES = {
     "catalog.retention": "Decision",
     "errors": "CkptError ContainerError LayoutError PlanError StorageError",
     "integrations.deepspeed.load": "load preview",
-    "integrations.deepspeed.manager": "CheckpointManager SaveReport",
-    "integrations.deepspeed.report": "LoadReport",
+    "integrations.deepspeed.manager": "CheckpointManager",
+    "integrations.deepspeed.report": "LoadReport SaveReport",
     "integrations.torch.state_dict": "LazyStateDict load_state_dict",
     "model": "Checkpoint",
 }

@@ -217,7 +217,7 @@ def _load_engine(engine: Any, load: Load) -> tuple[dict[str, Any], dict[str, Any
     torch.distributed.all_gather_object(everyone, (report.nbytes_read, *read))
     plain = {
         name: getattr(report, name)
-        for name in ("road", "missing", "unexpected", "notes", "states", "scheduler", "loss_scale", "groups_kept",
+        for name in ("method", "missing", "unexpected", "notes", "states", "scheduler", "loss_scale", "groups_kept",
                      "parameters", "buffers", "dry_run", "weights_only")
     }  # fmt: skip
     return dict(report.client_state), {"report": plain, "read": everyone, "told": str(report)}

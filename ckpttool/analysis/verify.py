@@ -1,4 +1,4 @@
-"""Is a checkpoint whole and sound? Every finding, not only the first."""
+"""``verify``: every finding about the files, checksums and values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance, Progress
 
 TORCH_FILES = frozenset({"model", "optimizer", "layer", "expert", "expert optimizer", "state"})
-"""Kinds of files that ``torch.save`` wrote, and that carry checksums; the others carry none."""
+"""Kinds of files that ``torch.save`` wrote, with checksums; other kinds have none."""
 CHUNK_BYTES = 1 << 22
-"""Bytes looked at in one go."""
+"""Bytes read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong."""
+    """One defect."""
 
     path: str
     """File or directory."""
@@ -54,29 +54,29 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What verifying found out."""
+    """Result of ``verify``."""
 
     location: str
     """Directory of the tag."""
     tag: str | None
-    """Its name; None if not even that could be found."""
+    """Its name; None if it was not found."""
     deep: bool
-    """Whether every byte was looked at."""
+    """Whether every byte was read."""
     files: int
     """Files read."""
     nbytes: int
     """Their size."""
     tensors: int
-    """States of parameters, and buffers, whose place was checked."""
+    """States of parameters, and buffers, whose byte ranges were checked."""
     records_checked: int
-    """CRC-32 that were computed and compared: of the chunks in a manifest, or else of records."""
+    """CRC-32 that were compared: of the chunks in a manifest, or else of records."""
     records_unrecorded: int
-    """Records for which no CRC-32 is recorded: those of zero checksum, and all of legacy files (counted as one)."""
+    """Records without a recorded CRC-32: those with a checksum of zero; a legacy file counts as one."""
     unplaced: tuple[str, ...]
-    """Files in which nothing tells whose they are, where no manifest lies beside them: if two that hold tensors of one
-    shape were swapped, nobody would notice. NVMe swap files, states of a universal checkpoint, distributed files."""
+    """Files that identify neither their rank nor their parameter, without a manifest: a swap of two such files with
+    tensors of one shape cannot be detected. NVMe swap files, states of universal checkpoints, files of DCP."""
     findings: tuple[Finding, ...]
-    """Everything that is wrong; empty if nothing is."""
+    """All defects; empty for a sound checkpoint."""
 
 
 def verify_checkpoint(
@@ -96,9 +96,9 @@ def verify_checkpoint(
         src: As for ``open_checkpoint``.
         tag: As for ``open_checkpoint``.
         deep: Also compare every recorded CRC-32, look for NaN and infinity, and compare each 16-bit copy with the cast
-            of its master, element by element. Without it, only samples of the latter.
+            of its fp32 master weights, element by element. Without it, only samples of the latter.
         jobs: Threads; None for one for each core, up to MAX_JOBS.
-        progress: Told how far it is.
+        progress: Called with (bytes done, bytes in all).
         options: As for ``open_checkpoint``.
         trust_names: As for ``open_checkpoint``.
         key: The manifest must be signed with it; reads every byte and compares the SHA-256, as ``deep`` does CRC-32.
@@ -111,45 +111,70 @@ def verify_checkpoint(
     except CkptError as error:
         if error not in errors:
             errors.append(error)
-    checked = unrecorded = 0
-    manifest: Manifest | None = None
-    if checkpoint is not None:
-        errors += checkpoint.notes
-        try:
-            if key is not None and not is_commit(checkpoint.storage, checkpoint.location):
-                problem = "has no manifest, so that nobody has signed it"
-                errors.append(PlanError(checkpoint.location, problem, "do not load it"))
-            elif is_commit(checkpoint.storage, checkpoint.location):
-                manifest = read_manifest(checkpoint.storage, checkpoint.location, key)
-                errors += size_problems(checkpoint.storage, checkpoint.location, manifest)
-        except CkptError as error:
-            errors.append(error)
-        proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
-        meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
-        if deep:
-            workers = jobs or default_jobs(distant=checkpoint.storage.distant)
-            found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
-            errors += found
-        try:
-            errors += failed_proofs(proofs, advance=meter)
-        except CkptError as error:
-            errors.append(error)
+    if checkpoint is None:
+        return VerifyReport(without_secrets(src[0]), None, deep, 0, 0, 0, 0, 0, (), _findings(errors))
+    errors += checkpoint.notes
+    manifest = _manifest(checkpoint, key, errors)
+    checked, unrecorded = _compare(checkpoint, manifest, errors, deep=deep, jobs=jobs, progress=progress)
     return VerifyReport(
-        location=checkpoint.location if checkpoint else without_secrets(src[0]),
-        tag=checkpoint.tag if checkpoint else None,
+        location=checkpoint.location,
+        tag=checkpoint.tag,
         deep=deep,
-        files=len(checkpoint.files) if checkpoint else 0,
-        nbytes=checkpoint.nbytes if checkpoint else 0,
-        tensors=sum(1 for _ in checkpoint.states()) if checkpoint else 0,
+        files=len(checkpoint.files),
+        nbytes=checkpoint.nbytes,
+        tensors=sum(1 for _ in checkpoint.states()),
         records_checked=checked,
         records_unrecorded=unrecorded,
-        unplaced=_unplaced(checkpoint) if checkpoint and manifest is None else (),
-        findings=tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint) for e in errors)),
+        unplaced=_unplaced(checkpoint) if manifest is None else (),
+        findings=_findings(errors),
     )
 
 
+def _findings(errors: Sequence[CkptError]) -> tuple[Finding, ...]:
+    return tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint) for e in errors))
+
+
+def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]) -> Manifest | None:
+    """The checkpoint's manifest, compared with the sizes of the files; None if it has none. Adds errors."""
+    manifest: Manifest | None = None
+    try:
+        if is_commit(checkpoint.storage, checkpoint.location):
+            manifest = read_manifest(checkpoint.storage, checkpoint.location, key)
+            errors += size_problems(checkpoint.storage, checkpoint.location, manifest)
+        elif key is not None:
+            problem = "has no manifest, and so no signature"
+            errors.append(PlanError(checkpoint.location, problem, "do not load it"))
+    except CkptError as error:
+        errors.append(error)
+    return manifest
+
+
+def _compare(
+    checkpoint: Checkpoint,
+    manifest: Manifest | None,
+    errors: list[CkptError],
+    *,
+    deep: bool,
+    jobs: int | None,
+    progress: Progress | None,
+) -> tuple[int, int]:
+    """Compare values and checksums; adds errors, and returns (checksums compared, records without one)."""
+    proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
+    meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
+    checked = unrecorded = 0
+    if deep:
+        workers = jobs or default_jobs(distant=checkpoint.storage.distant)
+        found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
+        errors += found
+    try:
+        errors += failed_proofs(proofs, advance=meter)
+    except CkptError as error:
+        errors.append(error)
+    return checked, unrecorded
+
+
 def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Files whose content says nothing of the rank or the parameter that they belong to."""
+    """Files that identify neither their rank nor their parameter."""
     return tuple(
         file.name
         for file in checkpoint.files
@@ -158,7 +183,7 @@ def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _bytes_to_read(checkpoint: Checkpoint, proofs: Proofs, *, deep: bool) -> int:
-    """Bytes that will be looked at, those looked at twice counted twice."""
+    """Bytes to read; those read twice count twice."""
     if not deep:
         return proofs.nbytes
     return checkpoint.nbytes + proofs.nbytes + sum(s.nbytes for _, _, s in checkpoint.states() if _floating(s))
@@ -212,7 +237,7 @@ def _check_sums(
         recorded = [r for r in file.records if r.crc_recorded]
         found = [error for record in recorded if (error := _check_sum(reader, record))]
         if bad is not None and not found:
-            found.append(bad)  # between the records
+            found.append(bad)  # the bytes between the records
     except CkptError as error:
         return [error], 0, 0
     advance(reader.nbytes)
@@ -220,14 +245,14 @@ def _check_sums(
 
 
 def _check_chunks(reader: Reader, saved: Checksums) -> CkptError | None:
-    """Compare a file with what its manifest has; no byte of it is left out."""
+    """Compare every byte of a file with the checksums of its manifest."""
     buffer = memoryview(bytearray(min(saved.chunk_bytes, max(saved.nbytes, 1))))
     for n, (start, end) in enumerate(cuts(0, saved.nbytes, saved.chunk_bytes)):
         chunk = buffer[: end - start]
         reader.read_into(start, chunk)
         changed = crc32(chunk) != saved.crcs[n]
         if changed or (saved.sha256 and hashlib.sha256(chunk).digest() != saved.sha256[n]):
-            problem = f"bytes {start:,} to {end:,} are not what was saved"
+            problem = f"bytes {start:,} to {end:,} differ from those saved"
             return CkptError(reader.path, problem, "restore the file from a copy")
     return None
 
@@ -244,13 +269,13 @@ def _check_sum(reader: Reader, record: Record) -> CkptError | None:
     if crc == record.crc32:
         return None
     problem = f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"
-    return CkptError(reader.path, problem, "its bytes have changed since: restore the file from a copy")
+    return CkptError(reader.path, problem, "restore the file from a copy: its bytes have changed")
 
 
 def _scan(
     checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: State, advance: Advance
 ) -> list[CkptError]:
-    """Count what is not finite in one state of one parameter, for each file that holds some of it."""
+    """Count NaN and infinity in one state of one parameter, for each file that holds a part of it."""
     counts: dict[int, list[int]] = {}
     scratch = Scratch()
     blocks = [stored_blocks(s.extents, itemsize(s.dtype)) for s in (state, *state.mean_with)]
@@ -259,19 +284,23 @@ def _scan(
         try:
             for values in _chunks(scratch, sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
                 advance(values.nbytes)
-                # A sum that is finite has only finite terms; most chunks are settled by it.
+                # A finite sum has finite terms alone; most chunks need no more than the sum.
                 with np.errstate(all="ignore"):
                     if np.isfinite(values.sum(dtype=np.float64)):
                         continue
                     count = counts.setdefault(file, [0, 0])
                     count[0] += int(np.isnan(values).sum())
-                    if key != "buffer":  # a mask of -inf is what it should be
+                    if key != "buffer":  # attention masks hold -inf
                         count[1] += int(np.isinf(values).sum())
         except CkptError as error:
             return [error]
     what = name if key == "buffer" else f"{key} of {name}"
     return [
-        CkptError(checkpoint.path(file), f"{what} has {nan:,} NaN and {inf:,} infinite values", "training had diverged")
+        CkptError(
+            checkpoint.path(file),
+            f"{what} has {nan:,} NaN and {inf:,} infinite values",
+            "training had diverged: go back to an earlier checkpoint",
+        )
         for file, (nan, inf) in counts.items()
         if nan or inf
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
 from ckpttool.commit.checksummed import with_manifest
-from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.zero.file_set import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
@@ -46,16 +46,17 @@ def source_paths(src: Source) -> list[str]:
     """The directories of a source.
 
     Raises:
-        ValueError: There are none, or it is something else.
+        ArgumentError: There are none, or it is something else.
     """
     if isinstance(src, str | os.PathLike):
         return [os.fspath(src)]
     try:
         paths = [os.fspath(path) for path in src]
     except TypeError:
-        raise ValueError(f"a {type(src).__name__} is no path or URL, and no sequence of them") from None
+        problem = f"is a {type(src).__name__}, not a path or URL or a sequence of them"
+        raise ArgumentError("src", problem, "pass the directory of a checkpoint") from None
     if not paths:
-        raise ValueError("no directory is given")
+        raise ArgumentError("src", "is empty", "pass the directory of a checkpoint")
     return paths
 
 
@@ -121,7 +122,7 @@ def _factor(options: Mapping[str, Any] | None) -> float:
     """By what the budget of an open is multiplied."""
     given = (options or {}).get(OPTION, 1)
     if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
-        raise ValueError(f"{OPTION} is {brief(given)}, not a number above 0")
+        raise ArgumentError(OPTION, f"is {brief(given)}, not a number above 0", "choose 1 or more")
     return float(given)
 
 

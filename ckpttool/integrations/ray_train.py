@@ -24,6 +24,7 @@ import math
 import numbers
 import posixpath
 import secrets
+import weakref
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from ckpttool.commit.marks import is_alive, read_mark
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
+from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.ray.storage import storage_of, url_of
 from ckpttool.integrations.torch.process_group import ranks_of_process_group
 from ckpttool.saving.two_phase import settle
@@ -47,10 +49,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
-    from ckpttool.integrations.deepspeed.manager import SaveReport
+    from ckpttool.integrations.deepspeed.report import SaveReport
+    from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
 
-LOG = logging.getLogger("ckpttool")
+LOG = logging.getLogger(__name__)
 GRACE = 900.0
 """Seconds after which what killed workers have left is removed."""
 MAX_METRICS = 1000
@@ -95,7 +98,7 @@ class RayTrainCheckpoints:
             self._root, async_save=not blocking, timeout=timeout, storage=self._storage, on_save=self._note,
             allow=allow, sign_key=sign_key,
         )  # fmt: skip
-        self._ranks = ranks_of_process_group(f"{self._manager.name} under Ray")
+        self._met: Ranks | None = None
         self._pending: tuple[str, dict[str, Any]] | None = None
         self._leaving: set[str] = set()
         self._whole: set[str] = set()
@@ -113,6 +116,13 @@ class RayTrainCheckpoints:
             self.finish()
         else:
             self._abandon()
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The workers, which meet at the first report or restore: a constructor may fail on one of them."""
+        if self._met is None:
+            self._met = ranks_of_process_group("Ray Train")
+        return self._met
 
     def _abandon(self) -> None:
         """Wait for what is being saved; an exception is on its way."""
@@ -218,19 +228,19 @@ class RayTrainCheckpoints:
                 same on every worker.
         """
         self.finish()
-        how = {"strict": strict, "weights_only": weights_only, "dry_run": False}
+        options = LoadOptions(strict=strict, weights_only=weights_only, allow=tuple(sorted(self._allow)))
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
-            return self._restore_given(engine, checkpoint, how, required)
-        found = [Candidate(*one) for one in self._manager.begin_restore(engine, self._found, **how, **required)]
+            return self._restore_given(engine, checkpoint, options, required)
+        found = self._manager.begin_restore(engine, self._found, options, **required)
         opener = self._manager.opener(**required)
-        state = self._manager.restore_any(found, engine, passing_over=True, open_=opener, **how)
+        state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
         if self._manager.restored is not None:
             self._adopt(found, self._manager.restored.path)
         return state
 
     def _restore_given(
-        self, engine: Any, given: Any, how: dict[str, bool], required: dict[str, bool]
+        self, engine: Any, given: Any, options: LoadOptions, required: dict[str, bool]
     ) -> dict[str, Any] | None:
         if isinstance(given, ray.train.Checkpoint):
             storage, root = storage_of(given.filesystem), url_of(given.filesystem, given.path)
@@ -239,14 +249,11 @@ class RayTrainCheckpoints:
         manager = CheckpointManager(
             root, timeout=self._timeout, storage=storage, allow=self._allow, sign_key=self._sign_key
         )
-        found = [
-            Candidate(*one)
-            for one in manager.begin_restore(
-                engine, lambda: _candidates(manager.source, manager.root), root=manager.root, **how, **required
-            )
-        ]
+        found = manager.begin_restore(
+            engine, lambda: _candidates(manager.source, manager.root), options, root=manager.root, **required
+        )
         opener = manager.opener(**required)
-        return manager.restore_any(found, engine, passing_over=len(found) > 1, open_=opener, **how)
+        return manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
 
     def _found(self) -> list[Any]:
         """What to go on from, the newest first."""
@@ -424,15 +431,15 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return dict(list(flat("", metrics))[:MAX_METRICS])
 
 
-_default: tuple[Any, RayTrainCheckpoints] | None = None
+_OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
+"""For the functions below, by the run's storage: each run of a worker process has its own, and ends with it."""
 
 
 def _here() -> RayTrainCheckpoints:
-    global _default  # a worker runs one train_func; but if Ray should ever give it another, that is another run
     storage = _run_storage()
-    if _default is None or _default[0] is not storage:
-        _default = storage, RayTrainCheckpoints()
-    return _default[1]
+    if storage not in _OF_RUN:
+        _OF_RUN[storage] = RayTrainCheckpoints()
+    return _OF_RUN[storage]
 
 
 def report(engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:

@@ -286,7 +286,7 @@ def test_flipped_bit_is_found_by_reading_every_byte(
     assert (deep.code, deep.stderr) == (1, "")
     first = deep.stdout.splitlines()[0]
     assert first.startswith(f"{path}: record ")
-    assert "was recorded when it was saved; its bytes have changed since: restore the file from a copy" in first
+    assert "was recorded when it was saved; restore the file from a copy: its bytes have changed" in first
 
 
 def test_flipped_bit_where_samples_are_taken_stops_consolidation(

@@ -73,6 +73,7 @@ def _rank(directory: Path) -> None:
     watching: Any = CheckpointManager(root, signals=[signal.SIGUSR1])
     os.kill(os.getpid(), signal.SIGUSR1)
     told["preempted"] = [watching.preempted(), watching.preempted(reset=True), watching.preempted()]
+    told["handlers"] = _handlers(root)
     engine.destroy()
     engine = build(2, "bf16", "two", "adamw", accumulation=2)
     step(engine, 1)
@@ -80,6 +81,25 @@ def _rank(directory: Path) -> None:
     told["pending"] = [n for n in manager.restored.notes if "accumulated" in n]
     (directory / "told.json").write_text(json.dumps(told))
     common.leave()
+
+
+def _handlers(root: str) -> dict[str, bool]:
+    """Whether handlers are replaced within a block alone, and not where a manager could not be made."""
+    import contextlib
+
+    from ckpttool import CheckpointManager
+
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    own = signal.getsignal(signal.SIGUSR2)
+    with CheckpointManager(root, signals=[signal.SIGUSR2]) as manager:
+        found = {"within": signal.getsignal(signal.SIGUSR2) != own}
+        os.kill(os.getpid(), signal.SIGUSR2)
+        found["noted"] = manager.preempted() and seen == [signal.SIGUSR2]
+    found["behind"] = signal.getsignal(signal.SIGUSR2) == own
+    with contextlib.suppress(ValueError):
+        CheckpointManager(root, signals=[signal.SIGUSR2, signal.SIGKILL])
+    return found | {"failed": signal.getsignal(signal.SIGUSR2) == own}
 
 
 def _told(function: Any) -> str:

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.deepspeed
 
 REFUSED = {
-    "module": "names that are DeepSpeed's own in the same file: module",
-    "counters": "names that are DeepSpeed's own in the same file: dp_world_size, global_steps",
+    "module": "names that DeepSpeed uses in the same file: module",
+    "counters": "names that DeepSpeed uses in the same file: dp_world_size, global_steps",
     "quantized": "could not be read again: pickle refused",
     "nested": "could not be read again: its pickle nests containers more than 200 deep",
     "huge number": "could not be read again: pickle refused",
     "list": "client_state: is a list, not a mapping",
-    "names": "client_state: has the name 3, which is no text",
-    "metrics none": "metrics: cannot be saved",
-    "metrics huge": "metrics: cannot be saved",
-    "long tag": "ValueError: 'xxxx",
-    "tag of a script": "ValueError: 'zero_to_fp32.py' cannot be a tag",
+    "names": "client_state: has the name 3, which is not text",
+    "metrics none": "metrics: are not a mapping of names to numbers",
+    "metrics huge": "metrics: are not a mapping of names to numbers",
+    "long tag": "ArgumentError: tag: cannot be 'xxxx",
+    "tag of a script": "ArgumentError: tag: cannot be 'zero_to_fp32.py'",
     "root is a file, save": "is not a directory",
     "root is a file, restore": "is a file; pass a directory",
-    "source": "ValueError: a NoneType is no path or URL",
-    "weights": "ValueError: a NoneType is no path or URL",
+    "source": "ArgumentError: src: is a NoneType",
+    "weights": "ArgumentError: src: is a NoneType",
     "into a dict": "cannot be loaded into a dict; pass a torch.nn.Module",
-    "keep last": "ValueError: keep_last is 1.5, not a whole number above 0",
-    "signal": "ValueError: signals: SIGKILL cannot be watched",
+    "keep last": "ArgumentError: keep_last: is 1.5, not a whole number",
+    "signal": "ArgumentError: signals: has SIGKILL, which no program can handle",
 }
 
 
@@ -63,6 +63,10 @@ def test_what_is_accepted_comes_back(told: dict[str, Any]) -> None:
 
 def test_a_signal_can_be_forgotten(told: dict[str, Any]) -> None:
     assert told["preempted"] == [True, True, False]
+
+
+def test_signal_handlers_are_restored(told: dict[str, Any]) -> None:
+    assert told["handlers"] == {"within": True, "behind": True, "noted": True, "failed": True}
 
 
 def test_gradients_that_wait_are_told(told: dict[str, Any]) -> None:

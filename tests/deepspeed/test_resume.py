@@ -152,7 +152,7 @@ def test_an_engine_holds_what_it_was_when_it_was_saved(case: Case, loaded: dict[
     engine = loaded[f"{case.id}-resumed"]
     assert engine.error == ""
     assert _differing(engine, case.source) == []
-    assert engine.facts["report"]["road"] == ("native" if case in NATIVE else "planned")
+    assert engine.facts["report"]["method"] == ("native" if case in NATIVE else "planned")
 
 
 @pytest.mark.parametrize("case", [*PLANNED, *NATIVE], ids=lambda case: case.id)
@@ -361,7 +361,7 @@ class Spread:
     stage: int
     ranks: int
     options: dict[str, Any] = field(default_factory=dict)
-    road: str = "native"
+    method: str = "native"
     """Or "refused"."""
 
     @property
@@ -406,16 +406,16 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     return found
 
 
-@pytest.mark.parametrize("case", SPREAD, ids=lambda case: f"{case.id}-{case.road}-{case.options}")
+@pytest.mark.parametrize("case", SPREAD, ids=lambda case: f"{case.id}-{case.method}-{case.options}")
 def test_models_that_are_spread_over_ranks(case: Spread, spread: dict[str, Loaded]) -> None:
     engine, expected = spread[str(SPREAD.index(case))], truth(case.source)
-    if case.road == "refused":
+    if case.method == "refused":
         assert engine.error.startswith("PlanError: ")
-        assert "ckpttool convert --to universal" in engine.error
+        assert "convert it to a universal checkpoint" in engine.error
         return
     assert engine.error == ""
     assert [k for k, t in expected.tensors.items() if not torch.equal(engine.tensors[k], t)] == []
-    assert engine.facts["report"]["road"] == case.road
+    assert engine.facts["report"]["method"] == case.method
     assert engine.facts["global_steps"] == expected.facts["global_steps"]
     assert engine.facts["step"] == ""
 

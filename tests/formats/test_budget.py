@@ -122,6 +122,6 @@ def test_option_raises_the_budget(checkpoint_copy: Callable[[str], Path], monkey
         ckpttool.inspect(root)
     assert command("inspect", root, "--open-budget", "100000").code == 0
     assert ckpttool.inspect(root, storage_options={"open_budget": 100_000}).tag == "global_step3"
-    with pytest.raises(ValueError, match="open_budget is 0, not a number above 0"):
+    with pytest.raises(ValueError, match="open_budget: is 0, not a number above 0"):
         ckpttool.inspect(root, storage_options={"open_budget": 0})
     assert os.path.isdir(root)

@@ -165,7 +165,7 @@ def test_keys(tmp_path: Path) -> None:
 
 
 def test_a_manager_without_a_key_cannot_require_signatures(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="without a key"):
+    with pytest.raises(PlanError, match="needs a key"):
         CheckpointManager(tmp_path).opener(signed=True)
 
 

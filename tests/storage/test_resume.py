@@ -49,7 +49,7 @@ def test_an_engine_resumes_from_a_bucket(url: str, proxy: Proxy, tmp_path: Path)
         assert engine.error == ""
         wanted = {k: t for k, t in expected.items() if load.id != "weights" or not k.startswith("exp_avg")}
         assert [k for k, t in wanted.items() if not torch.equal(engine.tensors[k], t)] == []
-        assert engine.facts["report"]["road"] == ("native" if load.id == "native" else "planned")
+        assert engine.facts["report"]["method"] == ("native" if load.id == "native" else "planned")
         assert engine.facts["step"] == ""
     assert {r.method for r in proxy.requests()} <= {"GET", "HEAD"}
 

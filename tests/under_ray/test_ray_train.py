@@ -193,7 +193,7 @@ def test_saves_in_the_background_resume_on_other_storages(done: Path) -> None:
     assert third["before"] == second["held"]
     assert first["again"] == [{"loss": 2.5}, first["held"]], "the newest, though it is not the best"
     for facts, told in zip((second, third), _facts(done, "others.json"), strict=True):
-        assert "training stood still" in facts["saved"]
+        assert "training waited" in facts["saved"]
         assert [metrics["loss"] for _, metrics in told["best"]] == [0.5]
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpttool.saving.payloads import OutgoingFile
 
 
-LOG = logging.getLogger("ckpttool")
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

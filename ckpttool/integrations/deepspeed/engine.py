@@ -18,6 +18,8 @@ from ckpttool.targets.zero.match import LiveModel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckpttool.model import Checkpoint
+
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's wrappers that partition."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
@@ -223,3 +225,8 @@ def _place(group: Any) -> tuple[int, int]:
     import torch.distributed as dist
 
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+def keeps_loss_scale(live: LiveEngine, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint's loss scale is one for this engine: it was saved, and by a run of the same type."""
+    return checkpoint.loss_scaler is not None and checkpoint.dtype == live.dtype

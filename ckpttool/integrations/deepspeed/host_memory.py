@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ckpttool.integrations.torch.pickling import StorageBytes
 
-LOG = logging.getLogger("ckpttool")
+LOG = logging.getLogger(__name__)
 ALIGNMENT = 64
 """Bytes; what is copied to the host begins at multiples of this."""
 HUGE_PAGE = 1 << 21

@@ -21,13 +21,14 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.integrations.deepspeed.engine import version
-from ckpttool.integrations.deepspeed.load_plan import native_files, own_experts
+from ckpttool.integrations.deepspeed.load_native import native_files, own_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.load_plan import OwnExpert, Prepared, Replicas
+    from ckpttool.integrations.deepspeed.load_native import OwnExpert
+    from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 
 TAG = "checkpoint"
 """Of the directory in which DeepSpeed looks for names of files."""
@@ -78,9 +79,8 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
     """Load everything; returns what DeepSpeed does, as the client's state."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files: dict[str, Callable[[], Any]]
-    if prepared.road == "native":
+    if prepared.later is not None:
         later = prepared.later
-        assert later is not None  # noqa: S101  (the native road has it)
         held = prepared.files
         files, names = {}, []
         for file in checkpoint.files:
@@ -116,14 +116,14 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             "checkpoint_engine": Handover(files),
             "load_universal_checkpoint": lambda: False,  # it has been seen to
         }
-        if prepared.road == "planned":
+        if prepared.method == "planned":
             instead["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit ones are still those from before
             instead["zero_elastic_checkpoint"] = lambda: False
         with _replaced(engine, instead):
             _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
     files.clear()
     prepared.forget()
-    if prepared.road == "planned":
+    if prepared.method == "planned":
         _refresh(live)
         _spread(live, prepared.replicas)
     return dict(client_state or {})

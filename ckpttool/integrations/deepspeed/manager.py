@@ -1,38 +1,36 @@
-"""The life of the checkpoints in one root: saved from a train loop, found again, and cleared away."""
+"""``CheckpointManager``: save, restore and remove the checkpoints of one root."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import posixpath
-import signal
 import time
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 from os import fspath
 from typing import TYPE_CHECKING, Any
 
-from ckpttool._version import __version__
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.restore_order import Candidate
 from ckpttool.catalog.retention import Rules
-from ckpttool.commit.manifest import REPLACED
-from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
-from ckpttool.errors import CkptError, LayoutError, LinkError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.whole import open_whole
-from ckpttool.messages import brief
+from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.report import SaveReport
+from ckpttool.integrations.deepspeed.save_arguments import check_client_state, checked_metrics, checked_tag, versions
+from ckpttool.integrations.deepspeed.signals import SignalWatch
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import agree_to_begin
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LOCAL, MANIFEST, MARK, is_url, local_path, open_storage, without_credentials
+from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
 from ckpttool.storage.retry import RETRIES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
@@ -45,79 +43,41 @@ if TYPE_CHECKING:
 
     Opener = Callable[[Storage, str], Checkpoint]
 
-LOG = logging.getLogger("ckpttool")
+LOG = logging.getLogger(__name__)
 TIMEOUT = 1800.0
-"""Seconds that a rank may be behind, if nothing else is asked for."""
-MAX_NAME_BYTES = 200
-"""Of a tag: 255 bytes are a name's limit, and names of what replaces or removes it are longer."""
-NOT_TAGS = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
-"""What lies beside tags."""
+"""Default of the seconds that a rank may be behind the others."""
+MEETING = "manager"
+"""Purpose of a meeting of ranks: a manager joins one with its first save or restore, not when it is made."""
 GRACE = 3600.0
-"""Seconds after which what a killed save has left is removed, if nothing else is asked for."""
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """How a save went, on one rank."""
-
-    tag: str
-    """The checkpoint's name."""
-    step: int
-    """Steps of the engine."""
-    path: str
-    """Its directory."""
-    nbytes: int
-    """Bytes that this rank wrote."""
-    stall_seconds: float
-    """How long the train loop stood still."""
-    seconds: float
-    """From the call to the commit."""
-    retries: int
-    """Requests that were made again because the store failed."""
-    error: CkptError | None = None
-    """Why it was not saved; None if it was."""
-
-    @property
-    def bytes_per_second(self) -> float:
-        """What this rank wrote, over the time from the call to the commit."""
-        return self.nbytes / self.seconds if self.seconds else 0.0
-
-    def __str__(self) -> str:
-        if self.error is not None:
-            return f"{self.tag} was not saved: {self.error}"
-        text = (
-            f"saved {self.tag} (step {self.step}): {self.nbytes / 1e6:,.1f} MB of this rank in {self.seconds:.2f} s "
-            f"({self.bytes_per_second / 1e6:,.0f} MB/s), training stood still for {self.stall_seconds:.3f} s"
-        )
-        return f"{text}, {self.retries} retries" if self.retries else text
+"""Default of the seconds after which files of a killed save are removed."""
 
 
 class CheckpointManager:
     """Saves and restores the state of a DeepSpeed engine; make one on every rank, with the same arguments.
 
-    A save is a plain DeepSpeed checkpoint that is committed as a whole or not at all; nobody needs ckpttool to load it.
+    A save is a plain DeepSpeed checkpoint, committed as a whole or not at all; DeepSpeed can load it without ckpttool.
+
+    As a context manager it calls ``wait`` at the end of the block, and restores the handlers of ``signals``.
 
     Args:
         root: Directory or URL of all checkpoints of the run; every rank must reach it.
         keep_last: Keep so many of the newest. Without any rule all are kept.
         keep_every: Keep those whose step is a multiple of this.
         keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
-        async_save: Let the train loop go on as soon as the state is copied to the host's memory, and write in the
-            background.
+        async_save: Return as soon as the state is copied to the host's memory, and write in the background.
         timeout: Seconds that a rank may be behind the others before a save is given up.
-        grace: Seconds after which what a killed save has left is removed, by the newest of its files.
+        grace: Seconds after which files of a killed save are removed, counted from the newest of them.
         on_save: Called on every rank after each save, in the thread that saved.
         signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
-        storage_options: What to tell the storage's fsspec class; default: what it finds itself. With ``follow_links``,
-            ``restore`` follows links on local disk that leave the root.
+        storage_options: As for ``inspect``. With ``follow_links``, ``restore`` follows links on local disk that leave
+            the root.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        sign_key: Signs what is saved: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
+        sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
             itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
         storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
 
     Raises:
-        ValueError: A rule makes no sense; or signals are to be watched in a thread that is not the main one.
+        ArgumentError: A rule is malformed, or signals cannot be watched: only in the main thread.
     """
 
     def __init__(
@@ -137,34 +97,34 @@ class CheckpointManager:
         sign_key: Key | None = None,
         storage: WritableStorage | None = None,
     ) -> None:
-        self.name = f"manager {next(_numbers)}"  # counted even if the rest fails here, for it may not on other ranks
-        """The same on every rank."""
         given = fspath(root)
         self.root = without_credentials(local_path(given)).rstrip("/") or given
         if not is_url(self.root):
             self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
-        self._storage = storage or open_storage(given, storage_options)
-        self.source = confined(self._storage, self.root, storage_options)
-        """The storage that ``restore`` reads from."""
-        best = None if keep_best is None else ":".join(map(str, keep_best))
-        given_rules = (keep_last, keep_every, best)
-        self._rules = None if given_rules == (None, None, None) else Rules(*given_rules)
+        try:
+            self._storage = storage or open_storage(given, storage_options)
+            self.source = confined(self._storage, self.root, storage_options)
+            """The storage that ``restore`` reads from."""
+            best = None if keep_best is None else ":".join(map(str, keep_best))
+            rules = (keep_last, keep_every, best)
+            self._rules = None if rules == (None, None, None) else Rules(*rules)
+            self._key = read_key(sign_key)
+            self._signals = SignalWatch(signals)
+        except Exception:
+            _skip_meeting()
+            raise
         self.saves_in_background = async_save
         """Whether ``save`` returns before the checkpoint is committed."""
         self._allow = tuple(sorted(allow))
-        self._key = read_key(sign_key)
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
         self._ranks: Ranks | None = None
         self._memory: HostMemory | None = None
         self._background = Background()
-        self._signalled = False
         self._group: Any = None
         self.restored: LoadReport | None = None
-        """How the last ``restore`` went."""
-        for number in signals:
-            self._watch(number)
+        """Report of the last ``restore``."""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -172,13 +132,14 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._signals.restore()
         if kind is None:
             self.wait()
             return
         try:
             self.wait()
         except CkptError as failed:
-            LOG.error("%s", failed)  # noqa: TRY400  the error that is on its way says more
+            LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block has the traceback
 
     def save(
         self,
@@ -195,17 +156,16 @@ class CheckpointManager:
         Args:
             engine: What ``deepspeed.initialize`` returned.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps.
-            client_state: What to save along; ``restore`` returns it.
-            metrics: Numbers that say how good the model is; those of the first rank count.
+            client_state: State to save with the checkpoint; ``restore`` returns it.
+            metrics: Numbers by which ``keep_best`` compares; those of the first rank are saved.
             overwrite: Replace a checkpoint of that name.
             exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
 
         Returns:
-            How it went; None while it is being written in the background.
+            The report; None with ``async_save``, where the background writes it.
 
         Raises:
-            CkptError: This save failed, or the one before it that ran in the background; says which rank and why.
-                Nothing was committed.
+            CkptError: This save failed, or the one before it in the background; names the rank. Nothing was committed.
         """
         self.wait()
         return self.save_into(
@@ -217,7 +177,7 @@ class CheckpointManager:
         self, root: str, engine: Any, *, tag: str | None, client_state: Mapping[str, Any],
         metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool, before: tuple[str, int] | None = None,
     ) -> SaveReport | None:  # fmt: skip
-        """As ``save``, into another root of the same storage, after ``wait``: for who gives each checkpoint its own."""
+        """Like ``save``, but into another root; call ``wait`` first. Ray Train has one directory per checkpoint."""
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.capture import check_engine, collect, groups_without_zero
 
@@ -227,17 +187,17 @@ class CheckpointManager:
             check_engine(engine)
             requests.append(
                 Request(
-                    tag=_checked_tag(f"global_step{int(engine.global_steps)}" if tag is None else tag),
+                    tag=checked_tag(f"global_step{int(engine.global_steps)}" if tag is None else tag),
                     step=int(engine.global_steps),
                     stage=int(engine.zero_optimization_stage()),
-                    metrics=_checked_metrics(metrics),
-                    versions=_versions(),
+                    metrics=checked_metrics(metrics),
+                    versions=versions(),
                     overwrite=overwrite,
                     groups=groups_without_zero(engine),
                     before=before,
                 )
             )
-            _check_client_state(client_state)
+            check_client_state(client_state)
 
         ranks = self._meet()
         asked = {
@@ -271,10 +231,10 @@ class CheckpointManager:
         return self._background.running
 
     def wait(self) -> None:
-        """Wait until what is being saved in the background is committed.
+        """Wait until the save in the background is committed.
 
         Raises:
-            CkptError: It was not.
+            CkptError: It failed.
         """
         self._background.wait()
 
@@ -282,90 +242,87 @@ class CheckpointManager:
         self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
         require_committed: bool = False, require_signed: bool = False,
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may be other ones.
+        """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may have changed.
 
-        What is torn or damaged is passed over, with a warning in the log. All that is read of what this class saved is
-        compared with its checksums before the engine is touched.
+        Torn and damaged checkpoints are skipped, with a warning in the log. Where this class saved the checkpoint, all
+        bytes read are compared with its checksums before the engine is touched.
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
             tag: Load this one and no other.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
-            require_committed: Take nothing without a manifest, as DeepSpeed's own saves are: an error if it is the
-                newest.
-            require_signed: Take only what was signed with ``sign_key``, and compare the SHA-256 of all that is read.
+            require_committed: Fail if the newest checkpoint has no manifest, as DeepSpeed's own saves.
+            require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
 
         Returns:
-            The client state that was saved along; None if there is no checkpoint. ``restored`` says more.
+            The client state of the checkpoint; None if there is no checkpoint. ``restored`` has the report.
 
         Raises:
             CkptError: There are checkpoints, and none of them can be restored; the same on every rank.
         """
-        return self._restore(
-            engine, tag, strict=strict, weights_only=weights_only, dry_run=False,
-            committed=require_committed, signed=require_signed,
-        )  # fmt: skip
+        options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._allow)
+        return self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
 
     def preview(
         self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
         require_committed: bool = False, require_signed: bool = False,
     ) -> LoadReport | None:  # fmt: skip
-        """Say what ``restore`` would do, on every rank; the engine stays as it is. None if there is no checkpoint."""
+        """Report what ``restore`` would do, on every rank; the engine stays as it is. None without a checkpoint."""
         before = self.restored
+        options = LoadOptions(strict=strict, weights_only=weights_only, dry_run=True, allow=self._allow)
         try:
-            self._restore(
-                engine, tag, strict=strict, weights_only=weights_only, dry_run=True,
-                committed=require_committed, signed=require_signed,
-            )  # fmt: skip
+            self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
             return self.restored
         finally:
             self.restored = before
 
     def _restore(
-        self, engine: Any, tag: str | None, *, strict: bool, weights_only: bool, dry_run: bool, committed: bool,
-        signed: bool,
-    ) -> dict[str, Any] | None:  # fmt: skip
+        self, engine: Any, tag: str | None, options: LoadOptions, *, committed: bool, signed: bool
+    ) -> dict[str, Any] | None:
         self.wait()
         from ckpttool.integrations.deepspeed.newest import find
 
         found = self.begin_restore(
-            engine, lambda: [astuple(c) for c in find(self.source, self.root, tag)],
-            root=self.root, tag=tag, strict=strict, weights_only=weights_only, dry_run=dry_run, committed=committed,
-            signed=signed,
+            engine, lambda: [astuple(c) for c in find(self.source, self.root, tag)], options,
+            root=self.root, tag=tag, committed=committed, signed=signed,
         )  # fmt: skip
-        return self.restore_any(
-            [Candidate(*one) for one in found], engine, strict=strict, weights_only=weights_only, dry_run=dry_run,
-            passing_over=tag is None, open_=self.opener(committed=committed, signed=signed),
-        )  # fmt: skip
+        opener = self.opener(committed=committed, signed=signed)
+        return self.restore_first(found, engine, options, fall_back=tag is None, open_=opener)
 
     def opener(self, *, committed: bool = False, signed: bool = False) -> Opener:
-        """What opens a checkpoint to restore.
+        """A function that opens a checkpoint to restore.
 
         Args:
-            committed: Only if it has a manifest.
-            signed: Only if that is signed with the manager's key.
+            committed: Refuse checkpoints without a manifest.
+            signed: Refuse manifests that are not signed with the manager's key.
 
         Raises:
-            PlanError: There is no key.
+            ArgumentError: The manager has no key.
         """
         if signed and self._key is None:
-            raise PlanError(self.root, "cannot be told to be signed without a key", "pass sign_key to the manager")
+            raise ArgumentError(
+                "require_signed", "needs a key to compare signatures with", "pass sign_key to the manager"
+            )
         return partial(open_whole, key=self._key if signed else None, committed=committed)
 
-    def begin_restore(self, engine: Any, look: Callable[[], Any], **arguments: Any) -> Any:
-        """What a function finds on the first rank, when all ranks are ready to restore the same."""
-        from ckpttool.integrations.deepspeed.engine import look as look_at
+    def begin_restore(
+        self, engine: Any, search: Callable[[], Any], options: LoadOptions, **arguments: Any
+    ) -> list[Candidate]:
+        """Search for candidates on the first rank, when all ranks are ready to restore with the same arguments."""
+        from ckpttool.integrations.deepspeed.engine import look
 
-        return agree_to_begin(
-            self._meet(), self.root, arguments, lambda: _forget(look_at(engine)), timeout=self._timeout, decide=look
+        arguments |= {"strict": options.strict, "weights_only": options.weights_only, "dry_run": options.dry_run}
+        found = agree_to_begin(
+            self._meet(), self.root, arguments, lambda: _discard(look(engine)), timeout=self._timeout, decide=search
         )
+        return [Candidate(*one) for one in found]
 
-    def restore_any(
-        self, found: Sequence[Candidate], engine: Any, *, strict: bool, weights_only: bool, dry_run: bool,
-        passing_over: bool, open_: Opener = open_whole,
+    def restore_first(
+        self, found: Sequence[Candidate], engine: Any, options: LoadOptions, *, fall_back: bool,
+        open_: Opener = open_whole,
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Restore the first of some checkpoints, or, if it is damaged and may be passed over, the next."""
+        """Restore the first of some checkpoints; with ``fall_back``, the next one where it is damaged."""
         from ckpttool.integrations.deepspeed.load import restore_engine
         from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 
@@ -377,20 +334,18 @@ class CheckpointManager:
                 checkpoint = open_together(
                     candidate.path, storage, partial(open_, storage, candidate.path), ranks, timeout=self._timeout
                 )
-                report = restore_engine(
-                    engine, checkpoint, strict=strict, weights_only=weights_only, dry_run=dry_run,
-                    allow=self._allow, agree=partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout),
-                )  # fmt: skip
+                agree = partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout)
+                report = restore_engine(engine, checkpoint, options, agree)
             except (PlanError, LinkError):
-                raise  # it is whole, and does not fit, or the user has to say more: an older one is no better
+                raise  # it is whole but does not fit, or the user must decide: an older one would be no better
             except CkptError as error:
-                if not passing_over:
+                if not fall_back:
                     raise
-                if ranks.rank == 0:  # the others would say the same
+                if ranks.rank == 0:  # the other ranks have the same error
                     LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
                 first = first or error
                 continue
-            if not dry_run and ranks.rank == 0:
+            if not options.dry_run and ranks.rank == 0:
                 LOG.info("%s", report)
             self.restored = report
             return dict(report.client_state)
@@ -401,43 +356,27 @@ class CheckpointManager:
         return None
 
     def preempted(self, *, reset: bool = False) -> bool:
-        """Whether a signal has announced the end of the run, to any rank; call it on every rank, once a step.
+        """Whether a signal has announced the end of the run on any rank; call it on every rank, once a step.
 
-        If so, save, wait, and leave the loop: the signal itself is noted, and does no more.
+        If so, save, wait, and leave the loop: the signal is noted, and passed to the handler that was there before.
 
         Args:
-            reset: Forget the signal now that it is told: for who goes on training. The same on every rank.
+            reset: Forget the signal, to continue training. The same on every rank.
         """
         from ckpttool.integrations.torch.process_group import any_of, own_group
 
         if self._group is None:
             self._group = own_group()
-        noted = self._signalled  # another may come meanwhile
+        noted = self._signals.noted  # before the ranks talk: another signal may arrive meanwhile
         found = any_of(self._group, noted)
         if reset and noted:
-            self._signalled = False
+            self._signals.noted = False
         return found
-
-    def _watch(self, number: int) -> None:
-        try:
-            before = signal.getsignal(number)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"signals: {number!r} is no signal") from error
-
-        def note(caught: int, frame: Any) -> None:
-            self._signalled = True
-            if callable(before):
-                before(caught, frame)
-
-        try:
-            signal.signal(number, note)
-        except OSError as error:
-            raise ValueError(f"signals: {signal.Signals(number).name} cannot be watched by any program") from error
 
     def _write(
         self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
     ) -> SaveReport:
-        """Write what was collected; never raises."""
+        """Write the state that was collected; never raises."""
         before, nbytes = RETRIES.count, sum(f.nbytes for f in collected.files)
         error: CkptError | None = None
         try:
@@ -471,8 +410,8 @@ class CheckpointManager:
         if error is None and ranks.rank == 0:
             try:
                 tidy(self._storage, root, self._rules, grace=self._grace)
-            except Exception:  # it is committed all the same
-                LOG.exception("old checkpoints were not looked at")
+            except Exception:  # the save is committed all the same
+                LOG.exception("old checkpoints were not removed")
         return report
 
     def _tell(self, report: SaveReport) -> None:
@@ -487,11 +426,11 @@ class CheckpointManager:
         if self._ranks is None:
             from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
-            self._ranks = ranks_of_process_group(self.name)
+            self._ranks = ranks_of_process_group(MEETING)
         return self._ranks
 
     def _host_memory(self, engine: Any) -> HostMemory | None:
-        """Where to copy the state to: what lies on a device must pass through the host in any case."""
+        """Buffers to copy the state to; None where it can be written from where it is, in the host's memory."""
         on_device = engine.device.type != "cpu"
         if self._memory is None and (self.saves_in_background or on_device):
             from ckpttool.integrations.deepspeed.host_memory import HostMemory
@@ -500,50 +439,13 @@ class CheckpointManager:
         return self._memory
 
 
-def _forget(value: object) -> None:
-    """Take no note of a value."""
+def _skip_meeting() -> None:
+    """Count a manager that could not be made: other ranks may have made theirs, and will meet."""
+    with contextlib.suppress(ImportError):
+        from ckpttool.integrations.torch.process_group import ranks_of_process_group
+
+        ranks_of_process_group(MEETING)
 
 
-def _checked_tag(given: Any) -> str:
-    tag = str(given)
-    if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
-        raise ValueError(f"{tag!r} cannot be a tag: it must be printable, and no part of it may begin with a dot")
-    if any(len(part.encode()) > MAX_NAME_BYTES for part in tag.split("/")):
-        raise ValueError(f"{tag[:40]!r}... cannot be a tag: no part of it may be longer than {MAX_NAME_BYTES} bytes")
-    if tag in NOT_TAGS or tag.endswith((REPLACED, PARTIAL, ".removed")):
-        raise ValueError(f"{tag!r} cannot be a tag: files of that name lie beside checkpoints")
-    return tag
-
-
-def _check_client_state(client_state: Any) -> None:
-    """Make sure that what a train loop saves along comes back under its names.
-
-    Raises:
-        PlanError: It would not.
-    """
-    from ckpttool.formats.zero.module import ENGINE_KEYS
-
-    if not isinstance(client_state, Mapping):
-        problem = f"is a {type(client_state).__name__}, not a mapping"
-        raise PlanError("client_state", problem, 'pass a dict, as client_state={"step": step}')
-    for name in client_state:
-        if not isinstance(name, str):
-            raise PlanError("client_state", f"has the name {brief(name)}, which is no text", "use texts as names")
-    if taken := sorted(set(client_state) & (ENGINE_KEYS | {"folding"})):
-        problem = f"has names that are DeepSpeed's own in the same file: {', '.join(taken)}"
-        raise PlanError("client_state", problem, "use other names")
-
-
-def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
-        problem = f"cannot be saved: metrics must be a mapping of names to numbers ({type(error).__name__}: {error})"
-        raise PlanError("metrics", problem, "pass floats, and leave out what was not measured") from error
-
-
-def _versions() -> dict[str, str]:
-    import deepspeed
-    import torch
-
-    return {"ckpttool": __version__, "deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)}
+def _discard(value: object) -> None:
+    """Ignore a value, in a place for expressions alone."""

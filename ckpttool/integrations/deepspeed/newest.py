@@ -13,7 +13,7 @@ from ckpttool.errors import LayoutError, StorageError
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
-LOG = logging.getLogger("ckpttool")
+LOG = logging.getLogger(__name__)
 
 
 def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:

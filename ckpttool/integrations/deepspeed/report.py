@@ -1,7 +1,8 @@
-"""What a load into a live engine did, or would do."""
+"""Reports of a load into a live engine and of a save."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ from ckpttool.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpttool.errors import CkptError
     from ckpttool.model import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one rank's engine was given, or would be."""
+    """Result of ``load``, or of ``preview``, on one rank."""
 
     path: str
     """Directory of the checkpoint."""
@@ -24,12 +26,12 @@ class LoadReport:
     """Its name."""
     step: int | None
     """Steps of the run that saved it."""
-    road: str
-    """"native" if DeepSpeed read its own files, "planned" if they were made for this engine while it read."""
+    method: str
+    """"native" if DeepSpeed got the content of its own files, "planned" if each rank read its ranges of the source."""
     dry_run: bool
     """True if the engine was left as it was."""
     weights_only: bool
-    """True if weights alone were asked for."""
+    """True if only weights were to be restored."""
     source: Topology
     """Ranks of the run that saved it."""
     source_stage: int | None
@@ -41,15 +43,15 @@ class LoadReport:
     parameters: int
     """Parameters restored."""
     elements: int
-    """Elements of them."""
+    """Their elements."""
     buffers: int
     """Buffers restored."""
     states: tuple[str, ...]
     """The optimizer's states that were restored, by name."""
     groups_restored: tuple[int, ...]
-    """The engine's parameter groups that have the checkpoint's hyper-parameters now;"""
+    """The engine's parameter groups that have the checkpoint's hyper-parameters now."""
     groups_kept: tuple[int, ...]
-    """those that have kept their own."""
+    """The parameter groups that have kept their own."""
     scheduler: bool
     """Whether the learning-rate scheduler was restored."""
     loss_scale: bool
@@ -57,15 +59,21 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     """Parameters and buffers that the checkpoint lacks: they have kept the engine's values."""
     unexpected: tuple[str, ...] = ()
-    """What of the checkpoint the engine has no place for."""
+    """Parameters and buffers of the checkpoint that the engine lacks."""
     notes: tuple[str, ...] = ()
-    """What is not as it was, and what was noticed about the checkpoint."""
+    """State that was not restored, and remarks on the checkpoint."""
     nbytes_read: int
-    """Bytes of tensors that this rank has read, or would."""
+    """Bytes of tensors that this rank has read, or would read."""
     seconds: float
     """Wall time."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
-    """What the user's code saved along."""
+    """State that the user's code saved with the checkpoint."""
+
+    @property
+    def road(self) -> str:
+        """Deprecated name of ``method``."""
+        warnings.warn("LoadReport.road is called method now", DeprecationWarning, stacklevel=2)
+        return self.method
 
     def __str__(self) -> str:
         verb = "would restore" if self.dry_run else "restored"
@@ -75,7 +83,7 @@ class LoadReport:
             f"{self.path}: {verb} {self.parameters} parameters ({self.elements:,} elements) and {self.buffers} "
             f"buffers{step} in {self.seconds:.1f} s",
             f"from {was} over {_ranks(self.source)} to ZeRO-{self.target_stage} over {_ranks(self.target)} "
-            f"({self.road}, {format_size(self.nbytes_read)} read by this rank)",
+            f"({self.method}, {format_size(self.nbytes_read)} read by this rank)",
         ]
         held = [*self.states]
         held += ["scheduler"] * self.scheduler + ["loss scale"] * self.loss_scale
@@ -84,6 +92,42 @@ class LoadReport:
         lines += [f"missing there, left as they were: {listed(self.missing)}"] * bool(self.missing)
         lines += [f"without a place here, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Result of a save on one rank."""
+
+    tag: str
+    """The checkpoint's name."""
+    step: int
+    """Steps of the engine."""
+    path: str
+    """Its directory."""
+    nbytes: int
+    """Bytes that this rank wrote."""
+    stall_seconds: float
+    """Seconds that the train loop waited for the save."""
+    seconds: float
+    """Seconds from the call to the commit."""
+    retries: int
+    """Requests to the store that were retried."""
+    error: CkptError | None = None
+    """The error of a failed save; None for a committed one."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes that this rank wrote, over the time from the call to the commit."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.tag} was not saved: {self.error}"
+        text = (
+            f"saved {self.tag} (step {self.step}): {self.nbytes / 1e6:,.1f} MB of this rank in {self.seconds:.2f} s "
+            f"({self.bytes_per_second / 1e6:,.0f} MB/s), training waited {self.stall_seconds:.3f} s"
+        )
+        return f"{text}, {self.retries} retries" if self.retries else text
 
 
 def _ranks(topology: Topology) -> str:

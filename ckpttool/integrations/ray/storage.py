@@ -1,4 +1,4 @@
-"""The storage that a Ray Train run has chosen, as one of ours.
+"""The storage of a Ray Train run as a storage of ckpttool.
 
 Source: Ray 2.60, ray/train/v2/_internal/execution/storage.py (``StorageContext``) and what its ``RunConfig`` takes.
 """
@@ -18,19 +18,26 @@ from ckpttool.storage.s3 import S3Storage, with_defaults
 if TYPE_CHECKING:
     from ckpttool.storage import WritableStorage
 
+OWN = {"use_listings_cache": False, "skip_instance_cache": True}
+"""Options of a file system that nobody else uses: its listings and settings are its own."""
+
 
 def storage_of(filesystem: Any) -> WritableStorage:
-    """The storage of a run.
+    """The storage of a run's file system.
 
     Args:
         filesystem: ``pyarrow.fs.FileSystem``.
 
     Raises:
-        PlanError: It hides where it begins.
+        PlanError: Its root directory is unknown.
     """
     if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
-        problem = "is a SubTreeFileSystem, which does not say where it begins"
-        raise PlanError("RunConfig(storage_filesystem=...)", problem, "pass what it wraps, and the whole storage_path")
+        problem = "is a SubTreeFileSystem, which hides its root directory"
+        raise PlanError(
+            "RunConfig(storage_filesystem=...)",
+            problem,
+            "pass the file system that it wraps, and the whole storage_path",
+        )
     if _is_local(filesystem):
         return LOCAL
     return _remote(_as_fsspec(filesystem))
@@ -51,7 +58,7 @@ def _is_local(filesystem: Any) -> bool:
 
 
 def _wrapped(filesystem: Any) -> Any:
-    """The file system of fsspec's behind one of pyarrow's; None if there is none."""
+    """The fsspec file system inside one of pyarrow; None if there is none."""
     if isinstance(filesystem, pyarrow.fs.PyFileSystem) and isinstance(filesystem.handler, pyarrow.fs.FSSpecHandler):
         return filesystem.handler.fs
     return None
@@ -69,13 +76,13 @@ def _is_s3(fs: Any) -> bool:
 def _as_fsspec(filesystem: Any) -> Any:
     """The same storage through fsspec.
 
-    What the run was given is opened anew: its own may remember listings, which other workers make untrue, and Ray goes
-    on using it as it is. S3 is opened through s3fs, with pyarrow's own endpoint and keys: pyarrow's client retries
-    nothing, and checks no version of what it reads.
+    The run's file system is opened a second time: Ray goes on using the first, whose cached listings may be outdated by
+    other workers. S3 is opened through s3fs, with pyarrow's endpoint and keys: pyarrow's client has no retries, and
+    compares no etags while reading.
     """
     wrapped = _wrapped(filesystem)
     if wrapped is not None:
-        options = {**wrapped.storage_options, "use_listings_cache": False}
+        options = {**wrapped.storage_options, **OWN}
         return type(wrapped)(*wrapped.storage_args, **(with_defaults(options) if _is_s3(wrapped) else options))
     if isinstance(filesystem, pyarrow.fs.S3FileSystem):
         try:
@@ -84,7 +91,7 @@ def _as_fsspec(filesystem: Any) -> Any:
             problem = "is in S3, and s3fs is not installed"
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
 
-        # How pyarrow pickles it: nothing else tells what it was made with.
+        # Its arguments as pyarrow pickles them; there is no other access to them.
         given = filesystem.__reduce__()[1][0]
         endpoint = given.get("endpoint_override") or None
         if endpoint and "://" not in endpoint:
@@ -93,7 +100,7 @@ def _as_fsspec(filesystem: Any) -> Any:
         keys = {"key": given.get("access_key"), "secret": given.get("secret_key"), "token": given.get("session_token")}
         known = {name: value for name, value in keys.items() if value}
         anonymous = {"anon": True} if given.get("anonymous") else {}
-        options = {"use_listings_cache": False, "client_kwargs": client, **known, **anonymous}
+        options = {**OWN, "client_kwargs": client, **known, **anonymous}
         if endpoint:
             options["endpoint_url"] = endpoint
         return s3fs.S3FileSystem(**with_defaults(options))

@@ -1,8 +1,7 @@
-"""What ranks do as one: the first looks and tells the others, and an error on one is raised on all."""
+"""Collective steps of a load: the first rank opens the checkpoint, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,31 +23,23 @@ if TYPE_CHECKING:
     from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
 
-LOG = logging.getLogger("ckpttool")
-_numbers = itertools.count()
+LOG = logging.getLogger(__name__)
 Agree = Callable[[BaseException | None], None]
-"""Called on every rank with what the first half of a load raised there, or None: raises on all if any failed."""
-
-
-def own_ranks(what: str) -> Ranks:
-    """The ranks of the process group, for one thing that all of them are about to do."""
-    from ckpttool.integrations.torch.process_group import ranks_of_process_group
-
-    return ranks_of_process_group(f"{what} {next(_numbers)}")
+"""Called on every rank with the error of the first half of a load, or None; raises on all ranks if any has one."""
 
 
 def open_together(
     path: str, storage: Storage, look: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
 ) -> Checkpoint:
-    """The layout of a checkpoint, read by the first rank: N ranks do not ask for M files each.
+    """The layout of a checkpoint, read by the first rank alone and broadcast, so that each file is opened once.
 
-    Where it has a manifest, what is read of it is compared with that.
+    Where it has a manifest, all reads are compared with its checksums.
 
     Args:
-        path: What errors call it.
-        storage: This rank's own way to it.
-        look: Opens it; called on the first rank.
-        ranks: Who takes part.
+        path: Its name in errors.
+        storage: This rank's own storage object, with its own connections.
+        look: Opens it; called on the first rank alone.
+        ranks: The ranks that take part.
         timeout: Seconds that a rank may be behind the first.
 
     Raises:
@@ -57,7 +48,7 @@ def open_together(
     """
     import torch.distributed as dist
 
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
 
     def opened(_: list[Any]) -> None:
         try:
@@ -69,33 +60,33 @@ def open_together(
             LOG.exception("a checkpoint could not be opened")
             raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
         # A storage holds connections: every rank has its own.
-        told[0] = replace(checkpoint, storage=LOCAL), getattr(guarded, "checksums", None)
+        shared[0] = replace(checkpoint, storage=LOCAL), getattr(guarded, "checksums", None)
 
     ranks.agree(path, None, opened, timeout=timeout)
     if ranks.size > 1:
-        dist.broadcast_object_list(told)  # all are there
-    checkpoint: Checkpoint = told[0][0]
-    checksums = told[0][1]
+        dist.broadcast_object_list(shared)  # all ranks are here
+    checkpoint: Checkpoint = shared[0][0]
+    checksums = shared[0][1]
     return replace(checkpoint, storage=storage if checksums is None else GuardedStorage(storage, checksums))
 
 
 def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree) -> None:
-    """Compare what all ranks have read together with the recorded checksums: each rank a share of the files.
+    """Compare the bytes that all ranks have read with the recorded checksums; each rank compares a share of the files.
 
     Args:
-        checks: What this rank has read.
-        checkpoint: Where from.
-        agree: Raises on all ranks what was raised on any.
+        checks: Checksums of the bytes that this rank has read.
+        checkpoint: The source.
+        agree: Raises an error of any rank on all ranks.
 
     Raises:
-        ChecksumError: Bytes are not what was saved; on every rank.
+        ChecksumError: Bytes differ from those saved; on every rank.
         StorageError: The rest of a record cannot be read; on every rank.
     """
     import torch.distributed as dist
 
     size, own = dist.get_world_size(), dist.get_rank()
     told: list[Any] = [None] * size
-    dist.all_gather_object(told, checks.take_fragments().tobytes())  # all are there: they have just agreed
+    dist.all_gather_object(told, checks.take_fragments().tobytes())  # all ranks are here: they have just agreed
     error: BaseException | None = None
     try:
         for data in told:
@@ -111,11 +102,11 @@ def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree)
 
 
 def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, timeout: float) -> None:
-    """Raise on every rank what was raised on any; the same on all, so that all do the same about it.
+    """Raise an error of any rank on all ranks, so that all of them handle it in the same way.
 
     Raises:
         RankError: A rank was not heard of in time.
-        CkptError: What the first of those that failed raised, and which it was.
+        CkptError: The error of the first rank that failed, with its number.
     """
 
     def look(told: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of the process group that a train loop has started."""
+"""Agreement between the ranks of the training's process group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ckpttool.errors import PlanError
 from ckpttool.saving.coordination import Alone, Ranks
 
 
-def ranks_of_process_group(name: str) -> Ranks:
-    """Who takes part in what the train loop does.
+def ranks_of_process_group(purpose: str) -> Ranks:
+    """The ranks of the training's process group, for one purpose that all of them share.
 
-    They meet in the store that the process group was started with, on keys of their own: no communicator of the
-    training is used, and none of its collectives can be mixed up.
+    They meet in the store that the process group was started with, under their own keys: no communicator of the
+    training is used, and none of its collectives can be mixed up. The n-th call for a purpose on one rank meets the
+    n-th call on the others. The store counts the calls, so that a new process group begins anew.
 
     Args:
-        name: The same on all ranks, and used once.
+        purpose: The same on all ranks.
 
     Raises:
         PlanError: A process group of several ranks has no store.
@@ -27,20 +28,22 @@ def ranks_of_process_group(name: str) -> Ranks:
         return Alone()
     store = dist.distributed_c10d._get_default_store()
     if store is None:
-        problem = "the process group has no store that its ranks could meet in"
+        problem = "has a process group without a store, which its ranks need to agree"
         raise PlanError("torch.distributed", problem, "start it with the nccl or gloo backend")
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.PrefixStore("ckpttool", store), name)
+    keys = dist.PrefixStore("ckpttool", store)
+    number = keys.add(f"{purpose}/calls/{dist.get_rank()}", 1)
+    return Ranks(dist.get_rank(), dist.get_world_size(), keys, f"{purpose} {number}")
 
 
 def own_group() -> Any:
-    """A process group for small numbers of the host's, whatever the training uses; None for a run of one rank."""
+    """A gloo process group for small tensors on the host, whatever the training uses; None for one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo")
 
 
 def any_of(group: Any, value: bool) -> bool:
-    """Whether it is true on any rank of a group."""
+    """Whether a value is true on any rank of a group."""
     if group is None:
         return value
     counted = torch.tensor([int(value)])

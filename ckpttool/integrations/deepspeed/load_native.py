@@ -1,0 +1,139 @@
+"""Native load: read the files that DeepSpeed itself would read, for an engine that would save such files."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import LayoutError, PlanError
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import StoredFile
+from ckpttool.integrations.deepspeed.prepared import Prepared
+from ckpttool.integrations.torch.objects import read_objects
+from ckpttool.plan.copy_checks import source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.model import Checkpoint
+    from ckpttool.targets.zero.match import Fitted
+
+
+def read_native(
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    fitted: Fitted | None,
+    options: LoadOptions,
+) -> Prepared:
+    """Read the files that DeepSpeed will ask for on this rank, for the engine that saved such files.
+
+    Raises:
+        CkptError: A file is missing, or reading failed.
+    """
+    from ckpttool.integrations.deepspeed import stage0
+
+    if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.distant:
+        problem = "lies on a remote storage, but swap files of NVMe offload must be copied from a local disk"
+        raise PlanError(checkpoint.location, problem, "copy it to local disk with cp")
+    numbers = {file.name: number for number, file in enumerate(checkpoint.files)}
+    wanted = [name for name in native_files(live, list(numbers)) if name in numbers]
+    nbytes = sum(checkpoint.files[numbers[name]].nbytes for name in wanted)
+
+    def later(name: str) -> Any:
+        if name not in numbers:
+            raise LayoutError(f"{checkpoint.location}/{name}", "is not there", "restore it from a copy")
+        sums = checks_for(source_files(checkpoint), checkpoint, options.check)
+        with Sources(source_files(checkpoint), sums) as sources:
+            found = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
+            sources.finish_checks()
+            sources.check_unchanged()
+        return found
+
+    # Without ZeRO, only the weights may tell which parameters the optimizer's numbers mean.
+    by_name = (
+        not live.stage and live.model is not None and not live.engine.has_moe_layers and live.optimizer is not None
+    )
+    files: dict[str, Any] = {}
+    if not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint))):
+        files = {name: later(name) for name in wanted}
+    if by_name and live.model is not None:
+        fitted = stage0.prepare_whole(live, checkpoint, live.model, files.get(wanted[0]), strict=options.strict)
+    for held in files.values() if not live.stage and not by_name else ():
+        if isinstance(held, dict) and held.get("optimizer") is not None:
+            stage0.check_wrapper(live, checkpoint, held)
+            stage0.check_places(live, checkpoint, held)
+    own = () if fitted is None else fitted.notes
+    return Prepared(
+        method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, later=later,
+        notes=(*own, *map(str, checkpoint.notes), *checkpoint.remarks),
+    )  # fmt: skip
+
+
+def native_files(live: LiveEngine, names: Sequence[str]) -> list[str]:
+    """The files of a checkpoint that DeepSpeed will ask for on this rank.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_load_checkpoint``, ``_get_all_zero_checkpoint_state_dicts``) and
+    runtime/pipe/module.py (``load_state_dir``).
+    """
+    engine = live.engine
+    wanted = [engine._get_ckpt_name("", "")]
+    if live.stage:
+        bf16 = engine.bfloat16_enabled()
+        wanted.append(engine._get_rank_zero_ckpt_name("", "", engine.checkpoint_mp_rank, live.rank, bf16_mode=bf16))
+    elif engine.has_moe_layers:
+        from deepspeed.utils import groups
+
+        expert_rank = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
+        wanted.append(engine._get_optimizer_ckpt_name("", "", expert_rank))
+    if live.model is None:
+        grid, module = engine.module._grid, engine.module
+        rank, ranks = grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()
+        for number, layer in enumerate(module.forward_funcs):
+            if hasattr(layer, "load_state_dict"):
+                files = sorted(fnmatch.filter(names, f"layer_{number + module._local_start:02d}-*model_states.pt"))
+                wanted += files[rank * len(files) // ranks :][:1]
+    if not (live.stage == 3 and engine.has_moe_layers):
+        wanted += [expert.file for expert in own_experts(engine)]
+    return [os.path.basename(name) for name in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnExpert:
+    """An expert of this rank."""
+
+    file: str
+    """Name of its file."""
+    module: str
+    """Name of the layer, if its experts are stacked; "" if each is a module by itself."""
+    local: int
+    """Its number on this rank."""
+    number: int
+    """Its number among all experts of the layer."""
+
+
+def own_experts(engine: Any) -> Iterator[OwnExpert]:
+    """The experts of which DeepSpeed will ask for a file.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``load_moe_state_dict``).
+    """
+    if not engine.has_moe_layers:
+        return
+    from deepspeed.utils import groups
+
+    layer = 0
+    for name, module in engine.module.named_modules():
+        kind = {c.__name__ for c in type(module).__mro__}
+        if not kind & {"MoE", "AutoEPMoELayer"}:
+            continue
+        stacked = "AutoEPMoELayer" in kind
+        rank = groups._get_expert_parallel_rank(module.ep_group_name if stacked else module.expert_group_name)
+        for local in range(module.num_local_experts):
+            number = rank * module.num_local_experts + local
+            path = engine._get_expert_ckpt_name("", layer, number, "", checkpoint_mp_rank=engine.checkpoint_mp_rank)
+            yield OwnExpert(os.path.basename(path), name if stacked else "", local, number)
+        layer += 1

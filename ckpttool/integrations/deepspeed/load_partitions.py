@@ -1,0 +1,164 @@
+"""Planned load: read from any source the ranges that this rank's partitions are made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import LayoutError
+from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import PlannedFile
+from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
+from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
+from ckpttool.integrations.torch.objects import read_objects
+from ckpttool.model import MASTER, MODULE
+from ckpttool.plan.copy_checks import sample_proofs, source_files
+from ckpttool.targets.replicas import ALIGNMENT, plan_packed
+from ckpttool.targets.zero.layout import piece
+from ckpttool.targets.zero.writer import Shape, plan_rank, zero_losses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.model import Checkpoint, State
+    from ckpttool.plan import CopyPlan
+    from ckpttool.targets.zero.match import Fitted
+
+LEAST_SLICE_BYTES = 1 << 22
+"""Smallest slice of the replicated tensors that one rank reads."""
+
+
+def shape_of(live: LiveEngine) -> Shape:
+    """How the engine partitions its state over ranks."""
+    experts = live.topology.expert_parallel if live.engine.has_moe_layers else None
+    return Shape(
+        live.topology.data_parallel, live.stage, live.sub_group_size, live.round_robin, live.dtype, experts,
+        live.alignment,
+    )  # fmt: skip
+
+
+def read_partitions(
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    fitted: Fitted,
+    options: LoadOptions,
+) -> Prepared:
+    """Read the ranges of any source that this rank's partitions are made of.
+
+    Raises:
+        CkptError: They cannot be planned, or reading failed.
+    """
+    notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
+    plans: list[CopyPlan] = []
+    if live.stage:
+        shape = shape_of(live)
+        plans.append(plan_rank(fitted.checkpoint, shape, live.rank, tag=checkpoint.tag, fresh=fitted.fresh))
+        notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
+    for name in ("random_ltd", "curriculum_learning"):
+        enabled = getattr(live.engine, f"{name}_enabled", None)
+        if enabled is not None and enabled() and not options.weights_only:
+            notes.append(f"the state of {name} is not restored")
+    packing, packed = plan_packed(fitted.checkpoint, _replicated(live, fitted))
+    plans.append(packing)
+    whole = packing.files[0].nbytes
+    ranks = live.topology.data_parallel
+    slice_bytes = max(LEAST_SLICE_BYTES, -(-whole // (ranks * ALIGNMENT)) * ALIGNMENT)
+    first = min(whole, live.rank * slice_bytes)
+    own = bytearray(0 if options.dry_run else min(whole, first + slice_bytes) - first)
+    replicas = Replicas(packed=packed, nbytes=whole, slice_bytes=slice_bytes, own=own)
+    nbytes = plans[0].nbytes_read if live.stage else 0
+    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in packed)
+    prepared = Prepared(
+        method="planned",
+        checkpoint=checkpoint,
+        fitted=fitted,
+        notes=tuple(notes),
+        nbytes_read=nbytes,
+        replicas=replicas,
+    )
+    if options.dry_run:
+        return prepared
+    checks = checks_for(source_files(checkpoint), checkpoint, options.check)
+    prepared = replace(prepared, checks=checks)
+    with Sources(source_files(checkpoint), checks) as sources:
+        if live.rank == 0:
+            for problem in failed_proofs(sample_proofs(checkpoint), advance=lambda _: None, sources=sources):
+                raise problem
+        if own:
+            with PlannedFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
+                file.seek(first)
+                file.readinto(own)
+        read = []
+        for target in plans[0].files if live.stage else ():
+            with PlannedFile(plans[0], target, sources, memory=options.memory_bytes) as file:
+                read.append(read_objects(file, options.allow))
+        sources.check_unchanged()
+    if not read:
+        return prepared
+    optimizer, model = read
+    states = optimizer["optimizer_state_dict"]
+    _check_partitions(live, checkpoint, states)
+    _fill_missing(live, fitted, states, model)
+    _complete(live, checkpoint, states)
+    return replace(prepared, optimizer=optimizer, model=model)
+
+
+def _replicated(live: LiveEngine, fitted: Fitted) -> dict[str, State]:
+    """State that all ranks of the engine hold alike: buffers; below stage 3 frozen parameters; without ZeRO all."""
+    replicated = dict(fitted.buffers)
+    for p in fitted.checkpoint.parameters:
+        if (p.frozen and live.stage < 3) or not live.stage:
+            state = p.states.get(MASTER) or p.states.get(MODULE)
+            if state is not None:
+                replicated[p.name] = state
+    return replicated
+
+
+def _masters(states: Mapping[str, Any]) -> list[Any]:
+    return list(
+        states["fp32_flat_groups"] if "fp32_flat_groups" in states else states["single_partition_of_fp32_groups"]
+    )
+
+
+def _check_partitions(live: LiveEngine, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
+    masters = _masters(states)
+    paddings = states.get("group_paddings") or [0] * len(masters)
+    planned = [m.numel() + padding for m, padding in zip(masters, paddings, strict=True)]
+    own = [int(m.numel()) for m in live.masters]
+    if planned != own:
+        problem = f"partitions of {planned} elements were planned, and the engine of DeepSpeed {version()} has {own}"
+        raise LayoutError(checkpoint.location, problem, "convert it, and use engine.load_checkpoint")
+
+
+def _fill_missing(live: LiveEngine, fitted: Fitted, states: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Fill fp32 master weights that the checkpoint lacks from the engine."""
+    missing = set(fitted.missing)
+    for number, (planned, own) in enumerate(zip(_masters(states), live.masters, strict=True) if missing else ()):
+        if live.stage < 3:
+            places = {n: (f.start, f.numel) for n, f in states["param_slice_mappings"][number].items()}
+        else:
+            places, at = {}, 0
+            for name, shape in model["param_shapes"][number].items():
+                size = piece(math.prod(shape), live.topology.data_parallel)
+                places[name] = (at, size)
+                at += size
+        for name, (start, numel) in places.items():
+            if name in missing:
+                planned[start : start + numel].copy_(own.detach()[start : start + numel])
+
+
+def _complete(live: LiveEngine, checkpoint: Checkpoint, states: dict[str, Any]) -> None:
+    """Fill settings that the checkpoint lacks from the engine."""
+    base = states.get("optimizer_state_dict") or states["base_optimizer_state"]
+    groups = zip(base["param_groups"], live.hyperparameters, strict=True)
+    base["param_groups"] = [{**own, **saved} for saved, own in groups]
+    if checkpoint.format != "zero":
+        states.pop("clip_grad", None)
+    if not keeps_loss_scale(live, checkpoint):
+        states["loss_scaler"] = getattr(live.optimizer, "loss_scaler", states["loss_scaler"])
+        states["dynamic_loss_scale"] = getattr(live.optimizer, "dynamic_loss_scale", states["dynamic_loss_scale"])

@@ -1,0 +1,77 @@
+"""Checks of the arguments of a save, made before any rank writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpttool._version import __version__
+from ckpttool.commit.manifest import REPLACED
+from ckpttool.commit.marks import PARTIAL
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
+from ckpttool.storage import MANIFEST, MARK
+
+MAX_NAME_BYTES = 200
+"""Longest part of a tag: names are limited to 255 bytes, and suffixes are added while it is replaced or removed."""
+NOT_TAGS = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
+"""Names that lie beside tags."""
+CHOOSE = "choose another tag"
+
+
+def checked_tag(given: Any) -> str:
+    """A tag as a name of a directory.
+
+    Raises:
+        ArgumentError: It cannot be one.
+    """
+    tag = str(given)
+    if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
+        problem = f"cannot be {brief(tag)}: a tag is printable, and no part of it begins with a dot"
+        raise ArgumentError("tag", problem, CHOOSE)
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in tag.split("/")):
+        problem = f"cannot be {brief(tag, 40)}: no part of a tag may be longer than {MAX_NAME_BYTES} bytes"
+        raise ArgumentError("tag", problem, CHOOSE)
+    if tag in NOT_TAGS or tag.endswith((REPLACED, PARTIAL, ".removed")):
+        raise ArgumentError("tag", f"cannot be {brief(tag)}: files of that name lie beside checkpoints", CHOOSE)
+    return tag
+
+
+def check_client_state(client_state: Any) -> None:
+    """Refuse client state whose names would not come back on restore.
+
+    Raises:
+        ArgumentError: It is no mapping, or has a name that is not text or is DeepSpeed's.
+    """
+    from ckpttool.formats.zero.module import ENGINE_KEYS
+
+    if not isinstance(client_state, Mapping):
+        problem = f"is a {type(client_state).__name__}, not a mapping"
+        raise ArgumentError("client_state", problem, 'pass a dict, as client_state={"step": step}')
+    for name in client_state:
+        if not isinstance(name, str):
+            raise ArgumentError("client_state", f"has the name {brief(name)}, which is not text", "use text as names")
+    if taken := sorted(set(client_state) & (ENGINE_KEYS | {"folding"})):
+        problem = f"has names that DeepSpeed uses in the same file: {', '.join(taken)}"
+        raise ArgumentError("client_state", problem, "use other names")
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as floats.
+
+    Raises:
+        ArgumentError: They are no mapping of names to numbers.
+    """
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
+        problem = f"are not a mapping of names to numbers ({type(error).__name__}: {error})"
+        raise ArgumentError("metrics", problem, "pass floats, and leave out what was not measured") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that save, for the manifest."""
+    import deepspeed
+    import torch
+
+    return {"ckpttool": __version__, "deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)}
