@@ -116,7 +116,7 @@ class CopyReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
 
 
-def consolidate(
+def consolidate(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
     *,

@@ -85,7 +85,7 @@ class ConvertReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
 
 
-def convert(
+def convert(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
     *,

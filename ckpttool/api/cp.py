@@ -49,7 +49,7 @@ class TransferReport:
     """Comparisons with recorded checksums; None if nothing was copied, and for ``check="off"``."""
 
 
-def cp(
+def cp(  # noqa: PLR0913  public API
     src: Source,
     dst: str | os.PathLike[str],
     *,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
-def diff(
+def diff(  # noqa: PLR0913  public API
     a: Source,
     b: Source,
     *,

@@ -38,7 +38,7 @@ class ExtractReport:
     """Comparisons with recorded checksums; None for ``check="off"``."""
 
 
-def extract(
+def extract(  # noqa: PLR0913  public API
     src: Source | Checkpoint,
     name: str,
     *,
@@ -89,7 +89,7 @@ def extract(
     return values
 
 
-def extract_to_file(
+def extract_to_file(  # noqa: PLR0913  public API
     src: Source,
     name: str,
     out: str | os.PathLike[str],

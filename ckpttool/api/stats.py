@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
-def stats(
+def stats(  # noqa: PLR0913  public API
     src: Source,
     *,
     tag: str | None = None,

@@ -42,7 +42,7 @@ TIMEOUT = 1800.0
 """Default of the seconds that a rank may be behind the others."""
 
 
-def load(
+def load(  # noqa: PLR0913  public API
     engine: Any,
     src: Source,
     *,

@@ -85,6 +85,7 @@ def read_partitions(
         return prepared
     checks = checks_for(source_files(checkpoint), checkpoint, options.check)
     prepared = replace(prepared, checks=checks)
+    read = []
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
             for problem in failed_proofs(sample_proofs(checkpoint), advance=lambda _: None, sources=sources):
@@ -93,18 +94,26 @@ def read_partitions(
             with PlannedFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
                 file.seek(first)
                 file.readinto(own)
-        read = []
         for target in plans[0].files if live.stage else ():
             with PlannedFile(plans[0], target, sources, memory=options.memory_bytes) as file:
                 read.append(read_objects(file, options.allow))
         sources.check_unchanged()
-    if not read:
-        return prepared
-    optimizer, model = read
+    return _with_partitions(live, prepared, *read) if read else prepared
+
+
+def _with_partitions(
+    live: LiveEngine, prepared: Prepared, optimizer: dict[str, Any], model: dict[str, Any]
+) -> Prepared:
+    """Add this rank's partitions, completed with the engine's values.
+
+    Raises:
+        LayoutError: The engine's partitions have other sizes.
+    """
     states = optimizer["optimizer_state_dict"]
-    _check_partitions(live, checkpoint, states)
-    _fill_missing(live, fitted, states, model)
-    _complete(live, checkpoint, states)
+    _check_partitions(live, prepared.checkpoint, states)
+    if prepared.fitted is not None:
+        _fill_missing(live, prepared.fitted, states, model)
+    _complete(live, prepared.checkpoint, states)
     return replace(prepared, optimizer=optimizer, model=model)
 
 

@@ -80,7 +80,7 @@ class CheckpointManager:
         ArgumentError: A rule is malformed, or signals cannot be watched: only in the main thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  public API
         self,
         root: str | os.PathLike[str],
         *,

@@ -39,7 +39,7 @@ class Incompatible(NamedTuple):
     """Of the checkpoint."""
 
 
-def load_state_dict(
+def load_state_dict(  # noqa: PLR0913  public API
     src: Source,
     *,
     tag: str | None = None,
