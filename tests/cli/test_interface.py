@@ -19,7 +19,7 @@ import click
 import pytest
 
 import ckpttool as api
-from ckpttool.cli import _output, cli
+from ckpttool.cli import COMMANDS, _output, cli
 from ckpttool.cli._errors import with_flags
 from ckpttool.errors import ArgumentError, CkptError, PlanError
 from tests import damage
@@ -128,7 +128,14 @@ def test_version() -> None:
 
 
 def _commands() -> list[tuple[str, click.Command]]:
-    return [("", cli), *sorted(cli.commands.items())]
+    context = click.Context(cli)
+    return [("", cli), *((name, _command(name)) for name in cli.list_commands(context))]
+
+
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
 
 
 @pytest.mark.parametrize(("name", "command"), _commands(), ids=lambda c: c or "ckpttool" if isinstance(c, str) else "")
@@ -150,16 +157,16 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
             assert (parameter.name or "").upper() in done.stdout
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     """--json and --debug are about printing, and so are inspect's views; the library knows no such thing."""
     printing = {"as_json", "debug", "view", "digest"} | ({"name"} if name == "inspect" else set())
     printing |= {"no_check"}  # another way to say --check off
     printing |= {"follow_links", "open_budget"}  # other ways to say --storage-option follow_links=true
     function = python_inspect.signature(getattr(api, {"extract": "extract_to_file"}.get(name, name))).parameters
-    command = {p.name for p in cli.commands[name].params}
+    command = {p.name for p in _command(name).params}
     assert command - printing == set(function) - {"progress"}
-    for option in cli.commands[name].params:
+    for option in _command(name).params:
         if isinstance(option, click.Option) and option.name not in printing:
             called = (option.name or "").replace("_", "-")
             # An option that may be repeated is called as one, the parameter as all of them.
