@@ -83,7 +83,7 @@ class Budget:
 
     def _exceeded(self, what: Allowance, path: str) -> ContainerError:
         problem = f"to open it takes more than {self._limit(what):,.0f} {what.unit}, too much for its size"
-        return ContainerError(path, problem, "is it meant to harm? if not, pass --open-budget 10")
+        return ContainerError(path, problem, "if you trust the file, set open_budget=10", ("open_budget",))
 
 
 _CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)

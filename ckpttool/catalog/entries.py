@@ -274,7 +274,7 @@ def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) ->
     """A link that leaves the root: what it leads to is not looked at."""
     return CatalogEntry(
         name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
-        problem="is a link that leaves the root; pass --follow-links to look there", latest=latest, link=link,
+        problem="is a link that leaves the root: follow_links is not set", latest=latest, link=link,
         metrics={}, reported=reported,
     )  # fmt: skip
 

@@ -101,7 +101,7 @@ def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
             found = True
             yield key, state
     if not found:
-        raise PlanError(c.location, f"holds no parameter {name}", "see ckpttool inspect --params for the names")
+        raise PlanError(c.location, f"holds no parameter {name}", "inspect --params lists the names")
 
 
 def _state(s: State) -> dict[str, Any]:

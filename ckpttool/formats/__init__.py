@@ -148,7 +148,9 @@ def _open(
         for directory in directories:
             if posixpath.basename(directory) != posixpath.basename(location.directory):
                 problem = f"is of another tag than {location.directory}"
-                raise LayoutError(directory, problem, "pass directories of one checkpoint, or choose with --tag")
+                raise LayoutError(
+                    directory, problem, "pass directories of one checkpoint, or choose with tag", ("tag",)
+                )
         location = Location(location.root, location.directory, location.tag, tuple(directories))
     location = replace(location, trust_names=trust_names)
     for directory in {location.root, location.directory} if not unfinished else ():

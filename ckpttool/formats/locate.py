@@ -77,7 +77,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
     if tag is not None:
         if not _is_there(storage, src, tag):
             raise LayoutError(
-                src, f"holds no checkpoint of tag {brief(tag, 200)}", _choose(_tags(storage, src, entries))
+                src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(_tags(storage, src, entries))
             )
     elif latest := next((n for n in (LATEST, LATEST_UNIVERSAL) if _is_file(storage, posixpath.join(src, n))), None):
         tag = _read_latest(storage, src, entries, latest)
@@ -91,7 +91,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         if not tags:
             raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
         if len(tags) > 1:
-            raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", _choose(tags))
+            raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
     return Location(src, posixpath.join(src, tag), tag)
 
@@ -117,9 +117,9 @@ def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) 
     text = storage.read_text(path).strip().removeprefix("\ufeff").strip()
     tag = "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
     if not _is_name(tag):
-        raise LayoutError(path, "does not name a tag", _choose(_tags(storage, src, entries)))
+        raise LayoutError(path, "does not name a tag", *_choose(_tags(storage, src, entries)))
     if not _is_there(storage, src, tag):
-        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", _choose(_tags(storage, src, entries)))
+        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(_tags(storage, src, entries)))
     return tag
 
 
@@ -167,10 +167,10 @@ def _look_elsewhere(entries: list[Entry]) -> str:
     return "pass a checkpoint root (with a file named latest) or a tag's directory"
 
 
-def _choose(tags: list[str]) -> str:
+def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:
     if not tags:
-        return "no other checkpoint is there: restore it from a copy"
-    return f"choose one with --tag: {', '.join(tags)}"
+        return "no other checkpoint is there: restore it from a copy", ()
+    return f"choose one with tag: {', '.join(tags)}", ("tag",)
 
 
 def _is_name(tag: str) -> bool:

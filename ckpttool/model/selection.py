@@ -54,9 +54,7 @@ def find(checkpoint: Checkpoint, name: str, key: str) -> State:
     stored = checkpoint.aliases.get(name, name)
     held = {k: s for owner, k, s in checkpoint.states() if owner == stored}
     if not held:
-        raise PlanError(
-            checkpoint.location, f"holds no parameter {name}", "see ckpttool inspect --params for the names"
-        )
+        raise PlanError(checkpoint.location, f"holds no parameter {name}", "inspect lists the names")
     order = (MODULE, MASTER, "buffer") if checkpoint.ahead else (MASTER, MODULE, "buffer")
     state = next((held[k] for k in (order if key == WEIGHTS else (key,)) if k in held), None)
     if state is None:

@@ -51,11 +51,13 @@ def select_adapter(checkpoint: Checkpoint, *, source: str, dtype: str) -> Weight
     names = {name: found for name in parameters if (found := adapter_name(name))}
     adapters = sorted({adapter for adapter, _ in names.values()})
     if not adapters:
-        hint = "consolidate without --adapter-only"
-        raise PlanError(checkpoint.location, "holds no PEFT adapter: no parameter is named like one", hint)
+        hint = "leave out adapter_only=True"
+        problem = "holds no PEFT adapter: no parameter is named like one"
+        raise PlanError(checkpoint.location, problem, hint, ("adapter_only",))
     if len(adapters) > 1:
         problem = f"holds several adapters: {', '.join(adapters)}"
-        raise PlanError(checkpoint.location, problem, "consolidate without --adapter-only, with --include '*.NAME.*'")
+        hint = "leave out adapter_only=True, and choose one with include '*.NAME.*'"
+        raise PlanError(checkpoint.location, problem, hint, ("adapter_only", "include"))
     chosen = select_weights(
         checkpoint, source=source, dtype=dtype, include=(), exclude=(), exclude_frozen=False, only=frozenset(names)
     )

@@ -99,7 +99,7 @@ def plan_dcp(checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, pr
     for entry in _entries(checkpoint, builder):
         if entry.fqn in where:
             problem = f"has two things that would both be {entry.fqn:.200}"
-            raise PlanError(checkpoint.location, problem, "convert it with --to zero or --to universal")
+            raise PlanError(checkpoint.location, problem, "convert it to zero or to universal")
         if shard and size + entry.file.nbytes > max_file_bytes:
             files.append(_shard(len(files), shard))
             shard, size = [], 0

@@ -43,7 +43,9 @@ def plan_safetensors(
     for name in [*(w.name for w in selection.weights), *selection.aliases]:
         if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
             problem = f"a tensor is named {brief(name, 200)}"
-            raise PlanError(checkpoint.location, problem, "safetensors cannot hold it; --exclude it")
+            raise PlanError(
+                checkpoint.location, problem, "leave it out with exclude: safetensors cannot hold it", ("exclude",)
+            )
     builder = CopyBuilder(checkpoint)
     shards = split_into_shards(selection.weights, max_shard_bytes)
     names = shard_names(stem, "safetensors", len(shards))

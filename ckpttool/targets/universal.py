@@ -84,7 +84,7 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, proofs: Proofs | None = 
 
 def _check_tag(tag: str) -> None:
     if not tag.isprintable() or tag != tag.strip() or any(not _is_name(part) for part in tag.split("/")):
-        raise PlanError(repr(tag), "cannot name a directory", "choose another --tag")
+        raise PlanError(repr(tag), "cannot name a directory", "choose another tag", ("tag",))
 
 
 def _is_name(name: str) -> bool:
@@ -119,7 +119,7 @@ def _check_groups(checkpoint: Checkpoint) -> dict[str, int]:
         for name in (parameter.name, *(f"{key}.pt" for key in parameter.states)):
             if not _is_name(name):
                 problem = f"{brief(name, 300)} cannot name a directory, as universal checkpoints need"
-                raise PlanError(checkpoint.location, problem, "convert it with --to zero")
+                raise PlanError(checkpoint.location, problem, "convert it to zero")
     return result
 
 

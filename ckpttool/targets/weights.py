@@ -91,13 +91,12 @@ def select_weights(
                 continue
             if not castable(state.dtype, dtype):
                 problem = f"{parameter.name} is {state.dtype} and cannot be cast to {SHORT_NAMES[dtype]}"
-                raise PlanError(checkpoint.location, problem, "leave it out with --exclude")
+                raise PlanError(checkpoint.location, problem, "leave it out with exclude", ("exclude",))
             weights.append(Weight(parameter.name, state, dtype))
     weights += [Weight(b.name, b.state, b.state.dtype) for b in checkpoint.buffers if b.name in wanted]
     if not weights:
-        raise PlanError(
-            checkpoint.location, "no parameter is left to write", "check --include, --exclude, --exclude-frozen"
-        )
+        globs = ("include", "exclude", "exclude_frozen")
+        raise PlanError(checkpoint.location, "no parameter is left to write", f"check {', '.join(globs)}", globs)
     aliases = {a: n for a, n in checkpoint.aliases.items() if n in wanted and matches(a)}
     return WeightSelection(tuple(weights), aliases)
 
@@ -105,7 +104,7 @@ def select_weights(
 def _weights_of(checkpoint: Checkpoint, parameter: Parameter, source: str) -> State:
     if source == "module" and MODULE not in parameter.states:
         problem = f"keeps no copy of {parameter.name} but the master: stage 3 saves none"
-        raise PlanError(checkpoint.location, problem, "leave --weights at masters")
+        raise PlanError(checkpoint.location, problem, "leave weights at masters", ("weights",))
     return checkpoint.weights(parameter) if source == "masters" else parameter.states[MODULE]
 
 

@@ -199,7 +199,7 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
 def test_what_cannot_be_extracted_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "x.npy"
     for arguments, told in (
-        (["nothing", "-o", out], "holds no parameter nothing; see ckpttool inspect --params for the names"),
+        (["nothing", "-o", out], "holds no parameter nothing; inspect lists the names"),
         (["up.weight", "-o", out, "--state", "sum"], "holds no sum of up.weight; choose one of fp32, exp_avg"),
         (["up.weight", "-o", out, "--part", "0,0,0"], "--part: has 3 indices, but the shape is (37, 18); leave out"),
         (["up.weight", "-o", out, "--part", "37"], "--part: has 37 for a dimension of 37; choose an index"),

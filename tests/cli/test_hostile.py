@@ -142,7 +142,7 @@ def test_name_that_safetensors_cannot_hold_is_refused(
     root = checkpoint_copy(ZERO2)
     damage.rename_parameter(root, "up.weight", called)
     error = ckpttool("consolidate", root, tmp_path / "out", "--to", "safetensors").error
-    assert f"a tensor is named {called!r}; safetensors cannot hold it; --exclude it" in error
+    assert f"a tensor is named {called!r}; leave it out with --exclude: safetensors cannot hold it" in error
     assert not (tmp_path / "out").exists()
     assert ckpttool("inspect", root, "--params").code == 0
     assert ckpttool("consolidate", root, tmp_path / "out", "--to", "torch").code == 0

@@ -110,7 +110,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_parameter_that_is_not_there_is_an_error() -> None:
     for options in ([], ["--json"]):
         error = ckpttool("inspect", ZERO3, "--param", "up.weigth", *options).error
-        assert error.endswith("holds no parameter up.weigth; see ckpttool inspect --params for the names")
+        assert error.endswith("holds no parameter up.weigth; inspect --params lists the names")
         assert "holds no parameter ;" in ckpttool("inspect", ZERO3, "--param", "", *options).error
 
 

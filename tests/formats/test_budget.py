@@ -102,7 +102,7 @@ def test_budget_grows_with_the_files_and_with_the_factor() -> None:
     assert small.left(MEMORY) == MEMORY.base
     assert large.left(MEMORY) == MEMORY.base + MEMORY.per_byte * (1 << 40)
     assert doubled.left(MEMORY) == 2 * MEMORY.base
-    with pytest.raises(ContainerError, match=r"chunks of tensors, too much for its size; .* --open-budget"):
+    with pytest.raises(ContainerError, match=r"chunks of tensors, too much for its size; .* open_budget"):
         small.take(CHUNKS, CHUNKS.base + 1, "run/.metadata")
     doubled.take(CHUNKS, CHUNKS.base + 1, "run/.metadata")
 

@@ -79,7 +79,7 @@ def test_a_tag_can_be_chosen(tmp_path: Path) -> None:
     assert locate(STORAGE, str(tmp_path), None).tag == "global_step10"
     assert locate(STORAGE, str(tmp_path), "global_step9").tag == "global_step9"
     with pytest.raises(
-        CkptError, match=r"no checkpoint of tag '\.\./x'; choose one with --tag: global_step9, global_step10"
+        CkptError, match=r"no checkpoint of tag '\.\./x'; choose one with tag: global_step9, global_step10"
     ):
         locate(STORAGE, str(tmp_path), "../x")
     (tmp_path / "latest").unlink()
@@ -91,7 +91,7 @@ def test_a_tag_can_be_chosen(tmp_path: Path) -> None:
 def test_a_latest_that_names_nothing_sensible_is_refused(tmp_path: Path, content: str) -> None:
     shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / "global_step3")
     (tmp_path / "latest").write_text(content)
-    with pytest.raises(CkptError, match="choose one with --tag: global_step3"):
+    with pytest.raises(CkptError, match="choose one with tag: global_step3"):
         locate(STORAGE, str(tmp_path), None)
 
 

@@ -268,9 +268,9 @@ def test_stage_3_records_who_shares_the_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "stage", "words"),
     [
-        ("moe-zero2-dp4-ep2-bf16", 3, 2, "over 2 ranks each, which 3 is no multiple of; choose a --world-size"),
-        ("autoep-zero3-dp4-ep2-bf16", 1, 3, "over 2 ranks each, which 1 is no multiple of; choose a --world-size"),
-        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose --stage 1 or 2"),
+        ("moe-zero2-dp4-ep2-bf16", 3, 2, "over 2 ranks each, which 3 is no multiple of; choose a world_size"),
+        ("autoep-zero3-dp4-ep2-bf16", 1, 3, "over 2 ranks each, which 1 is no multiple of; choose a world_size"),
+        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose stage 1 or 2"),
     ],
 )
 def test_experts_that_cannot_be_spread_so_are_refused(

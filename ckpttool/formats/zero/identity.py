@@ -34,7 +34,8 @@ UNNAMED = "archive"
 """What torch calls an archive that it did not write to a path."""
 SAMPLE_BYTES = 1 << 12
 """Bytes of a tensor that are looked at to tell whether it is one value again and again."""
-HINT = "restore the files from a copy; if it was renamed on purpose, trust the names (trust_names, --trust-names)"
+HINT = "restore the files from a copy; after a deliberate rename, set trust_names=True"
+OPTIONS = ("trust_names",)
 
 
 def archive_name(file: TorchFile) -> str | None:
@@ -61,7 +62,7 @@ def renamed(name: str, kind: str, file: TorchFile) -> LayoutError | None:
     if kind != "state" and parse_name(f"{saved_as}.pt") is None:
         return None  # a name of no rank: it was written under a temporary one
     problem = f"was saved as {brief(saved_as, 200)}, by the names of its records: files were renamed or swapped"
-    return LayoutError(file.path, problem, HINT)
+    return LayoutError(file.path, problem, HINT, OPTIONS)
 
 
 def trusted_names(names: Sequence[str]) -> list[str]:
@@ -87,7 +88,7 @@ def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
         first = seen.setdefault(tuple((where.nbytes, recorded[where]) for where in places), file)
         if first is not file and _varying(storage, file) >= 2:
             problem = f"holds the same values as {posixpath.basename(first.path)}: one was copied over the other"
-            return LayoutError(file.path, problem, HINT)
+            return LayoutError(file.path, problem, HINT, OPTIONS)
     return None
 
 
@@ -234,7 +235,7 @@ def check_recorded_slices(
                 f"recorded {recorded[odd]:,} elements of {brief(odd, 200)} for its rank, but rank {rank} holds "
                 f"{expected.get(odd, 0):,}: files were renamed or swapped"
             )
-            raise LayoutError(fields.path, problem, HINT)
+            raise LayoutError(fields.path, problem, HINT, OPTIONS)
 
 
 def _numel(fragment: object) -> int | None:

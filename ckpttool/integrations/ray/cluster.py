@@ -20,8 +20,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ckpttool._version import __version__
-from ckpttool.errors import CkptError, PlanError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
+from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -58,10 +59,10 @@ class RayCluster:
 
     def __init__(self, address: str = "") -> None:
         if importlib.util.find_spec("ray") is None:
-            raise PlanError("Ray", "is not installed", "pip install 'ckpttool[ray]'")
+            raise PlanError("ray", "is not installed", "pip install 'ckpttool[ray]'")
         if not _ADDRESS.fullmatch(address):
-            hint = "write --ray=HOST:PORT, or --ray alone at the end of the command"
-            raise PlanError(address, "is no address of a Ray cluster", hint)
+            hint = "write ray=HOST:PORT; on the command line, an option without an address comes last"
+            raise ArgumentError("ray", f"is {brief(address)}, not the address of a Ray cluster", hint, ("ray",))
         self._address = address
         self._joined = False
         self._heard = False
@@ -119,7 +120,7 @@ class RayCluster:
         except Exception as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "check the address, and that Ray and Python are of the same release there"
-            raise PlanError(address or "Ray", f"cannot be joined: {said}", hint) from error
+            raise PlanError(address or "ray", f"cannot be joined: {said}", hint) from error
         finally:
             # Ray's own way of being told to stop removes nothing of what was written.
             if handler is not None and threading.current_thread() is threading.main_thread():
@@ -236,7 +237,7 @@ def _pickled(thing: Work | Task) -> bytes:
         raise
     except Exception as error:
         problem = f"cannot be handed to other processes ({type(error).__name__})"
-        raise PlanError("the storage", problem, "leave out --ray") from error
+        raise PlanError("storage_options", problem, "leave out ray", ("ray",)) from error
 
 
 def _outcome(ref: Any, task: Task) -> Done:
@@ -253,9 +254,11 @@ def _outcome(ref: Any, task: Task) -> Done:
         raise  # a mistake of ours, as it would be raised here
     except ray.exceptions.RayError as error:
         problem = f"was not written: Ray gave up after {RETRIES} retries ({type(error).__name__})"
-        raise StorageError(task.name, problem, "see Ray's logs; is there memory for --memory in each task?") from error
+        raise StorageError(
+            task.name, problem, "see Ray's logs; each task needs the memory of its own", ("memory",)
+        ) from error
     if isinstance(outcome, str):
-        raise PlanError("Ray", outcome, f"install ckpttool {__version__} on every node")
+        raise PlanError("ray", outcome, f"install ckpttool {__version__} on every node")
     if isinstance(outcome, CkptError):
         raise outcome
     done: Done = outcome

@@ -160,7 +160,9 @@ class Experts:
             return [Share(everyone, {n: Held(n, 0, self._parameters[n].shape) for n in names})]
         if self._ranks % parallel:
             problem = f"spreads experts over {parallel} ranks each, which {self._ranks} is no multiple of"
-            raise PlanError(self._location, problem, f"choose a --world-size that is a multiple of {parallel}")
+            raise PlanError(
+                self._location, problem, f"choose a world_size that is a multiple of {parallel}", ("world_size",)
+            )
         count = self._ranks // parallel
         if parallel != self._were_over(group):
             names = self._in_order(group, names)

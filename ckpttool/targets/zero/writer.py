@@ -93,7 +93,7 @@ def _check_hyperparameters(checkpoint: Checkpoint) -> None:
                 f"holds no hyper-parameters (lr, betas, ...) of group {number}, as is the way of elastic_checkpoint: "
                 "a run that loads the result could not take a step"
             )
-            hint = "resume with ckpttool.load(engine, ...), or convert --to universal: both keep the run's own"
+            hint = "resume with ckpttool.load(engine, ...), or convert to universal: both keep the run's own"
             raise PlanError(checkpoint.location, problem, hint)
         lost = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
         if lost:
@@ -156,13 +156,14 @@ def shape_for(
         ValueError: A number is out of range.
     """
     if ranks is None:
-        raise PlanError(checkpoint.location, "cannot be re-partitioned over an unknown number of ranks", "--world-size")
+        problem = "cannot be re-partitioned over an unknown number of ranks"
+        raise PlanError(checkpoint.location, problem, "give world_size", ("world_size",))
     config = checkpoint.ds_config.get("zero_optimization")
     config = config if isinstance(config, dict) else {}
     if stage is None:
         stage = checkpoint.stage or config.get("stage") or None
     if stage is None:
-        raise PlanError(checkpoint.location, "is of no ZeRO stage", "choose one with --stage")
+        raise PlanError(checkpoint.location, "is of no ZeRO stage", "choose one with stage", ("stage",))
     if not 1 <= ranks <= 1 << 20 or stage not in {1, 2, 3} or not (sub_group_size or 1) > 0:
         raise ValueError(f"cannot write stage {stage} for {ranks} ranks")
     size = config.get("sub_group_size", SUB_GROUP_SIZE) if sub_group_size is None else sub_group_size
@@ -172,10 +173,10 @@ def shape_for(
     masters_alone = checkpoint.format == "dcp" and bool(checkpoint.groups)
     if masters_alone and dtype is None:
         problem = "holds masters, and does not say what the run computes in"
-        raise PlanError(checkpoint.location, problem, "choose --dtype bf16, fp16 or fp32")
+        raise PlanError(checkpoint.location, problem, "choose dtype bf16, fp16 or fp32", ("dtype",))
     if dtype is not None and dtype != checkpoint.dtype and checkpoint.groups and not masters_alone:
         problem = f"was trained in {checkpoint.dtype}, and its 16-bit copies and loss scale follow that"
-        raise PlanError(checkpoint.location, problem, "leave out --dtype; it is for weights alone")
+        raise PlanError(checkpoint.location, problem, "leave out dtype, which is for weights alone", ("dtype",))
     if expert_parallel is not None and not 1 <= expert_parallel <= ranks:
         raise ValueError(f"cannot spread experts over {expert_parallel} of {ranks} ranks")
     return Shape(ranks, stage, size, round_robin, dtype or checkpoint.dtype, expert_parallel)
@@ -268,19 +269,19 @@ class _Writer:
         others = [p.name for p in c.parameters if p.frozen] if c.format == "dcp" else []
         if self.shape.stage == 3 and others:
             problem = f"does not say whether {others[0]} is a frozen parameter or a buffer, which stage 3 keeps apart"
-            hint = "choose --stage 1 or 2, or convert the checkpoint that it was made from"
-            raise PlanError(c.location, problem, hint)
+            hint = "choose stage 1 or 2, or convert the checkpoint that it was made from"
+            raise PlanError(c.location, problem, hint, ("stage",))
         if self.shape.stage == 3:
             if any(NATIVE.fullmatch(p.name) for p in c.parameters):
                 problem = "trains DeepSpeed's own mixture of experts, which has no stage 3"
-                raise PlanError(c.location, problem, "choose --stage 1 or 2")
+                raise PlanError(c.location, problem, "choose stage 1 or 2", ("stage",))
             int8 = [p.name for p in c.parameters if p.frozen and p.numel and _value(p).dtype == "I8"]
             if int8:
                 problem = (
                     f"has frozen parameter {int8[0]} in int8, which at stage 3 cannot be told from one that ZeRO++ "
                     "quantised without saving its scale"
                 )
-                raise PlanError(c.location, problem, "choose --stage 1 or 2")
+                raise PlanError(c.location, problem, "choose stage 1 or 2", ("stage",))
             empty = [n for names in self.names for n in names if self.parameters[n].numel == 0]
             if empty:
                 raise PlanError(c.location, f"trains {empty[0]}, which has no elements", "stage 3 cannot hold it")
@@ -316,7 +317,8 @@ class _Writer:
         if len(dtypes) > 1 and key == MASTER and not self.fresh.isdisjoint(names):
             return "F32"  # weights of which there is a 16-bit copy alone
         if len(dtypes) > 1:
-            raise PlanError(self.checkpoint.location, f"has {key} in {sorted(dtypes)} in one group", "")
+            problem = f"has {key} in {sorted(dtypes)} in one group"
+            raise PlanError(self.checkpoint.location, problem, "convert it to universal, which keeps each type")
         return dtypes.pop() if dtypes else "F32"
 
     def _name(self, kind: str, rank: int) -> str:
@@ -680,7 +682,9 @@ def carried(file: TorchFileBuilder, checkpoint: Checkpoint, value: Any) -> Any:
             if ref.key not in storages:
                 where = checkpoint.carried.get(ref.key)
                 if where is None:
-                    raise PlanError(checkpoint.location, "carries a tensor that cannot be found", "")
+                    raise PlanError(
+                        checkpoint.location, "refers to a tensor that its files lack", "restore the files from a copy"
+                    )
                 storages[ref.key] = file.storage(ref.dtype, ref.numel, [Piece(where, ref.dtype, 0)])
             return TensorRef(
                 storages[ref.key], item.dtype, item.offset, item.shape, item.stride, item.requires_grad, item.parameter
