@@ -218,7 +218,7 @@ def test_a_configuration_for_universal_checkpoints_does_not_matter(loaded: dict[
     engine = _plain(loaded, "flag")
     assert engine.error == ""
     assert _differing(engine, PLAIN) == []
-    assert "load_universal in the engine's configuration was passed over" in " ".join(engine.facts["report"]["notes"])
+    assert "load_universal in the engine's configuration is ignored" in " ".join(engine.facts["report"]["notes"])
 
 
 def test_a_run_in_another_type_keeps_its_own_loss_scale(loaded: dict[str, Loaded]) -> None:
