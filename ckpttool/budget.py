@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OPTION = "open_budget"
-"""The option of a storage that multiplies what is allowed."""
+"""The storage option that multiplies the limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Budget:
         return self._limit(what) - self._taken.get(what, 0)
 
     def take(self, what: Allowance, amount: float, path: str) -> None:
-        """Count what is taken for a file.
+        """Count an allowance that a file uses.
 
         Raises:
             ContainerError: It is more than is allowed, or the open has taken too long.
@@ -111,7 +111,7 @@ def saw(path: str, nbytes: int) -> None:
 
 
 def take(what: Allowance, amount: float, path: str) -> None:
-    """Count what is taken, where an open is going on.
+    """Count an allowance of the open that is running.
 
     Raises:
         ContainerError: It is more than is allowed.

@@ -24,7 +24,7 @@ def default_jobs(*, distant: bool = False) -> int:
 
 
 class Once(Generic[T]):
-    """What is made when it is first asked for: who asks meanwhile waits for it, and if that fails all are told.
+    """Thread-safe lazy value; callers block while it is computed, and all of them get its error.
 
     Args:
         make: Makes it; called once at most.

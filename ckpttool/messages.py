@@ -1,4 +1,4 @@
-"""What may stand in a message: values of bounded length, texts that drive no terminal, URLs without secrets.
+"""Safe text for messages: values of bounded length, no terminal codes, URLs without secrets.
 
 Everything that leaves this process for people or logs (errors, log lines, tables, JSON, tracebacks) goes through here.
 """
@@ -56,7 +56,7 @@ def _inner_url(path: str) -> tuple[str, str, str]:
 
 
 def _cut_query(rest: str) -> tuple[str, str]:
-    """What comes before the query, and what is shown of it."""
+    """The text before the query, and the printable part of the query."""
     for mark in "?#":
         before, found, query = rest.partition(mark)
         if found and "=" in query:

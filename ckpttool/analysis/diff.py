@@ -90,7 +90,7 @@ def compare(
     Optimizer states are compared if both have any.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
+        ChecksumError: The bytes read differ from those saved.
         StorageError: Reading failed.
     """
     matches = matcher(include, exclude)
@@ -181,7 +181,7 @@ def _compared(x: NDArray[Any], y: NDArray[Any], rtol: float, atol: float) -> tup
         # Nothing but infinity itself is near infinity.
         beyond = ~same & ~(np.isfinite(distance) & (distance <= atol + rtol * size))
         if exact:
-            beyond |= (x != y) & (distance == 0)  # integers beyond what a double holds
+            beyond |= (x != y) & (distance == 0)  # integers beyond the range of a double
         relative = np.where(same, 0.0, distance / size)
         relative = np.where(np.isnan(relative), math.inf, relative)
     return int(beyond.sum()), float(distance.max(initial=0.0)), float(relative.max(initial=0.0))

@@ -1,4 +1,4 @@
-"""A digest of what a checkpoint says, not of how it says it: the same at any stage, world size and format."""
+"""``digest``: a hash of names, shapes and values, independent of stage, world size and format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Digest:
 
 
 def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Digest:
-    """Read every value that counts, and digest it.
+    """Digest the weights and the optimizer's states.
 
     Args:
         checkpoint: The checkpoint.
@@ -73,7 +73,7 @@ def digest_of(
         checkpoint: Where they are.
         tensors: The tensors; their order does not matter.
         jobs: Threads.
-        dtypes: Types to cast tensors to first, by name, to foretell the digest of what they are written as.
+        dtypes: Types to cast tensors to first, by name, to compute the digest of an output in those types.
         advance: Told of bytes read.
     """
     files = source_files(checkpoint)

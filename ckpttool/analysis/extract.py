@@ -1,4 +1,4 @@
-"""One tensor out of a checkpoint, or a slice of it, in memory or in a file of its own."""
+"""``extract``: read one tensor or a slice of it, and encode it as a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
-    """Read a tensor or a part of it; bytes of other parts stay where they are.
+    """Read a tensor or a part of it; other bytes are not read.
 
     Args:
         checkpoint: Where it lies.
@@ -37,14 +37,14 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadCheck
         checks: Compares what is read with recorded checksums; None to read without.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
+        ChecksumError: The bytes read differ from those saved.
         StorageError: Reading failed.
         ArgumentError: ``part`` does not fit the shape.
     """
     ranges, dropped = _ranges(state.shape, part)
     shape = tuple(stop - start for start, stop in ranges)
     out = np.empty(math.prod(shape), dtype=numpy_dtype(state.dtype))
-    # From the last dimension that is cut on, elements lie in one run.
+    # From the last sliced dimension on, elements are contiguous.
     last = max((d for d, (r, n) in enumerate(zip(ranges, state.shape, strict=True)) if r != (0, n)), default=0)
     strides = [math.prod(state.shape[d + 1 :]) for d in range(len(shape))]
     run = shape[last] * strides[last] if shape else 1

@@ -60,7 +60,7 @@ def statistics(
     """Statistics of some tensors, in their order, each read once in small pieces.
 
     Raises:
-        ChecksumError: What was read is not what was saved.
+        ChecksumError: The bytes read differ from those saved.
         StorageError: Reading failed.
     """
     files = source_files(checkpoint)

@@ -60,7 +60,7 @@ class _Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A plan with what the report tells of it."""
+    """A plan, with facts for the report."""
 
     plan: CopyPlan
     selection: WeightSelection

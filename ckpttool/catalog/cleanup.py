@@ -1,4 +1,4 @@
-"""What is done after a save: old checkpoints go, and what killed saves have left."""
+"""Cleanup after a save: remove old checkpoints and leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 SCRATCH = ".ckpttool-scratch-"
-"""Begins the name of a directory for what a framework copies by itself."""
+"""Prefix of a directory for files that a framework copies by itself."""
 
 
 def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
-    """Remove what no rule keeps, and left-overs; what cannot be removed is told to the log, and tried again next time.
+    """Remove checkpoints that no rule keeps, and leftovers; failures are logged, and the next save tries again.
 
     Args:
         storage: Where.
         root: The directory of all checkpoints.
         rules: What to keep; None for all.
-        grace: Seconds that a left-over must be old, by the newest of its files.
+        grace: Age in seconds of leftovers to remove, counted from the newest of their files.
     """
     try:
         doomed = left_over(storage, root, grace=grace)
@@ -46,7 +46,7 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
         marks_left = [mark for mark in marks if storage.exists(mark)]
         marks_left += _partial_files(storage, root, grace=grace)
     except CkptError as error:
-        LOG.warning("old checkpoints were not looked at: %s", error)
+        LOG.warning("old checkpoints were not removed: %s", error)
         return
     removals = [partial(storage.remove_tree, path) for path in dict.fromkeys(doomed)]
     removals += [partial(storage.delete, [path]) for path in marks_left]
@@ -55,7 +55,7 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
             remove()
             LOG.info("removed %s", printable(path))
         except CkptError as error:
-            LOG.warning("could not remove what is not needed any more: %s", error)
+            LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
 
 
 def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
@@ -80,7 +80,7 @@ def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
 
 
 def left_over(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Directories that killed saves and removals have left."""
+    """Directories left over by killed saves and removals."""
     found = []
     here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
     for directory in dict.fromkeys([*here, *directories(storage, root)]):
@@ -101,7 +101,7 @@ def is_old(modified: float, grace: float) -> bool:
 
 
 def _partial_files(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Small files that were being written into a root when a process was killed."""
+    """Incomplete small files that a killed process left in a root."""
     entries = storage.listing(root) if storage.is_dir(root) else []
     found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
     return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]

@@ -1,4 +1,4 @@
-"""Copies a checkpoint from one storage to another: its files as they are, and what lies beside them."""
+"""Plan of ``cp``: the files of a checkpoint, unchanged, and its sidecar files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Beside:
     """What lies in a checkpoint's root, beside the directory of its tag."""
 
     carried: Mapping[str, bytes]
-    """Small files that belong to it, by name: configuration, what a trainer resumes from."""
+    """Sidecar files by name: configuration, and the state of a trainer."""
     notes: tuple[str, ...]
     """What is left behind."""
     modes: Mapping[str, int] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def _check_keys(directory: str, names: Collection[str]) -> None:
 
 
 def _records(storage: Storage, path: str) -> tuple[Record, ...]:
-    """The records of an archive that the checkpoint is not read from: a replica, or what is left over."""
+    """Records of an archive that no state of the checkpoint refers to: replicas and leftovers."""
     try:
         return archive_records(storage, path)
     except ContainerError:
@@ -182,6 +182,6 @@ def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapp
     try:
         named = open_checkpoint(root, tag=storage.read_text(path).strip(), options=options)
     except CkptError:
-        return True  # what it names cannot be resumed from
+        return True  # latest names a checkpoint that cannot be opened
     ours = (checkpoint.step or 0, natural_order(checkpoint.tag))
     return ours >= (named.step or 0, natural_order(named.tag))

@@ -60,7 +60,7 @@ class CatalogEntry:
     path: str
     """Its directory."""
     format: str | None
-    """As ``Checkpoint.format``; None where it cannot be told."""
+    """As ``Checkpoint.format``; None where it is unknown."""
     stage: int | None
     """ZeRO stage."""
     world_size: int | None
@@ -78,7 +78,7 @@ class CatalogEntry:
     latest: bool
     """Whether ``latest`` names it."""
     link: str | None
-    """The directory that a symbolic link leads to; None for what is none."""
+    """The target of a symbolic link; None for a directory."""
     metrics: Mapping[str, float]
     """Numbers in its client state, by the keys that lead to them, with dots between them; and what it was saved with as
     metrics."""
@@ -166,7 +166,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
         try:
             manifest = read_manifest(storage, directory)
         except CkptError:
-            continue  # nobody knows what it is worth: it is not counted, and so it stays
+            continue  # without metrics it cannot be ranked: it is not counted, and stays
         name = directory.removeprefix(f"{root.rstrip('/')}/")
         problems = size_problems(storage, directory, manifest)
         entries.append(
@@ -190,7 +190,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
 
 
 def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
-    """The directories of a root in which what ``latest`` names lies, and what is wrong with those files."""
+    """The directories that ``latest`` files of a root name, and defects of those files."""
     found: set[str] = set()
     problems: list[str] = []
     for latest in (LATEST, LATEST_UNIVERSAL):
@@ -234,7 +234,7 @@ def _look(
             and parent(checkpoint.root) == path
             and _OF_TRAINER.fullmatch(posixpath.basename(checkpoint.root))
         ):
-            return None  # a Trainer's output folder: what it holds is not this root's to keep or to remove
+            return None  # a Trainer's output folder: its checkpoints belong to another root
         if checkpoint is None or checkpoint.root == path:
             errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
@@ -271,7 +271,7 @@ def _look(
 
 
 def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:
-    """A link that leaves the root: what it leads to is not looked at."""
+    """A link that leaves the root; its target is not opened."""
     return CatalogEntry(
         name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
         problem="is a link that leaves the root: follow_links is not set", latest=latest, link=link,
@@ -284,7 +284,7 @@ def _holds_one(name: str) -> bool:
 
 
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
-    """Whether a directory is no checkpoint but holds some: what a trainer made for one of its steps holds one."""
+    """Whether a directory holds checkpoints without being one, like a trainer's directory of one step."""
     entries = storage.listing(path)
     if any(parse_name(e.name) for e in entries if not e.is_dir):
         return []

@@ -1,4 +1,4 @@
-"""The command line: parse, call ``ckpttool``'s function of the same name, print what it returns."""
+"""The command line: parse, call ``ckpttool``'s function of the same name, print its result."""
 
 from __future__ import annotations
 

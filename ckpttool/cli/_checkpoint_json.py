@@ -1,4 +1,4 @@
-"""A checkpoint's layout as JSON: field names are keys, and stay what they are."""
+"""A checkpoint's layout as JSON; keys are field names, and stable."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 MAX_VALUES = 100_000
-"""Values of client state and configuration that are written; what a pickle says in a line can unfold without end."""
+"""Limit of values of client state and configuration; a short pickle can expand without end."""
 CHARACTERS = 100
-"""A text counts as one value more for each so many characters of it."""
+"""Characters of a text that count as one value."""
 
 
 def print_checkpoint(checkpoint: Checkpoint, name: str | None) -> None:
@@ -131,7 +131,7 @@ class _Plain:
     def __init__(self) -> None:
         self.left = MAX_VALUES
         self._inside: set[int] = set()
-        """The containers that are being written, by identity: a cycle ends where it meets one of them."""
+        """Identities of the enclosing containers, at which a cycle ends."""
 
     def __call__(self, value: Any) -> Any:
         self.left -= 1 + _length(value) // CHARACTERS

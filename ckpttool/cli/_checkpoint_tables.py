@@ -1,4 +1,4 @@
-"""A checkpoint's layout as a person reads it."""
+"""A checkpoint's layout as tables."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _states(c: Checkpoint) -> str:
 
 
 def _state(key: str, kind: str) -> str:
-    """A state with its type, which is not said twice: the masters are called fp32, whatever they are in."""
+    """A state with its type, unless they are equal: fp32 master weights are called fp32 in any type."""
     return key if key == dtype(kind) else f"{key} {dtype(kind)}"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SECONDS_BEFORE_BAR = 0.5
 """Work that is over sooner needs no bar."""
 SECONDS_BETWEEN_LINES = 60.0
-"""How often progress is told where there is no terminal to draw a bar on."""
+"""Seconds between lines of progress where stderr is no terminal."""
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 WHO_LOADS = {"zero": "load_checkpoint", "universal": "load_universal", "dcp": "torch.distributed.checkpoint"}
-"""What reads each target."""
+"""The loader of each target."""
 
 
 def print_copy_report(report: CopyReport) -> None:
-    """What was written, or would be."""
+    """The files written, or planned by a dry run."""
     verb = "would write" if report.dry_run else "wrote"
     took = "" if report.dry_run else f" in {report.seconds:.1f} s"
     print_line(
@@ -51,7 +51,7 @@ def print_copy_report(report: CopyReport) -> None:
 
 
 def print_checks(checks: ReadReport | None) -> None:
-    """What could not be compared with a checksum."""
+    """Records and files that were not compared with a checksum."""
     if checks is None:
         return
     if checks.unchecked:
@@ -70,7 +70,7 @@ def print_checks(checks: ReadReport | None) -> None:
 
 
 def print_convert_report(report: ConvertReport) -> None:
-    """What was written, or would be."""
+    """The files written, or planned by a dry run."""
     verb = "would write" if report.dry_run else "wrote"
     took = "" if report.dry_run else f" in {report.seconds:.1f} s"
     print_line(
@@ -83,7 +83,7 @@ def print_convert_report(report: ConvertReport) -> None:
 
 
 def print_transfer_report(report: TransferReport) -> None:
-    """What was copied."""
+    """The size of the copy and its notes."""
     print_line(
         f"{report.out}: copied {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
         f"{', latest names it' if report.latest else ''}"
@@ -96,7 +96,7 @@ def print_transfer_report(report: TransferReport) -> None:
 
 
 def print_catalog(found: Catalog) -> None:
-    """One row for each checkpoint, then what is wrong with latest."""
+    """One row for each checkpoint, then defects of latest."""
     now = time.time()
     rows = [
         (
@@ -184,7 +184,7 @@ def _side(difference: Difference, side: int) -> str:
 
 
 def print_stats(found: Sequence[TensorStats]) -> None:
-    """One row for each tensor, then what is odd about all of them."""
+    """One row for each tensor, then the number of tensors with NaN or infinity."""
     rows = [
         (
             t.name,
@@ -204,7 +204,7 @@ def print_stats(found: Sequence[TensorStats]) -> None:
 
 
 def print_verify_report(report: VerifyReport) -> None:
-    """Every finding in a line of its own, then what was looked at."""
+    """One line for each finding, then the number of files, tensors and checksums."""
     for finding in report.findings:
         print_line(f"{finding.path}: {finding.problem}" + (f"; {finding.hint}" if finding.hint else ""))
     if not report.files:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 GRACE = 900.0
-"""Seconds after which what killed workers have left is removed."""
+"""Seconds after which leftovers of killed workers are removed."""
 MAX_METRICS = 1000
 """Of the reported metrics, so many numbers are kept in the manifest."""
 
@@ -104,7 +104,7 @@ class RayTrainCheckpoints:
         self._whole: set[str] = set()
         self._last: tuple[str, int] | None = None
         self.last_save: SaveReport | None = None
-        """How the last save of this worker went."""
+        """Report of the last save of this worker."""
 
     def __enter__(self) -> RayTrainCheckpoints:
         return self
@@ -125,7 +125,7 @@ class RayTrainCheckpoints:
         return self._met
 
     def _abandon(self) -> None:
-        """Wait for what is being saved; an exception is on its way."""
+        """Wait for the running save, because an exception ends the block."""
         self._pending = None  # not to be reported: the other workers may be anywhere
         try:
             self._manager.wait()
@@ -138,7 +138,7 @@ class RayTrainCheckpoints:
         Args:
             engine: What ``deepspeed.initialize`` returned.
             metrics: As for ``ray.train.report``; numbers among them go into the manifest, too.
-            client_state: What to save along; ``restore`` returns it.
+            client_state: State to save with the checkpoint; ``restore`` returns it.
 
         Raises:
             CkptError: The save failed, or the one before it that ran in the background; says which worker and why. It
@@ -163,7 +163,7 @@ class RayTrainCheckpoints:
         return self._last
 
     def _remember(self, name: str) -> None:
-        """Note what the next commit comes after, before Ray may remove it."""
+        """Record the commit that the next one follows, before Ray may remove it."""
         storage, self._last = self._storage, None
         with contextlib.suppress(CkptError):  # then it is looked for
             storage.refresh([])
@@ -172,7 +172,7 @@ class RayTrainCheckpoints:
                 self._last = manifest.attempt, manifest.number
 
     def finish(self) -> None:
-        """Wait for what is being saved in the background, and tell Ray Train; on every worker.
+        """Wait for the save in the background, and report it to Ray Train; on every worker.
 
         Raises:
             CkptError: The save failed.
@@ -198,7 +198,7 @@ class RayTrainCheckpoints:
         self.last_save = report
 
     def _decided(self, decide: Callable[[], Any]) -> Any:
-        """What a function returns on the first worker, as JSON has it; what it raises there is raised on all."""
+        """The JSON result of a function on the first worker; its error is raised on all workers."""
         return self._ranks.agree(self._root, None, lambda _: decide(), timeout=self._timeout)
 
     # ------------------------------------------------------------------------------------------- restoring
@@ -221,7 +221,7 @@ class RayTrainCheckpoints:
             require_signed: As for ``CheckpointManager.restore``.
 
         Returns:
-            The client state that was saved along; None if none was given and the run has none yet.
+            The client state of the checkpoint; None if none was given and the run has none yet.
 
         Raises:
             CkptError: There are checkpoints, and none of them can be restored; or the one that was given cannot; the
@@ -290,7 +290,7 @@ class RayTrainCheckpoints:
     # ------------------------------------------------------------------------------------------- clearing away
 
     def _collect(self) -> None:
-        """Remove the directories in which killed workers have begun to save."""
+        """Remove the unfinished directories of killed workers."""
         if self._ranks.rank:
             return
         try:
@@ -298,7 +298,7 @@ class RayTrainCheckpoints:
                 self._storage.remove_tree(directory)
                 LOG.info("removed %s", directory)
         except CkptError as error:
-            LOG.warning("what killed workers have left was not removed: %s", error)
+            LOG.warning("leftovers of killed workers were not removed: %s", error)
 
     def _abandoned(self) -> list[str]:
         storage, found = self._storage, []
@@ -334,7 +334,7 @@ class RayTrainCheckpoints:
 
 
 def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
-    """What there is to go on from in a run, the newest first: commits, and what was last reported without ckpttool."""
+    """Candidates of a run, the newest first: commits, and the last checkpoint that was reported without ckpttool."""
     found = [((c.step, 1, c.number, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
     if reported and not posixpath.basename(reported).startswith(PREFIX):
         others = candidates(storage, reported)
@@ -343,7 +343,7 @@ def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
 
 
 def _candidates(storage: Storage, root: str) -> list[Any]:
-    """What there is at a place that the user names: a run, a root of checkpoints, or one of them in any format."""
+    """Candidates at a path that the user names: a run, a root of checkpoints, or one checkpoint of any format."""
     latest = latest_of_ray(storage, root)
     found = _of_run(storage, root, posixpath.join(root, latest) if latest else "")
     found = found or [list(astuple(c)) for c in candidates(storage, root)]

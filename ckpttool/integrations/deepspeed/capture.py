@@ -49,10 +49,10 @@ class Collected:
     scratch: str = ""
     """Holds some of them."""
     unknown: tuple[str, ...] = ()
-    """Classes of objects in them that a restore builds only where it is told to."""
+    """Classes of their objects that a restore builds only with ``allow``."""
 
     def prove(self, allow: Collection[str] = ()) -> None:
-        """Read what is to be written, as every reader of it will; notes a failure, which it does not raise.
+        """Read the pickles back, as a restore will; records a failure instead of raising it.
 
         Args:
             allow: Classes that a restore is told to build.
@@ -248,7 +248,7 @@ def collect(
             raise
         LOG.exception("DeepSpeed could not save")
         problem = f"DeepSpeed could not save: {type(error).__name__}: {error}"
-        found.failed = PlanError(tag, problem, "see the log of that rank")  # which the others are told
+        found.failed = PlanError(tag, problem, "see the log of that rank")  # the other ranks raise it, too
         return found
     for entry in os.scandir(scratch):
         if entry.is_file():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's wrappers that partition."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
-"""Its wrappers that keep whole masters on every rank."""
+"""DeepSpeed's wrappers that keep whole fp32 master weights on every rank."""
 _ENGINE = (
     "checkpoint_engine", "load_checkpoint", "_load_checkpoint", "_get_ckpt_name", "_get_rank_zero_ckpt_name",
     "_get_expert_ckpt_name", "load_universal_checkpoint", "zero_load_from_fp32_weights", "zero_elastic_checkpoint",
@@ -50,7 +50,7 @@ _OPTIMIZER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveEngine:
-    """An engine, and what was seen of it."""
+    """An engine, with its settings and topology."""
 
     engine: Any
     """The engine itself."""
@@ -152,7 +152,7 @@ def version() -> str:
 
 
 def require(thing: Any, what: str, names: Sequence[str]) -> None:
-    """Make sure that what is relied on is there.
+    """Check that the engine has the attributes that a load uses.
 
     Raises:
         PlanError: This release of DeepSpeed has it not.

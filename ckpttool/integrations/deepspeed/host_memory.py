@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 ALIGNMENT = 64
-"""Bytes; what is copied to the host begins at multiples of this."""
+"""Alignment in bytes of tensors that are copied to the host."""
 HUGE_PAGE = 1 << 21
 PORTABLE = 1
 """Source: CUDA's runtime API, ``cudaHostRegisterPortable``: pinned for every GPU of the process."""

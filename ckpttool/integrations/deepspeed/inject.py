@@ -1,4 +1,4 @@
-"""The second half of a load: what was read is handed to DeepSpeed, whose own code puts it in its place.
+"""The second half of a load: DeepSpeed's own code puts the state that was read into the engine.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``load_checkpoint``, ``_load_checkpoint``, ``_load_zero_checkpoint``),
 runtime/zero/stage_1_and_2.py (``_load_legacy_checkpoint``, ``update_lp_params``), runtime/bf16_optimizer.py and
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 
 TAG = "checkpoint"
-"""Of the directory in which DeepSpeed looks for names of files."""
+"""Tag of the scratch directory in which DeepSpeed looks for file names."""
 BROADCAST_BYTES = 1 << 25
-"""Sent at a time."""
+"""Bytes of one broadcast."""
 _STACKED = re.compile(r".*\.experts\.w[123]")
 
 
 class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
-    """Gives DeepSpeed what has been read already, instead of files.
+    """Checkpoint engine that gives DeepSpeed content in memory instead of files.
 
     Args:
         files: Gives what a file holds, by the file's name. DeepSpeed asks for some of them twice: it looks into the
@@ -51,10 +51,10 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         self._files = files
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What is in a file.
+        """The content of a file.
 
         Raises:
-            LayoutError: It is none of those that were foreseen.
+            LayoutError: DeepSpeed asks for an unexpected file.
         """
         name = os.path.basename(path)
         if name not in self._files:
@@ -63,20 +63,20 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         return self._files[name]()
 
     def create(self, info: Any) -> None:
-        """Nothing is saved."""
+        """Not supported: this engine only loads."""
         raise NotImplementedError
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Nothing is saved."""
+        """Not supported: this engine only loads."""
         raise NotImplementedError
 
     def commit(self, info: Any) -> None:
-        """Nothing is saved."""
+        """Not supported: this engine only loads."""
         raise NotImplementedError
 
 
 def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """Load everything; returns what DeepSpeed does, as the client's state."""
+    """Load everything; returns the client state as DeepSpeed returns it."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files: dict[str, Callable[[], Any]]
     if prepared.later is not None:
@@ -114,10 +114,10 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             os.symlink(swapped, os.path.join(scratch, TAG, "offloaded_tensors"))
         instead: dict[str, Any] = {
             "checkpoint_engine": Handover(files),
-            "load_universal_checkpoint": lambda: False,  # it has been seen to
+            "load_universal_checkpoint": lambda: False,  # no conversion is needed
         }
         if prepared.method == "planned":
-            instead["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit ones are still those from before
+            instead["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             instead["zero_elastic_checkpoint"] = lambda: False
         with _replaced(engine, instead):
             _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
@@ -130,7 +130,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 
 
 def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
-    """Load masters, weights and buffers, and nothing else."""
+    """Load fp32 master weights, weights and buffers, and nothing else."""
     optimizer = live.optimizer
     if live.stage:
         if live.stage == 3:
@@ -176,7 +176,7 @@ def _replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """The model states; the module is given what it holds, to satisfy who looks for all names."""
+    """The model states; the module gets its own weights, because DeepSpeed asks for all names."""
     states = prepared.model
     module = live.engine.module.state_dict()
     if live.stage == 3 and live.engine.has_moe_layers:
@@ -204,14 +204,14 @@ def _expert_states(live: LiveEngine, expert: OwnExpert) -> dict[str, Any]:
 
 
 def _refresh(live: LiveEngine) -> None:
-    """Compute with what the masters are now."""
+    """Update the 16-bit weights from the fp32 master weights."""
     if live.stage in {1, 2}:
         live.optimizer.update_lp_params()
         if not live.engine.zero_load_from_fp32_weights():
             live.optimizer.refresh_fp32_params()
 
 
-# --------------------------------------------------------------------------------------------------- what is alike
+# --------------------------------------------------------------------------------------------------- replicas
 
 
 def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
@@ -257,7 +257,7 @@ def _put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
 
 
 def _targets(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
-    """The tensors that hold each replicated value: the parameter or buffer, and its whole master if there is one."""
+    """The tensors of each replicated value: the parameter or buffer, and its whole fp32 master weights if any."""
     targets = {name: [p.data] for name, p in live.parameters().items()}
     targets |= {name: [b.data] for name, b in live.buffers().items()}
     if live.wrapper not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:

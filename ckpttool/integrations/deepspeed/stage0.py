@@ -41,14 +41,14 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
 
 
 def needs_weights(live: LiveEngine, checkpoint: Checkpoint) -> bool:
-    """Whether names can be told only by comparing masters with the model's own weights."""
+    """Whether only a comparison of fp32 master weights with the model's weights identifies the names."""
     return bool(live.wrapper) and saved_names(checkpoint) is None
 
 
 def prepare_whole(
     live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: dict[str, Any] | None, *, strict: bool
 ) -> Fitted:
-    """Match an optimizer without ZeRO with the engine's, and put what was read of it in the engine's order.
+    """Match an optimizer without ZeRO with the engine's, and sort its states into the engine's order.
 
     Args:
         live: The engine.
@@ -58,7 +58,7 @@ def prepare_whole(
         strict: As for ``fit``.
 
     Raises:
-        PlanError: Names cannot be told, or do not fit.
+        PlanError: Names cannot be identified, or do not fit.
     """
     check_wrapper(live, checkpoint, held)
     fitted, names = fit_whole(live, checkpoint, model, held, strict=strict)
@@ -68,7 +68,7 @@ def prepare_whole(
 
 
 def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, Any] | None) -> None:
-    """Make sure that masters without ZeRO were kept by the wrapper that the engine has.
+    """Check that the engine's wrapper also saved the fp32 master weights.
 
     Raises:
         PlanError: They were not.
@@ -98,7 +98,7 @@ def fit_whole(
         How it fits, and the names of each saved group.
 
     Raises:
-        PlanError: Names cannot be told, or do not fit.
+        PlanError: Names cannot be identified, or do not fit.
     """
     names = saved_names(checkpoint)
     if names is None:
@@ -148,7 +148,7 @@ def _told_names(live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held
 
 
 def _masters_fit(live: LiveEngine, held: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
-    """Whether each master, cast to the type of the weights, is the model's own weight of that name."""
+    """Whether fp32 master weights, cast to the type of the weights, equal the model's weights of that name."""
     module, saved = held["module"], held["optimizer"]
     if any(name not in module for own in names for name in own):
         return False
@@ -198,7 +198,7 @@ def reordered(
     """What the file has of the optimizer, in the order of the engine's groups; nothing is copied where it is the same.
 
     Raises:
-        PlanError: Sizes differ from what the names say.
+        PlanError: Sizes differ from those of the named parameters.
     """
     module, saved = held["module"], dict(held["optimizer"])
     base = saved["optimizer_state_dict"] if live.wrapper else saved

@@ -34,7 +34,7 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
     """Compare by name what both keep of each parameter, for each element or as one number.
 
     Raises:
-        PlanError: One keeps what the other does not: they are of other classes, or were told to keep other things.
+        PlanError: They keep different states: their classes or their settings differ.
     """
     if live.optimizer is None or not checkpoint.groups:
         return

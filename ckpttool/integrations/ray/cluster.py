@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster as workers: each of our tasks is a task of Ray's.
+"""The nodes of a Ray cluster as workers: each task is a Ray task.
 
 Source: Ray 2.60, ray/_private/worker.py (``init``, ``wait``, ``cancel``) and services.py (how it finds a cluster).
 """
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ckpttool.execution.distributed import Done, Task, Work
 
 RETRIES = 5
-"""How often a task is done again because its node or process was lost; Ray counts no node that it was told would go."""
+"""Retries of a task whose node or process was lost; Ray does not count preempted nodes."""
 TASKS_PER_CPU = 2
-"""One that is being done, and one that waits so that nobody has to."""
+"""One that runs, and one that is queued so that no CPU is idle."""
 PROBE_SECONDS = 5.0
 """How long to wait for a connection to an address. Ray itself waits for a quarter of an hour."""
 POLL_SECONDS = 2.0
 """How often to look whether there are more nodes."""
 CANCEL_SECONDS = 10.0
-"""How long to wait for processes that were told to end."""
+"""Seconds to wait for cancelled processes to end."""
 _ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^\s/\]]+)\]?:(\d+)/?")
 
@@ -122,7 +122,7 @@ class RayCluster:
             hint = "check the address, and that Ray and Python are of the same release there"
             raise PlanError(address or "ray", f"cannot be joined: {said}", hint) from error
         finally:
-            # Ray's own way of being told to stop removes nothing of what was written.
+            # Ray's handler of SIGTERM would leave half-written output behind.
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         self._joined = True
@@ -188,19 +188,19 @@ class RayCluster:
 
 
 def _found_here(address: str) -> str:
-    """Where Ray would find a cluster by itself; "" if nowhere."""
+    """The address of the cluster that Ray would find by itself; "" if there is none."""
     try:
         from ray._private.services import canonicalize_bootstrap_address
 
         return canonicalize_bootstrap_address(address or None) or ""
     except (ImportError, AttributeError, TypeError, ValueError, OSError):
-        return ""  # then Ray says itself what is wrong
+        return ""  # ray.init then raises its own error
 
 
 def _hear_no_events(quiet: bool) -> bool:
     """Whether Ray is to print nothing of nodes and processes that were lost, on stdout; returns whether it was before.
 
-    Their tasks are done again: nothing is to be told, and least of all among results.
+    Their tasks are retried: there is nothing to report, least of all among results on stdout.
     """
     try:
         worker: Any = importlib.import_module("ray._private.worker")
@@ -212,7 +212,7 @@ def _hear_no_events(quiet: bool) -> bool:
 
 
 def _answers(address: str) -> bool:
-    """Whether anybody listens there; True where only Ray knows how to ask."""
+    """Whether a server listens at an address; True for addresses that only Ray can resolve."""
     match = _HOST_AND_PORT.fullmatch(address)
     if match is None:
         return True
@@ -224,7 +224,7 @@ def _answers(address: str) -> bool:
 
 
 def _home() -> str:
-    """The node that this process runs on; "" if it is none of the cluster's."""
+    """The node of this process; "" outside the cluster."""
     import ray
 
     return "" if ray.util.client.ray.is_connected() else str(ray.get_runtime_context().get_node_id())
@@ -241,7 +241,7 @@ def _pickled(thing: Work | Task) -> bytes:
 
 
 def _outcome(ref: Any, task: Task) -> Done:
-    """What came of a task.
+    """The result of a task.
 
     Raises:
         CkptError: It failed.
@@ -251,7 +251,7 @@ def _outcome(ref: Any, task: Task) -> Done:
     try:
         outcome = ray.get(ref)
     except ray.exceptions.RayTaskError:
-        raise  # a mistake of ours, as it would be raised here
+        raise  # a bug of ckpttool: with its traceback
     except ray.exceptions.RayError as error:
         problem = f"was not written: Ray gave up after {RETRIES} retries ({type(error).__name__})"
         raise StorageError(
@@ -266,7 +266,7 @@ def _outcome(ref: Any, task: Task) -> Done:
 
 
 def _stop(refs: Sequence[Any]) -> None:
-    """Let no task go on: what it writes to is about to be removed.
+    """Cancel all tasks: the output that they write is about to be removed.
 
     Their processes are killed: interrupted anywhere, in the middle of an import even, they would be used again.
     """
@@ -304,20 +304,20 @@ def _function() -> Callable[..., Any]:
 
 
 _KEPT: dict[str, Work] = {}
-"""What the tasks of a run have in common, by the run: its connections to stores are used again."""
+"""The shared part of the tasks of the last run, by its random id, so that tasks reuse connections to stores."""
 
 
 def do(home: str, run: str, shared: list[Any], task: bytes) -> Done | CkptError:
-    """Do a task in a process of Ray's.
+    """Run a task in a Ray worker process.
 
     Args:
         home: The node that made the plan; see ``_home``.
-        run: Names the run.
-        shared: Holds the reference to what its tasks have in common.
+        run: Random id of the run.
+        shared: Holds the reference to the shared part of its tasks.
         task: The task, pickled.
 
     Returns:
-        What came of it. An error is returned, not raised: Ray would send the text of what caused it along.
+        The result. An error is returned, not raised: Ray would add the text of its cause.
     """
     import ray
 

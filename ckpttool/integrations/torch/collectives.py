@@ -85,11 +85,11 @@ def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree)
     import torch.distributed as dist
 
     size, own = dist.get_world_size(), dist.get_rank()
-    told: list[Any] = [None] * size
-    dist.all_gather_object(told, checks.take_fragments().tobytes())  # all ranks are here: they have just agreed
+    fragments: list[Any] = [None] * size
+    dist.all_gather_object(fragments, checks.take_fragments().tobytes())  # all ranks are here: they have just agreed
     error: BaseException | None = None
     try:
-        for data in told:
+        for data in fragments:
             rows = np.frombuffer(data, dtype=FRAGMENT)
             checks.add(rows[rows["file"] % np.uint64(size) == own])
         with Sources(source_files(checkpoint), checks) as sources:
@@ -109,19 +109,19 @@ def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, 
         CkptError: The error of the first rank that failed, with its number.
     """
 
-    def look(told: list[Any]) -> None:
-        for rank, one in enumerate(told):
+    def raise_first(errors: list[Any]) -> None:
+        for rank, one in enumerate(errors):
             if one is not None:
                 kind, where, problem, hint = one
-                raise kinds_of_errors()[kind](where, problem if len(told) == 1 else f"rank {rank}: {problem}", hint)
+                raise kinds_of_errors()[kind](where, problem if len(errors) == 1 else f"rank {rank}: {problem}", hint)
 
     try:
-        ranks.agree(path, None if error is None else _told(error), look, timeout=timeout)
+        ranks.agree(path, None if error is None else _as_data(error), raise_first, timeout=timeout)
     except CkptError as raised:
         raise raised from error
 
 
-def _told(error: BaseException) -> tuple[str, str, str, str]:
+def _as_data(error: BaseException) -> tuple[str, str, str, str]:
     if isinstance(error, CkptError):
         return type(error).__name__, error.path, error.problem, error.hint
     return "LayoutError", "loading", f"{type(error).__name__}: {error}", "see the output of that rank"

@@ -1,4 +1,4 @@
-"""What a file of ``torch.save`` holds, as the objects that a train loop needs; nothing in the file is run.
+"""Objects in files of ``torch.save``, built without running code from the file.
 
 The file's structure is read by ckpttool's own reader. Plain data stays as it is, tensors are filled with their bytes,
 and objects are built only of the classes named here, by the code here. Any other class is refused by its name, unless
@@ -68,7 +68,7 @@ class UnknownClassError(Exception):
 
 
 def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
-    """What a file of ``torch.save`` holds; its tensors are in host memory.
+    """The root object of a file of ``torch.save``; its tensors are in host memory.
 
     Args:
         file: The file.
@@ -140,7 +140,7 @@ class _Ranges:
         self.path = str(file.name)
         self.nbytes = file.nbytes
         self.version = ""
-        self.distant = False  # the file keeps what is asked for again
+        self.distant = False  # the file caches repeated reads
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end)."""
@@ -173,7 +173,7 @@ class _Builder:
         self._file = file
         self._allow = frozenset(allow)
         self._built: dict[int, Any] = {}
-        """By the identity of what it was built from."""
+        """Built values by the identity of the parsed ones."""
         self._storages: dict[str, Any] = {}
 
     # ---------------------------------------------------------------------------------------------------- plain data
@@ -439,7 +439,7 @@ class _Builder:
             raise UnknownClassError("numpy.ndarray")
         return np.frombuffer(data, dtype)[0]
 
-    # ------------------------------------------------------------------------------------------------ what is allowed
+    # ------------------------------------------------------------------------------------------------ allowed classes
 
     def _allowed(self, value: Opaque) -> Any:
         """An object of a class that the caller trusts, made as ``pickle`` makes it.

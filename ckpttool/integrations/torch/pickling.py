@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 GAP_BYTES = 4096
-"""Where only parts of a storage are written, what is no further apart than this is one part."""
+"""Parts of a storage that are no further apart than this are written as one part."""
 
 
 class StorageBytes:
@@ -99,7 +99,7 @@ class _Pickler(pickle.Pickler):
         self._storages = storages
 
     def reducer_override(self, value: Any) -> Any:
-        """Tensors, of whose storage only what they use is written."""
+        """Tensors of whose storages only the used bytes are written."""
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
         storage, offset = value.untyped_storage(), value.storage_offset()
@@ -153,7 +153,7 @@ def _span(tensor: Any) -> int:
 
 
 class _Whole:
-    """Gives each storage a key, and notes what is used of it."""
+    """Gives each storage a key, and records its used bytes."""
 
     def __init__(self) -> None:
         self.storages: dict[str, StorageBytes] = {}

@@ -150,7 +150,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
             strict: Whether both must hold the same names.
 
         Raises:
-            ChecksumError: What was read is not what was saved; the module holds some of it.
+            ChecksumError: The bytes read differ from those saved; the module holds a part of them.
             PlanError: A shape differs; with ``strict`` a name is missing; a parameter is partitioned or has no memory.
             StorageError: Reading failed.
         """
