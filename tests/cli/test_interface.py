@@ -424,6 +424,13 @@ def test_public_names_are_the_same_for_people_and_type_checkers() -> None:
         assert hasattr(api, name)
 
 
+def test_the_old_name_of_the_method_of_a_load_is_deprecated() -> None:
+    fields = dict.fromkeys(api.LoadReport.__dataclass_fields__, None) | {"method": "native"}
+    report = api.LoadReport(**fields)  # type: ignore[arg-type]
+    with pytest.warns(DeprecationWarning, match="method"):
+        assert report.road == "native"
+
+
 HEAVY = ["torch", "deepspeed", "ray", "s3fs", "fsspec", "transformers", "safetensors", "pandas", "rich.table"]
 
 
