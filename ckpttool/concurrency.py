@@ -88,3 +88,30 @@ def in_threads(
                 stopped.set()
             for future in running:
                 future.cancel()
+
+
+class MemoryBudget:
+    """Lets so many windows be in flight as fit into memory, and one in any case.
+
+    Args:
+        nbytes: What they may take together.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = nbytes
+        self._whole = nbytes
+        self._freed = threading.Condition()
+
+    def take(self, nbytes: int) -> int:
+        """Wait until so much is free; returns what to give back."""
+        nbytes = min(nbytes, self._whole)
+        with self._freed:
+            self._freed.wait_for(lambda: self._left >= nbytes)
+            self._left -= nbytes
+        return nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Free what was taken."""
+        with self._freed:
+            self._left += nbytes
+            self._freed.notify_all()

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.errors import StorageError
 from ckpttool.execution import local
 from ckpttool.execution.assemble import Windows
 from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.output.directory import LocalPartWriter
 from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.streaming import Budget, LocalPartWriter
 from ckpttool.plan import CopyPlan, ranges_read
 from ckpttool.plan.split import FileSplitter
 from ckpttool.storage import write_at
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.streaming import Output, Place, Target
+    from ckpttool.execution.output.base import Output, Place, Target
     from ckpttool.plan import SourceFile, TargetFile
     from ckpttool.storage import PartWriter, Reader
     from ckpttool.units import Advance
@@ -323,7 +323,7 @@ def _copy(plan: CopyPlan, piece: Piece, sources: Sources, jobs: int) -> int:
 
 
 def _assemble(plan: CopyPlan, task: Task, sources: Sources, work: Work) -> tuple[int, tuple[tuple[Any, ...], ...]]:
-    budget = Budget(work.memory)
+    budget = MemoryBudget(work.memory)
     results: list[list[Any]] = [[None] * len(piece.windows) for piece in task.pieces]
 
     def calls() -> Iterator[Callable[[], int]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpttool.execution import local, streaming
+from ckpttool.execution.output.directory import DirectoryOutput
 
 if TYPE_CHECKING:
     from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.output.base import Output
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.execution.streaming import Output
     from ckpttool.plan import CopyPlan
     from ckpttool.units import Advance
 
@@ -42,7 +43,7 @@ def run(
 
         return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=advance, checks=checks)
     if _is_local(plan, output):
-        assert isinstance(output, streaming.DirectoryOutput)  # noqa: S101  (``_is_local`` looked)
+        assert isinstance(output, DirectoryOutput)  # noqa: S101  (``_is_local`` looked)
         return local.run(
             plan, output.directory, jobs=jobs, advance=advance, journal=output.journal, checks=checks
         ).overflowed
@@ -62,7 +63,7 @@ def nbytes_read(plan: CopyPlan, *, to_disk: bool, workers: object) -> int:
 
 
 def _is_local(plan: CopyPlan, output: Output) -> bool:
-    return isinstance(output, streaming.DirectoryOutput) and not _reads_remote(plan)
+    return isinstance(output, DirectoryOutput) and not _reads_remote(plan)
 
 
 def _reads_remote(plan: CopyPlan) -> bool:

@@ -176,7 +176,7 @@ def test_an_object_written_anew_while_it_is_read(
 
 def test_an_object_that_changes_behind_the_reads_is_noticed(run: str, s3: Bucket, tmp_path: Path) -> None:
     """All was read of what was there before: what is written would still be a mixture of two moments."""
-    from ckpttool.execution.streaming import _LocalTarget
+    from ckpttool.execution.output.directory import _LocalTarget
 
     right = _LocalTarget.write
     rewritten: list[bool] = []

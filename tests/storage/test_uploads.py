@@ -35,7 +35,7 @@ from tests.truth import source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.execution.streaming import Target
+    from ckpttool.execution.output.base import Target
     from ckpttool.testing.s3_faults import Action, Request
     from ckpttool.testing.s3_proxy import Proxy
     from tests.storage.server import Bucket

@@ -22,7 +22,7 @@ from ckpttool.storage import MARK
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckpttool.execution.streaming import Target
+    from ckpttool.execution.output.base import Target
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.storage import PartWriter, Writer
     from ckpttool.storage.fsspec import RemoteStorage

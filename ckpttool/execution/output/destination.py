@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import staging
+from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
 from ckpttool.execution.run import nbytes_read, run
-from ckpttool.execution.streaming import DirectoryOutput
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.units import Meter
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.output.base import Output
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.execution.streaming import Output
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.storage import WritableStorage
