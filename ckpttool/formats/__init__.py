@@ -13,7 +13,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit.checksummed import with_manifest
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
-from ckpttool.formats.zero.file_set import raise_at_once
+from ckpttool.formats.reports import raise_at_once
 from ckpttool.formats.zero.reader import read_zero
 from ckpttool.messages import brief
 from ckpttool.storage import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.commit.checksummed import StructureStorage
-    from ckpttool.formats.zero.file_set import Report
+    from ckpttool.formats.reports import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 

@@ -21,9 +21,9 @@ from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, fingerprint, shape_of
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.strided import Box, put_together
 from ckpttool.formats.torch_tensors import whole_tensor
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.messages import brief
 from ckpttool.model import (
     MASTER,

@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.zero.checks import check_model_ranks, model_names
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.file_set import (
-    MAX_RANKS,
-    RESTORE,
-    Opener,
-    RankFile,
-    ZeroFiles,
-    check_model_ranks,
-    model_names,
-)
 from ckpttool.formats.zero.identity import agreed_facts, check_listed, copied_states, trusted_names
 from ckpttool.formats.zero.module import (
     carried_storages,
@@ -34,7 +27,9 @@ from ckpttool.formats.zero.module import (
     read_param_shapes,
     zenflow,
 )
+from ckpttool.formats.zero.opener import Opener
 from ckpttool.formats.zero.partitions import check_agreement, read_group
+from ckpttool.formats.zero.rank_files import MAX_RANKS, RankFile, ZeroFiles
 from ckpttool.formats.zero.stage3 import read_frozen
 from ckpttool.model import (
     BY_ROWS,
@@ -55,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.zero.file_set import Report
+    from ckpttool.formats.reports import Report
     from ckpttool.storage import Storage
 
 FOLDER = "zero"

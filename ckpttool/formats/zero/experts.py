@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.strided import box, put_together
 from ckpttool.formats.torch_tensors import whole_tensor
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.partitions import Partitions, check_same_group
 from ckpttool.model import ParamGroup, State
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from ckpttool.formats.zero.file_set import Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import ZeroFiles
 
 NATIVE = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)\.(?P<rest>.*)")
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero.file_set import RankFile, ZeroFiles
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
     from ckpttool.storage import Storage
 
 VERSION, CONFIG = "ds_version", "ds_config"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero import stage3, stage12
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.module import (
     read_aliases,
     read_buffer_names,
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import TensorRef
-    from ckpttool.formats.zero.file_set import Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import ZeroFiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)

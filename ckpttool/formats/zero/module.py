@@ -13,7 +13,7 @@ from ckpttool.model import State, one_extent
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from ckpttool.formats.zero.file_set import RankFile, ZeroFiles
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 # Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
 ENGINE_KEYS = frozenset(

@@ -16,7 +16,7 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
-from ckpttool.formats.zero.file_set import RESTORE
+from ckpttool.formats.reports import RESTORE
 from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents, tensor_number
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero.file_set import RankFile, Report, SwappedFile, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import RankFile, SwappedFile, ZeroFiles
 
 FRAGMENT = np.dtype(
     [

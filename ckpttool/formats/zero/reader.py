@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit.manifest import is_commit, read_manifest
 from ckpttool.errors import LayoutError
-from ckpttool.formats.zero.file_set import RESTORE, AllFiles, ZeroFiles, read_zero_files
+from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
 from ckpttool.formats.zero.model_rank import Slice, read_slice
 from ckpttool.formats.zero.module import carried_storages, client_state, zenflow
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.zero.file_set import RankFile, Report
+    from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.pipeline import Layers
+    from ckpttool.formats.zero.rank_files import AllFiles, RankFile, ZeroFiles
     from ckpttool.storage import Storage
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.matching import match_names
 from ckpttool.formats.zero.partitions import Partitions, read_group
 from ckpttool.model import MASTER, MODULE, ScalarState, State, one_extent
@@ -24,7 +24,8 @@ from ckpttool.model import MASTER, MODULE, ScalarState, State, one_extent
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 UNASSIGNED = "optimizer"
 """What ``unsliceable`` calls an optimizer whose parameters cannot be told."""

@@ -15,8 +15,9 @@ import numpy as np
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
+from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.zero.checks import partition_counts
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.file_set import RESTORE, partition_counts
 from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
 from ckpttool.formats.zero.partitions import (
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 Shapes = "Mapping[str, tuple[int, ...]]"
 

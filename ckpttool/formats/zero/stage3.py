@@ -14,9 +14,10 @@ import numpy as np
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields, shape_of
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.file_set import RESTORE, SWAPPED
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
+from ckpttool.formats.zero.opener import SWAPPED
 from ckpttool.formats.zero.partitions import (
     FRAGMENT,
     Partitions,
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.containers.values import TensorRef
-    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
+    from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.partitions import Stored
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 
 def read_partitions(files: ZeroFiles, report: Report) -> Partitions:

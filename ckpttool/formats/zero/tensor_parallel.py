@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import Opaque
-    from ckpttool.formats.zero.file_set import ZeroFiles
+    from ckpttool.formats.zero.rank_files import ZeroFiles
 
 NEWEST_VERSION = 0.4
 """Of ``universal_checkpoint_info``; what a later one means cannot be known."""
