@@ -19,6 +19,7 @@ from ckpttool.formats.zero.checks import check_model_ranks, model_names
 from ckpttool.formats.zero.experts import Experts, with_experts
 from ckpttool.formats.zero.identity import agreed_facts, check_listed, copied_states, trusted_names
 from ckpttool.formats.zero.module import (
+    TensorNames,
     carried_storages,
     client_state,
     read_aliases,
@@ -104,8 +105,8 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     experts = Experts(files[0])
     placeholders = files[0].stage == 3
     frozen = read_frozen(files[0].model, report) if placeholders and whole else {}
-    aliases, duplicates = read_aliases(first, module, own, states, frozen, buffer_names, placeholders=placeholders)
-    aliases |= experts.router_aliases(module, states)
+    ties = read_aliases(first, module, TensorNames(own, states, frozen, buffer_names), placeholders=placeholders)
+    aliases, duplicates = {**ties.names, **experts.router_aliases(module, states)}, ties.copies
     copies = (
         {}
         if placeholders or not whole

@@ -64,23 +64,27 @@ class Experts:
             LayoutError: A parameter is no expert's.
         """
         check_same_group(self._files.optimizer[0], what, [p.groups[0] for p in parts], report)
-        result = Partitions(unsliceable=list(parts[0].unsliceable), twins=[t for p in parts for t in p.twins])
-        stacked: dict[str, list[dict[str, State]]] = {}
+        joined: dict[str, Mapping[str, State]] = {}
+        stacked: dict[str, list[Mapping[str, State]]] = {}
         for rank, part in enumerate(parts):
             renamed = global_names(part.states, rank)
             for name, states in part.states.items():
                 if name in renamed:
-                    result.states[renamed[name]] = states
+                    joined[renamed[name]] = states
                 elif self._experts_of(name) is not None:
                     stacked.setdefault(name, []).append(states)
                 else:
                     problem = f"partitions {name} over some of the ranks, but it is no expert's"
                     raise LayoutError(self._files.optimizer[0].path, problem, RESTORE)
         for name, ranks in stacked.items():
-            result.states[name] = {key: self._stacked(name, [states[key] for states in ranks]) for key in ranks[0]}
+            joined[name] = {key: self._stacked(name, [states[key] for states in ranks]) for key in ranks[0]}
         group = parts[0].groups[0]
-        result.groups.append(ParamGroup(tuple(result.states), group.hyperparameters, group.scalars))
-        return result
+        return Partitions(
+            states=joined,
+            groups=(ParamGroup(tuple(joined), group.hyperparameters, group.scalars),),
+            unsliceable=parts[0].unsliceable,
+            twins=tuple(twin for part in parts for twin in part.twins),
+        )
 
     def modules(self) -> dict[str, State]:
         """The 16-bit copies of all experts, under their names in the whole model."""

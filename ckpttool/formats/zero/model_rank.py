@@ -11,6 +11,7 @@ from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero import stage3, stage12
 from ckpttool.formats.zero.experts import Experts, with_experts
 from ckpttool.formats.zero.module import (
+    TensorNames,
     read_aliases,
     read_buffer_names,
     read_module,
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from ckpttool.containers.values import TensorRef
     from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.rank_files import ZeroFiles
+
+PIPELINE_STAGE0 = (
+    "the optimizer only numbers its parameters, and no file tells which layer each belongs to: masters and moments are "
+    "left out, and weights are the model's own copies"
+)
+"""Remark on a pipeline without ZeRO."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +63,7 @@ class Slice:
 def read_slice(
     files: ZeroFiles,
     layers: Mapping[str, State],
-    shapes: Mapping[str, tuple[int, ...]],
+    pipeline: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     report: Report,
 ) -> Slice:
@@ -65,7 +72,7 @@ def read_slice(
     Args:
         files: Its files.
         layers: In a pipeline, the tensors of its layers, which are kept apart.
-        shapes: In a pipeline, shapes of the tensors of all its stages.
+        pipeline: In a pipeline, shapes of the tensors of all its stages.
         tied: Ties that another tensor-parallel rank knows: only the first of all ranks writes them down.
         report: Takes findings.
     """
@@ -77,21 +84,10 @@ def read_slice(
         copies |= {name: whole_tensor(first.torch, first.index, ref) for name, ref in module.items()}
     expert_copies = experts.modules()
     buffer_names = read_buffer_names(first, module)
-    remarks: list[str] = []
-    partitions = _partitions(files, module, layers, shapes, copies, expert_copies, buffer_names, remarks, report)
+    partitions = _partitions(files, module, pipeline, copies, expert_copies, buffer_names, report)
     copies |= expert_copies
     dtype = _module_dtype(module, copies, partitions, buffer_names)
-    own = _stored_names(files, module, partitions, buffer_names)
-    aliases, duplicates = read_aliases(
-        first, module, own, partitions.states, partitions.frozen, buffer_names, placeholders=files.stage == 3
-    )
-    for alias, name in tied.items():
-        if alias in module and alias not in partitions.states and alias not in partitions.frozen:
-            aliases.setdefault(alias, name)
-    for alias, name in experts.router_aliases(module, partitions.states).items():
-        aliases[alias] = name
-        if alias in copies:
-            duplicates[alias] = copies[alias]
+    aliases, duplicates = _aliases(files, module, partitions, copies, buffer_names, tied)
     names = with_experts([*module, *layers], [n for n in [*expert_copies, *partitions.states] if experts.own(n)])
     names = list(dict.fromkeys(n for n in names if n not in aliases))
     frozen = _frozen_names(files, names, copies, partitions, {*buffer_names, *aliases}, dtype)
@@ -99,51 +95,93 @@ def read_slice(
     others = [n for n in names if n in buffer_names or n not in parameters]
     excluded = files.stage >= 2 and not frozen and first.fields.values.get("frozen_param_shapes", ()) is None
     lost = _lost(files, module, others, buffer_names, excluded=excluded)
-    known = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
     others = [n for n in others if n not in set(lost)]
     _check_values_are_there(files, module, others, buffer_names)
-    if excluded:
-        left_out = "were left out when it was saved (exclude_frozen_parameters)"
-        remarks.append(
-            f"frozen parameters {left_out}: {known}" if lost else f"frozen parameters, if there were any, {left_out}"
-        )
-    elif lost:
-        remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
-    buffers = {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others}
     ahead = zenflow(first) and files.stage != 3
-    remarks += _untied(files, others, buffer_names)
-    twins = [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins]
-    if ahead:
-        remarks.append(f"{AHEAD}: the copies are the weights")
-    elif zenflow(first):
-        remarks.append("at stage 3 ZenFlow's masters alone are saved: they are the weights")
-    return Slice(files, parameters, buffers, aliases, partitions.groups, partitions.unsliceable, twins, dtype, remarks)
+    return Slice(
+        files,
+        parameters,
+        {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others},
+        aliases,
+        list(partitions.groups),
+        list(partitions.unsliceable),
+        [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins],
+        dtype,
+        [
+            *partitions.remarks,
+            *_lost_remarks(lost, excluded=excluded),
+            *_untied(files, others, buffer_names),
+            *_zenflow_remarks(files),
+        ],
+    )
+
+
+def _lost_remarks(lost: Sequence[str], *, excluded: bool) -> list[str]:
+    """Remarks on frozen parameters that were not saved."""
+    names = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
+    if not excluded:
+        return [f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {names}"] if lost else []
+    left_out = "were left out when it was saved (exclude_frozen_parameters)"
+    if lost:
+        return [f"frozen parameters {left_out}: {names}"]
+    return [f"frozen parameters, if there were any, {left_out}"]
+
+
+def _zenflow_remarks(files: ZeroFiles) -> list[str]:
+    if not zenflow(files.model[0]):
+        return []
+    if files.stage == 3:
+        return ["at stage 3 ZenFlow's masters alone are saved: they are the weights"]
+    return [f"{AHEAD}: the copies are the weights"]
 
 
 def _partitions(
     files: ZeroFiles,
     module: Mapping[str, TensorRef],
-    layers: Mapping[str, State],
-    shapes: Mapping[str, tuple[int, ...]],
+    pipeline: Mapping[str, tuple[int, ...]],
     copies: Mapping[str, State],
     experts: Mapping[str, State],
     buffer_names: set[str],
-    remarks: list[str],
     report: Report,
 ) -> Partitions:
+    """The optimizer's part, read by the reader of its stage."""
     if files.stage == 3:
         return stage3.read_partitions(files, report)
     if files.stage:
-        return stage12.read_partitions(files, module, shapes, report)
-    if shapes:  # of a pipeline
-        remarks.append(
-            "the optimizer only numbers its parameters, and nothing tells which layers are whose: masters and moments "
-            "are left out, and weights are the model's own copies"
-        )
-        return Partitions(unsliceable=["the optimizer"], unassigned=True)
+        return stage12.read_partitions(files, module, pipeline, report)
+    if pipeline:
+        return Partitions(unsliceable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
     from ckpttool.formats.zero import stage0  # what few checkpoints need is imported for them alone
 
-    return stage0.read_partitions(files, module, copies, experts, buffer_names, remarks, report)
+    return stage0.read_partitions(files, module, copies, experts, buffer_names, report)
+
+
+def _aliases(
+    files: ZeroFiles,
+    module: Mapping[str, TensorRef],
+    partitions: Partitions,
+    copies: Mapping[str, State],
+    buffer_names: set[str],
+    tied: Mapping[str, str],
+) -> tuple[dict[str, str], dict[str, State]]:
+    """Tied names, and the second copies that are stored under them; see ``read_aliases``."""
+    found = read_aliases(
+        files.model[0],
+        module,
+        TensorNames(
+            _stored_names(files, module, partitions, buffer_names), partitions.states, partitions.frozen, buffer_names
+        ),
+        placeholders=files.stage == 3,
+    )
+    aliases, duplicates = dict(found.names), dict(found.copies)
+    for alias, name in tied.items():
+        if alias in module and alias not in partitions.states and alias not in partitions.frozen:
+            aliases.setdefault(alias, name)
+    for alias, name in Experts(files).router_aliases(module, partitions.states).items():
+        aliases[alias] = name
+        if alias in copies:
+            duplicates[alias] = copies[alias]
+    return aliases, duplicates
 
 
 def _stored_names(

@@ -75,31 +75,37 @@ class FlatBuffer:
     """States whose shape does not follow the partition: name to what each rank holds."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Partitions:
-    """What the optimizer files hold."""
+    """The content of the optimizer files, or of some of their groups."""
 
-    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    states: Mapping[str, Mapping[str, State]] = field(default_factory=dict)
     """Trainable parameter to its partitioned states."""
-    frozen: dict[str, State] = field(default_factory=dict)
+    frozen: Mapping[str, State] = field(default_factory=dict)
     """Frozen parameter to its 16-bit copy, where it is partitioned or listed; the others are in the module."""
-    groups: list[ParamGroup] = field(default_factory=list)
+    groups: tuple[ParamGroup, ...] = ()
     """Parameter groups."""
-    unsliceable: list[str] = field(default_factory=list)
+    unsliceable: tuple[str, ...] = ()
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
-    twins: list[Twin] = field(default_factory=list)
-    """What several ranks hold."""
+    twins: tuple[Twin, ...] = ()
+    """States that several ranks hold."""
     unassigned: bool = False
-    """Whether there are groups whose parameters cannot be told."""
+    """Whether the parameters of some groups are unknown."""
+    remarks: tuple[str, ...] = ()
+    """Remarks for the user."""
 
-    def add(self, other: Partitions) -> None:
-        """Take in what another one holds."""
-        self.states.update(other.states)
-        self.frozen.update(other.frozen)
-        self.groups.extend(other.groups)
-        self.unsliceable.extend(u for u in other.unsliceable if u not in self.unsliceable)
-        self.twins.extend(other.twins)
-        self.unassigned |= other.unassigned
+
+def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
+    """Merge the partitions of several groups; of a parameter in several parts, the last one counts."""
+    return Partitions(
+        states={name: states for part in parts for name, states in part.states.items()},
+        frozen={name: state for part in parts for name, state in part.frozen.items()},
+        groups=tuple(group for part in parts for group in part.groups),
+        unsliceable=tuple(dict.fromkeys(key for part in parts for key in part.unsliceable)),
+        twins=tuple(twin for part in parts for twin in part.twins),
+        unassigned=any(part.unassigned for part in parts),
+        remarks=tuple(remark for part in parts for remark in part.remarks),
+    )
 
 
 def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:

@@ -26,6 +26,7 @@ from ckpttool.formats.zero.partitions import (
     check_agreement,
     flat_state,
     locate_states,
+    merge_partitions,
     read_flat_buffer,
     read_group,
 )
@@ -84,15 +85,15 @@ def read_partitions(
     if len(counts) != len(param_shapes):
         raise files.states(0).error("partition_count", f"does not fit {len(param_shapes)} groups")
     experts = Experts(files)
-    result = Partitions()
+    groups: list[Partitions] = []
     for g, (shapes, count) in enumerate(zip(param_shapes, counts, strict=True)):
         if count == files.ranks:
-            result.add(_read_group(files, module, g, shapes, report))
+            groups.append(_read_group(files, module, g, shapes, report))
         else:
             parts = [replace(files, optimizer=[files.optimizer[r] for r in ranks]) for ranks in experts.ranks(count)]
             read = [_read_group(part, {}, g, shapes, report) for part in parts]
-            result.add(experts.joined(read, f"group {g}", report))
-    return result
+            groups.append(experts.joined(read, f"group {g}", report))
+    return merge_partitions(groups)
 
 
 def _check_order_of_elements(
@@ -172,27 +173,34 @@ def _read_group(
     fragments = _fragments(shapes, offsets, partition, files.ranks)
     if not _round_robin(files):  # which records them in another order than it saves the elements in
         check_recorded_slices(states, group, fragments, trust_names=files.location.trust_names)
-    groups = [_param_group(s, group) for s in states]
     # Every other reader knows the optimizer's own order, and it is the one that another number of ranks starts from.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
-    result = Partitions(
-        states=locate_states(files, buffer, fragments),
-        groups=[read_group(files.optimizer, groups, tuple(names), buffer.scalars, what, report)],
-    )
+    located = locate_states(files, buffer, fragments)
+    twins: list[Twin] = []
+    unsliceable = []
     for key, values in buffer.odd.items():
-        if not _locate_whole(files, key, values, shapes, fragments, result):
-            result.unsliceable.append(f"{what}: {key}")
-    return result
+        whole = _locate_whole(files, values, shapes, fragments)
+        if whole is None:
+            unsliceable.append(f"{what}: {key}")
+            continue
+        for name, copies in whole.items():
+            located[name][key], *others = copies
+            twins += [Twin(name, located[name][key], other) for other in others]
+    group_fields = [_param_group(s, group) for s in states]
+    return Partitions(
+        states=located,
+        groups=(read_group(files.optimizer, group_fields, tuple(names), buffer.scalars, what, report),),
+        unsliceable=tuple(unsliceable),
+        twins=tuple(twins),
+    )
 
 
 def _locate_whole(
     files: ZeroFiles,
-    key: str,
     values: Sequence[object],
     shapes: Mapping[str, tuple[int, ...]],
     fragments: Mapping[str, NDArray[np.void]],
-    result: Partitions,
-) -> bool:
+) -> dict[str, list[State]] | None:
     """Locate a state of which every rank holds the whole of each parameter that its partition touches.
 
     Muon works on whole matrices: a parameter cut by the border of two partitions is kept by both ranks.
@@ -200,29 +208,22 @@ def _locate_whole(
     Source: DeepSpeed 0.17.6 to 0.19.8, runtime/zero/stage_1_and_2.py (``get_flat_partition``, ``_apply_muon_update``).
 
     Returns:
-        False if the state is of another form.
+        The copies of each parameter's state, one for each rank that holds it; None if the state has another form.
     """
     touching: list[list[str]] = [[] for _ in values]
     for name, rows in fragments.items():
         for rank in rows["rank"].tolist():
             touching[rank].append(name)
-    if not all(
-        isinstance(v, TensorRef) and v.shape == (sum(math.prod(shapes[n]) for n in names),)
-        for v, names in zip(values, touching, strict=True)
-    ):
-        return False
+    result: dict[str, list[State]] = {}
     for file, value, names in zip(files.optimizer, values, touching, strict=True):
-        if not isinstance(value, TensorRef):
-            continue
+        if not isinstance(value, TensorRef) or value.shape != (sum(math.prod(shapes[n]) for n in names),):
+            return None
         at = file.torch.locate(value).start
         for name in names:
-            numel = math.prod(shapes[name])
-            state = State(shapes[name], value.dtype, one_extent(numel, file.index, at))
+            state = State(shapes[name], value.dtype, one_extent(math.prod(shapes[name]), file.index, at))
             at += state.nbytes
-            known = result.states[name].setdefault(key, state)
-            if known is not state:
-                result.twins.append(Twin(name, known, state))
-    return True
+            result.setdefault(name, []).append(state)
+    return result
 
 
 # ------------------------------------------------------------------------------------------------- what is recorded

@@ -25,11 +25,12 @@ from ckpttool.formats.zero.partitions import (
     find_swapped,
     flat_state,
     locate_states,
+    merge_partitions,
     read_flat_buffer,
     read_group,
 )
 from ckpttool.messages import brief
-from ckpttool.model import ParamGroup, ScalarState, State, extents
+from ckpttool.model import ParamGroup, State, extents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,22 +62,15 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
             f"param_shapes lists {len(param_shapes)} sub-groups, but the optimizer files hold {len(masters[0])}",
             RESTORE,
         )
-    base = [s.child("optimizer_state_dict") for s in states]
-    result = Partitions()
-    names: list[tuple[str, ...]] = []
-    scalars: list[Mapping[str, ScalarState]] = []
+    sub_groups: list[Partitions] = []
     for i, shapes in enumerate(param_shapes):
-        ranks = _sharing_ranks(states, i)
-        parts = [_part(files, members) for members in ranks]
+        parts = [_part(files, ranks) for ranks in _sharing_ranks(states, i)]
         read = [_read_sub_group(part, i, shapes, report) for part in parts]
-        joined = read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report)
-        names.append(joined.groups[0].parameters)
-        scalars.append(joined.groups[0].scalars)
-        joined.groups.clear()
-        result.add(joined)
-    result.groups.extend(_groups(files, base, names, scalars, report))
-    result.frozen.update(read_frozen(files.model, report))
-    return result
+        sub_groups.append(read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report))
+    in_sub_groups = [part.groups[0] for part in sub_groups]
+    base = [s.child("optimizer_state_dict") for s in states]
+    groups = _groups(files, base, in_sub_groups, report)
+    return replace(merge_partitions(sub_groups), groups=tuple(groups), frozen=read_frozen(files.model, report))
 
 
 def _in_sub_groups(
@@ -154,8 +148,8 @@ def _read_sub_group(
     buffer = read_flat_buffer(files, shapes, found, flat_states, partition, what, report)
     return Partitions(
         states=locate_states(files, buffer, fragments),
-        groups=[ParamGroup(tuple(shapes), {}, buffer.scalars)],
-        unsliceable=[f"{what}: {key}" for key in buffer.odd],
+        groups=(ParamGroup(tuple(shapes), {}, buffer.scalars),),
+        unsliceable=tuple(f"{what}: {key}" for key in buffer.odd),
     )
 
 
@@ -198,8 +192,7 @@ def _check_lengths(optimizer: Sequence[RankFile], pieces: Sequence[Stored], part
 def _groups(
     files: ZeroFiles,
     base: Sequence[Fields],
-    in_sub_group: Sequence[tuple[str, ...]],
-    scalars: Sequence[Mapping[str, ScalarState]],
+    sub_groups: Sequence[ParamGroup],
     report: Report,
 ) -> list[ParamGroup]:
     """The user's parameter groups: each lists the sub-groups it was cut into."""
@@ -212,14 +205,14 @@ def _groups(
                 raise b.error("param_groups", f"lacks group {g}")
             fields.append(Fields(b.path, f"{b.place} > param_groups[{g}]", groups[g]))
         members = fields[0].integers("params")
-        if not all(0 <= i < len(in_sub_group) for i in members):
+        if not all(0 <= i < len(sub_groups) for i in members):
             raise fields[0].error("params", "names a sub-group that is not there")
-        names = tuple(name for i in members for name in in_sub_group[i])
+        names = tuple(name for i in members for name in sub_groups[i].parameters)
         for i in members[1:]:
-            if scalars[i] != scalars[members[0]]:
+            if sub_groups[i].scalars != sub_groups[members[0]].scalars:
                 problem = f"joins sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
                 raise fields[0].error("params", problem)
-        shared = scalars[members[0]] if members else {}
+        shared = sub_groups[members[0]].scalars if members else {}
         result.append(read_group(files.optimizer, fields, names, shared, f"group {g}", report))
     return result
 
