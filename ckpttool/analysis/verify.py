@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
-TORCH_FILES = frozenset({"model", "optimizer", "layer", "expert", "expert optimizer", "state"})
-"""Kinds of files that ``torch.save`` wrote, and that carry checksums; the others carry none."""
 CHUNK_BYTES = 1 << 22
 """Bytes looked at in one go."""
 
@@ -150,11 +148,8 @@ def verify_checkpoint(
 
 def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Files whose content says nothing of the rank or the parameter that they belong to."""
-    return tuple(
-        file.name
-        for file in checkpoint.files
-        if file.kind in {"state", "swapped"} or (checkpoint.format == "dcp" and len(checkpoint.files) > 1)
-    )
+    shards = any(file.kind == "shard" for file in checkpoint.files)
+    return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})
 
 
 def _bytes_to_read(checkpoint: Checkpoint, proofs: Proofs, *, deep: bool) -> int:
@@ -177,7 +172,9 @@ def _deep(
     files = source_files(checkpoint)
     with Sources(files) as sources:
         sums = (
-            partial(_check_sums, sources, i, f.kind, manifest.get(f.name) if f.directory is None else None, advance)
+            partial(
+                _check_sums, sources, i, f.container, manifest.get(f.name) if f.directory is None else None, advance
+            )
             for i, f in enumerate(checkpoint.files)
         )
         with contextlib.closing(in_threads(sums, jobs)) as results:
@@ -197,7 +194,7 @@ def _deep(
 
 
 def _check_sums(
-    sources: Sources, index: int, kind: str, saved: Checksums | None, advance: Advance
+    sources: Sources, index: int, container: str, saved: Checksums | None, advance: Advance
 ) -> tuple[list[CkptError], int, int]:
     try:
         reader = sources[index]
@@ -205,7 +202,7 @@ def _check_sums(
         if saved is not None and saved.nbytes == reader.nbytes and (bad := _check_chunks(reader, saved)) is None:
             advance(reader.nbytes)
             return [], len(saved.crcs), 0
-        if kind not in TORCH_FILES:
+        if container != "torch":
             advance(reader.nbytes)
             return [], 0, 1
         file = read_torch_file(reader)

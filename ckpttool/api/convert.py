@@ -131,7 +131,7 @@ def convert(
         raise ValueError(f"{useless[0]} is for zero, not for {to}")
     checkpoint = open_for(destination, src, tag=tag, overwrite=None, options=storage_options, trust_names=trust_names)
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
-    name = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
+    name = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
     if to == "zero":
         from ckpttool.targets.zero.writer import LATEST, plan_zero, shape_for, zero_losses
 

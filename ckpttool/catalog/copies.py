@@ -15,7 +15,7 @@ from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutErro
 from ckpttool.execution.permissions import mode_of_file
 from ckpttool.execution.read_checks import archive_records
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
+from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.sidecars import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import MANIFEST, MARK, walk
@@ -50,12 +50,12 @@ class Beside:
 
 def is_tagged(checkpoint: Checkpoint) -> bool:
     """Whether it is a directory of its own in a root, named by ``latest``."""
-    return checkpoint.format in {"zero", "universal"}
+    return checkpoint.latest is not None
 
 
 def latest_name(checkpoint: Checkpoint) -> str:
     """The file that names the newest checkpoint of its kind."""
-    return LATEST_UNIVERSAL if checkpoint.format == "universal" else LATEST
+    return checkpoint.latest or LATEST
 
 
 def plan_copy(checkpoint: Checkpoint) -> CopyPlan:

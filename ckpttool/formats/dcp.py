@@ -111,7 +111,7 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
             root = unpickle(reader.read(0, reader.nbytes), path=path).value
         except Truncated:
             raise LayoutError(path, "ends too early", RESTORE) from None
-        files = [CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version)]
+        files = [CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version, container="dcp")]
     metadata = _fields(path, root)
     pieces = _pieces(path, metadata)
     paths = metadata.values.get("planner_data")
@@ -186,6 +186,8 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
         root=location.root,
         tag=location.tag,
         format="dcp",
+        masters_alone=bool(groups),
+        tells_buffers=False,
         stage=None,
         topology=Topology(data_parallel=max(1, len(files) - 1)),
         dtype=next((s.dtype for s in floating.values()), "F32"),
@@ -327,7 +329,7 @@ def _open(
     if piece.file not in opened:
         reader = storage.open(posixpath.join(location.directory, piece.file), ahead=True)
         opened[piece.file] = len(files), reader
-        files.append(CheckpointFile(piece.file, reader.nbytes, "shard", None, reader.version))
+        files.append(CheckpointFile(piece.file, reader.nbytes, "shard", None, reader.version, container="dcp"))
     index, reader = opened[piece.file]
     if piece.start + piece.nbytes > reader.nbytes:
         raise LayoutError(reader.path, f"has {reader.nbytes:,} bytes, fewer than {METADATA} says", RESTORE)

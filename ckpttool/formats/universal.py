@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
+from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.checks import check_model_ranks, model_names
@@ -153,6 +154,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         root=location.root,
         tag=location.tag,
         format="universal",
+        latest=LATEST_UNIVERSAL,
         stage=None,
         topology=Topology(),
         dtype=next((ref.dtype for n, ref in module.items() if n in states), None) or _configured_dtype(first),

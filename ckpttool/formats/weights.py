@@ -140,7 +140,9 @@ def read_weights(storage: Storage, location: Location, kind: Kind, names: list[s
             else:
                 torch = read_torch_file(reader)
                 found, records = _state_dict(index, torch, aliases), torch.records
-            file = CheckpointFile(name, reader.nbytes, kind_of_file, None, reader.version, records=records)
+            file = CheckpointFile(
+                name, reader.nbytes, kind_of_file, None, reader.version, container=kind.format, records=records
+            )
             files.append(file)
         for tensor, state in found.items():
             if tensor in states:
@@ -152,6 +154,7 @@ def read_weights(storage: Storage, location: Location, kind: Kind, names: list[s
         root=location.root,
         tag=location.tag,
         format=kind.format,
+        tells_buffers=False,
         stage=None,
         topology=Topology(),
         dtype=_dtype(states),

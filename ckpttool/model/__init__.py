@@ -267,6 +267,9 @@ class CheckpointFile:
     """Differs when the file was written anew; see ``storage.Entry``."""
     model_rank: int | None = None
     """Tensor- and pipeline-parallel rank that wrote it; None where there is but one, or one file serves all."""
+    container: str = "torch"
+    """What the file is: "torch" (one file of ``torch.save``), "safetensors", "raw" (elements of one tensor), "dcp" (a
+    shard or the metadata of ``torch.distributed.checkpoint``)."""
     directory: str | None = None
     """The directory it lies in, if that is not the checkpoint's location: another node's."""
     records: tuple[Record, ...] = field(default=(), repr=False)
@@ -335,6 +338,12 @@ class Checkpoint:
     """What the reader noticed that did not keep it from reading, and may mean that something is wrong."""
     remarks: tuple[str, ...] = ()
     """What a user should know of it, though nothing is wrong."""
+    latest: str | None = None
+    """Name of the file in ``root`` that names the newest tag; None for a format without tags."""
+    masters_alone: bool = False
+    """Whether trained parameters have masters and nothing records the type that the module computes in."""
+    tells_buffers: bool = True
+    """Whether the files tell buffers from frozen parameters."""
     storage: Storage = field(default=LOCAL, repr=False, compare=False)
     """Where its files lie."""
 
@@ -375,6 +384,11 @@ class Checkpoint:
         """What counts as a parameter's weights: its master, or the module's copy where that is newer or alone."""
         first, second = (MODULE, MASTER) if self.ahead else (MASTER, MODULE)
         return parameter.states.get(first) or parameter.states[second]
+
+    @property
+    def native(self) -> bool:
+        """Whether these are the files that DeepSpeed's ``save_checkpoint`` writes and ``load_checkpoint`` reads."""
+        return self.stage is not None
 
     def path(self, file: int) -> str:
         """Full path of a file by its index."""

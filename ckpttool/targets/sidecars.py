@@ -52,7 +52,7 @@ def companions_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Comp
             "splits batches, and stands elsewhere over another number of ranks"
         )
     known = {*kept, *(c.name for c in (*random, *position)), *(f.name for f in checkpoint.files)}
-    if checkpoint.format in {"zero", "universal"}:
+    if checkpoint.latest is not None:
         left = [e.name for e in storage.listing(root) if not e.is_dir and e.name not in known and not _is(e.name, OWN)]
         if left:
             notes.append(f"what else lies beside the checkpoint stays behind: {_few(sorted(left))}")

@@ -176,11 +176,17 @@ class Opener:
 
     def _register(
         self, name: str, nbytes: int, kind: str, rank: int | None, version: str, model_rank: int | None,
-        records: tuple[Record, ...] = (),
+        records: tuple[Record, ...] | None,
     ) -> None:  # fmt: skip
+        """Number a file; ``records`` are those of its archive, None for raw elements."""
         directory = self._directory.get(name, self.location.directory)
         elsewhere = None if directory == self.location.directory else directory
-        self.files.append(CheckpointFile(name, nbytes, kind, rank, version, model_rank, elsewhere, records))
+        container = "raw" if records is None else "torch"
+        file = CheckpointFile(
+            name, nbytes, kind, rank, version, model_rank, container=container, directory=elsewhere,
+            records=records or (),
+        )  # fmt: skip
+        self.files.append(file)
 
     def _folders_of_ranks(self, directory: str) -> dict[int, str]:
         """The folder of each rank, by the number in its name."""
@@ -216,7 +222,7 @@ class Opener:
             with self.storage.open(path) as reader:
                 relative = posixpath.join(SWAPPED, posixpath.basename(folder), name)
                 self._directory[relative] = posixpath.dirname(posixpath.dirname(folder))
-                self._register(relative, reader.nbytes, "swapped", rank, reader.version, 0)
+                self._register(relative, reader.nbytes, "swapped", rank, reader.version, 0, None)
                 found[name] = SwappedFile(len(self.files) - 1, path, reader.nbytes)
         return found
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit.manifest import is_commit, read_manifest
 from ckpttool.errors import LayoutError
+from ckpttool.formats.locate import LATEST
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
@@ -65,6 +66,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         root=location.root,
         tag=location.tag,
         format="zero",
+        latest=LATEST,
         stage=files.stage,
         topology=Topology(_data_parallel(files), tensor, pipeline, _expert_parallel(files)),
         dtype=whole.dtype,

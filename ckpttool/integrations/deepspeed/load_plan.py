@@ -161,7 +161,7 @@ def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Whether the engine's files are like these: with stages 1 and 2 DeepSpeed writes and loads the same."""
     groups = {0: 0, 1: 1, 2: 1, 3: 3}
     same_stage = checkpoint.stage is not None and groups[checkpoint.stage] == groups[live.stage]
-    return checkpoint.format == "zero" and same_stage and checkpoint.dtype == live.dtype
+    return checkpoint.native and same_stage and checkpoint.dtype == live.dtype
 
 
 def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, weights_only: bool) -> str:
@@ -474,7 +474,7 @@ def _complete(live: LiveEngine, checkpoint: Checkpoint, states: dict[str, Any]) 
     base = states.get("optimizer_state_dict") or states["base_optimizer_state"]
     groups = zip(base["param_groups"], live.hyperparameters, strict=True)
     base["param_groups"] = [{**own, **saved} for saved, own in groups]
-    if checkpoint.format != "zero":
+    if not checkpoint.native:
         states.pop("clip_grad", None)
     if not keeps_loss_scale(live, checkpoint):
         states["loss_scaler"] = getattr(live.optimizer, "loss_scaler", states["loss_scaler"])

@@ -169,11 +169,10 @@ def shape_for(
     size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE  # "auto" for Hugging Face
     if round_robin is None:
         round_robin = bool(config.get("round_robin_gradients"))
-    masters_alone = checkpoint.format == "dcp" and bool(checkpoint.groups)
-    if masters_alone and dtype is None:
+    if checkpoint.masters_alone and dtype is None:
         problem = "holds masters, and does not say what the run computes in"
         raise PlanError(checkpoint.location, problem, "choose --dtype bf16, fp16 or fp32")
-    if dtype is not None and dtype != checkpoint.dtype and checkpoint.groups and not masters_alone:
+    if dtype is not None and dtype != checkpoint.dtype and checkpoint.groups and not checkpoint.masters_alone:
         problem = f"was trained in {checkpoint.dtype}, and its 16-bit copies and loss scale follow that"
         raise PlanError(checkpoint.location, problem, "leave out --dtype; it is for weights alone")
     if expert_parallel is not None and not 1 <= expert_parallel <= ranks:
@@ -197,7 +196,7 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
         losses.append(f"{AHEAD}: stage 3 keeps no copies, and masters are made of them")
     elif checkpoint.ahead:
         losses.append(f"{AHEAD}: the run that loads it must use ZenFlow too, or its first step takes that back")
-    if checkpoint.format == "dcp" and checkpoint.groups:
+    if checkpoint.masters_alone:
         losses.append(
             "there was no scheduler, loss scale or client state to carry over: load it with "
             "load_lr_scheduler_states=False if the run has a scheduler"
@@ -221,7 +220,7 @@ def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
     """One group of all parameters, for weights of which nothing says how they are to be trained."""
     names = tuple(p.name for p in checkpoint.parameters)
     weights_alone = all(p.group == UNKNOWN_GROUP and set(p.states) <= {MODULE} for p in checkpoint.parameters)
-    if checkpoint.format == "zero" or not weights_alone or not names:
+    if checkpoint.native or not weights_alone or not names:
         return ()
     return (ParamGroup(names, {}, {}),)
 
@@ -265,7 +264,7 @@ class _Writer:
         if c.unsliceable:
             problem = f"holds states that cannot be re-partitioned: {', '.join(c.unsliceable[:5])}"
             raise PlanError(c.location, problem, "resume on the same number of ranks, or consolidate the weights")
-        others = [p.name for p in c.parameters if p.frozen] if c.format == "dcp" else []
+        others = [p.name for p in c.parameters if p.frozen] if not c.tells_buffers else []
         if self.shape.stage == 3 and others:
             problem = f"does not say whether {others[0]} is a frozen parameter or a buffer, which stage 3 keeps apart"
             hint = "choose --stage 1 or 2, or convert the checkpoint that it was made from"
