@@ -16,6 +16,7 @@ from ckpttool.execution.permissions import mode_of_file
 from ckpttool.execution.read_checks import archive_records
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
+from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import MANIFEST, MARK, walk
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata", MANIFEST)
+INDICES = (*(name for known in FORMATS for name in known.last), MANIFEST)
 """Files that make the others of a checkpoint look whole."""
 CARRIED = (*BESIDE, *RANDOM, *POSITION)
 """What frameworks put beside a checkpoint to resume from it."""

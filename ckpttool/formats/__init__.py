@@ -1,4 +1,4 @@
-"""Readers: a directory -> Checkpoint. One module for each thing that describes tensors in its own way."""
+"""Readers: a directory -> Checkpoint. One module for each format; ``registry`` lists them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit.checksummed import with_manifest
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
+from ckpttool.formats.registry import formats_with_tags
 from ckpttool.formats.reports import raise_at_once
-from ckpttool.formats.zero.reader import read_zero
 from ckpttool.messages import brief
 from ckpttool.storage import (
     WAIT,
@@ -131,14 +131,17 @@ def _open(
     first, *others = paths
     if not unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
-    if not others and (found := _without_tags(storage, first.rstrip("/") or first, tag)) is not None:
-        return found
+    src = first.rstrip("/") or first
+    if not others and tag is None and storage.exists(src):
+        read = _read_marked if storage.is_dir(src) else _read_unmarked
+        if (found := read(storage, src)) is not None:
+            return found
     if not others and tag is None and (newest := _newest_whole(storage, first, unfinished, trust_names)) is not None:
         return newest
     try:
         location = locate(storage, first, tag)
     except NoCheckpointError:
-        found = None if others else _weights(storage, first.rstrip("/") or first)
+        found = None if others else _read_unmarked(storage, src)
         if found is None:
             raise
         return found
@@ -157,12 +160,7 @@ def _open(
         checked = with_manifest(storage, location.directory)
     except CkptError as error:
         report(error)
-    if storage.is_dir(posixpath.join(location.directory, "zero")):
-        from ckpttool.formats.universal import read_universal
-
-        checkpoint = read_universal(checked or storage, location, report)
-    else:
-        checkpoint = read_zero(checked or storage, location, report)
+    checkpoint = _read_tagged(checked or storage, location, report)
     return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
 
 
@@ -202,26 +200,29 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
     return replace(checkpoint, storage=checked.inner, files=tuple(files))
 
 
-def _without_tags(storage: Storage, src: str, tag: str | None) -> Checkpoint | None:
-    """A file of weights, or a distributed checkpoint of torch."""
-    if tag is not None or not storage.exists(src):
-        return None
-    if not storage.is_dir(src):
-        return _weights(storage, src)
-    if not storage.exists(posixpath.join(src, ".metadata")):
-        return None
-    from ckpttool.formats.dcp import read_dcp
-
-    checked = with_manifest(storage, src)
-    found = read_dcp(checked or storage, Location(src, src, posixpath.basename(src)))
-    return found if checked is None else _as_saved(found, checked, raise_at_once)
-
-
-def _weights(storage: Storage, src: str) -> Checkpoint | None:
-    from ckpttool.formats.weights import find_weights, read_weights
-
-    found = find_weights(storage, src)
+def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:
+    candidates = formats_with_tags(tagged=True)
+    marked = (f for f in candidates if f.matches(storage, location.directory))
+    first = next(marked, None) or next(f for f in candidates if not f.marker)
+    found = first.read(storage, location, report)
     if found is None:
-        return None
-    directory = src if storage.is_dir(src) else parent(src)
-    return read_weights(storage, Location(directory, directory, posixpath.basename(src)), *found)
+        raise NoCheckpointError(location.directory, "holds no checkpoint of a known format", "check the path")
+    return found
+
+
+def _read_marked(storage: Storage, src: str) -> Checkpoint | None:
+    """Read a checkpoint without tags from a directory with the marker of a format."""
+    location = Location(src, src, posixpath.basename(src))
+    for known in formats_with_tags(tagged=False):
+        if known.matches(storage, src):
+            checked = with_manifest(storage, src)
+            found = known.read(checked or storage, location, raise_at_once)
+            return found if found is None or checked is None else _as_saved(found, checked, raise_at_once)
+    return None
+
+
+def _read_unmarked(storage: Storage, src: str) -> Checkpoint | None:
+    """Read a file, or a directory of files, of a format that has neither tags nor a marker."""
+    location = Location(src, src, posixpath.basename(src))
+    unmarked = (f for f in formats_with_tags(tagged=False) if not f.marker)
+    return next((found for f in unmarked if (found := f.read(storage, location, raise_at_once))), None)

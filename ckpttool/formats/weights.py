@@ -16,6 +16,7 @@ from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
+from ckpttool.formats.locate import Location
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
@@ -29,12 +30,13 @@ from ckpttool.model import (
     Topology,
     one_extent,
 )
+from ckpttool.storage import parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.checksums import Record
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.reports import Report
     from ckpttool.storage import Storage
 
 RESTORE = "restore it from a copy"
@@ -114,12 +116,24 @@ def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
     return files
 
 
-def read_weights(storage: Storage, location: Location, kind: Kind, names: list[str]) -> Checkpoint:
-    """Read the layout of weights; no tensor bytes.
+def read_weights(storage: Storage, location: Location, _report: Report) -> Checkpoint | None:
+    """Read the layout of a file of weights, or of those in a directory; no tensor bytes.
+
+    Returns:
+        The layout; None if there are no weights.
 
     Raises:
         CkptError: A file is damaged, or two hold the same tensor.
     """
+    found = find_weights(storage, location.directory)
+    if found is None:
+        return None
+    is_dir = storage.is_dir(location.directory)
+    directory = location.directory if is_dir else parent(location.directory)
+    return _read_files(storage, Location(directory, directory, location.tag), *found)
+
+
+def _read_files(storage: Storage, location: Location, kind: Kind, names: list[str]) -> Checkpoint:
     files: list[CheckpointFile] = []
     states: dict[str, State] = {}
     owner: dict[str, str] = {}

@@ -20,7 +20,7 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, Size, TorchDType
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
-from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.dcp_shards import METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
