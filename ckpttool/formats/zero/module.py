@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
@@ -260,3 +260,34 @@ def zenflow(file: RankFile) -> bool:
 def client_state(file: RankFile) -> dict[str, Any]:
     """What the user's code saved along with the model."""
     return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
+
+
+class CommonFacts(TypedDict):
+    """Fields of ``Checkpoint`` that a model-states file holds in every format of DeepSpeed."""
+
+    deepspeed_version: str | None
+    samples: int | None
+    skipped_steps: int
+    scheduler: Any
+    client_state: Mapping[str, Any]
+    ds_config: Mapping[str, Any]
+    carried: Mapping[str, State]
+
+
+def common_facts(first: RankFile) -> CommonFacts:
+    """Read the fields of a checkpoint that only the first model-states file tells.
+
+    Args:
+        first: The file of the first model-parallel rank.
+    """
+    scheduler = first.fields.values.get("lr_scheduler")
+    client = client_state(first)
+    return CommonFacts(
+        deepspeed_version=first.fields.optional("ds_version", str),
+        samples=first.fields.count("global_samples"),
+        skipped_steps=first.fields.optional("skipped_steps", int) or 0,
+        scheduler=scheduler,
+        client_state=client,
+        ds_config=first.fields.optional("ds_config", dict) or {},
+        carried=carried_storages(first, client, scheduler),
+    )

@@ -12,7 +12,7 @@ from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
 from ckpttool.formats.zero.model_rank import Slice, read_slice
-from ckpttool.formats.zero.module import carried_storages, client_state, zenflow
+from ckpttool.formats.zero.module import common_facts, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
@@ -38,29 +38,22 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     if (mixed := mixed_types([layer.file for layer in found.layers])) is not None:
         report(mixed)
     pipeline, tensor = _degrees(found)
-    names = _recorded(storage, location) if not found.slices[0].stage else ()
-    stages = []
-    twins: list[Twin] = []
-    remarks: list[str] = []
+    recorded = _recorded(storage, location) if not found.slices[0].stage else ()
     layers = [_layers(found, rank, tensor) for rank in range(tensor)]
+    stages = []
     for stage in range(pipeline):
-        ranks = found.slices[stage * tensor : (stage + 1) * tensor]
-        slices: list[Slice] = []
-        for rank, f in enumerate(ranks):
-            tied = slices[0].aliases if slices else {}
-            own = layers[rank]
-            in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
-            slices.append(read_slice(replace(f, recorded=names), in_stage, shapes, tied, report))
+        ranks = [replace(f, recorded=recorded) for f in found.slices[stage * tensor : (stage + 1) * tensor]]
+        slices = _read_slices(ranks, layers, stage, report)
         stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
-    for own in layers:
-        twins += own.twins if own else []
-        remarks += own.remarks if own else []
+    twins = [twin for own in layers if own for twin in own.twins]
+    remarks = [remark for own in layers if own for remark in own.remarks]
     whole = stages[0] if pipeline == 1 else _merge_pipeline(stages, report)
     files = found.slices[0]
     first = files.model[0]
     step = first.fields.optional("global_steps", int) or 0
-    skipped = first.fields.optional("skipped_steps", int) or 0
+    facts = common_facts(first)
     return Checkpoint(
+        **facts,
         storage=storage,
         location=location.directory,
         root=location.root,
@@ -70,29 +63,38 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         stage=files.stage,
         topology=Topology(_data_parallel(files), tensor, pipeline, _expert_parallel(files)),
         dtype=whole.dtype,
-        deepspeed_version=first.fields.optional("ds_version", str),
         step=step,
-        samples=first.fields.count("global_samples"),
-        skipped_steps=skipped,
         parameters=tuple(whole.parameters.values()),
         buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
         aliases=whole.aliases,
         groups=tuple(whole.groups),
         unsliceable=tuple(whole.unsliceable),
-        scheduler=first.fields.values.get("lr_scheduler"),
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
-        client_state=client_state(first),
-        ds_config=first.fields.optional("ds_config", dict) or {},
-        carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
         twins=(*whole.twins, *twins),
         ahead=zenflow(first) and files.stage != 3,
         files=found.files,
-        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped), *_group_notes(files, whole.groups)),
+        notes=(
+            *found.notes,
+            *_step_notes(files, whole.groups, step - facts["skipped_steps"]),
+            *_group_notes(files, whole.groups),
+        ),
         remarks=(
             *dict.fromkeys((*whole.remarks, *remarks, *_data_remarks(first))),
             *trusted_names(found.renamed),
         ),
     )
+
+
+def _read_slices(
+    ranks: Sequence[ZeroFiles], layers: Sequence[Layers | None], stage: int, report: Report
+) -> list[Slice]:
+    """Read the tensor-parallel ranks of one pipeline stage."""
+    slices: list[Slice] = []
+    for files, own in zip(ranks, layers, strict=True):
+        tied = slices[0].aliases if slices else {}
+        in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
+        slices.append(read_slice(files, in_stage, shapes, tied, report))
+    return slices
 
 
 def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
