@@ -133,7 +133,9 @@ def convert(
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     name = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
     if to == "zero":
-        from ckpttool.targets.zero.writer import LATEST, plan_zero, shape_for, zero_losses
+        from ckpttool.formats.locate import LATEST
+        from ckpttool.targets.zero.shape import shape_for, zero_losses
+        from ckpttool.targets.zero.writer import plan_zero
 
         shape = shape_for(
             checkpoint,
@@ -147,7 +149,8 @@ def convert(
         plan, last = plan_zero(checkpoint, shape, tag=name), LATEST
         notes += zero_losses(checkpoint, shape)
     elif to == "universal":
-        from ckpttool.targets.universal import plan_universal, universal_losses
+        from ckpttool.targets.universal.losses import universal_losses
+        from ckpttool.targets.universal.plan import plan_universal
 
         plan, last = plan_universal(checkpoint, tag=name, proofs=sample_proofs(checkpoint)), "latest_universal"
         notes += universal_losses(checkpoint)

@@ -145,6 +145,26 @@ class Parameter:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer updates it, or has updated it: a group lists it, or it has a master."""
+        return not self.frozen or MASTER in self.states
+
+    @property
+    def master_state(self) -> State:
+        """The master, or the module's copy where there is no master."""
+        return self.states.get(MASTER) or self.states[MODULE]
+
+    @property
+    def module_state(self) -> State:
+        """The module's copy, or the master where there is no copy."""
+        return self.states.get(MODULE) or self.states[MASTER]
+
+    @property
+    def optimizer_states(self) -> dict[str, State]:
+        """The optimizer's own states, such as moments, by name."""
+        return {key: state for key, state in self.states.items() if key not in {MASTER, MODULE}}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
@@ -382,8 +402,7 @@ class Checkpoint:
 
     def weights(self, parameter: Parameter) -> State:
         """What counts as a parameter's weights: its master, or the module's copy where that is newer or alone."""
-        first, second = (MODULE, MASTER) if self.ahead else (MASTER, MODULE)
-        return parameter.states.get(first) or parameter.states[second]
+        return parameter.module_state if self.ahead else parameter.master_state
 
     @property
     def native(self) -> bool:

@@ -35,7 +35,7 @@ def contents(checkpoint: Checkpoint) -> list[Content]:
     result = []
     for parameter in checkpoint.parameters:
         result.append(Content(parameter.name, WEIGHTS, checkpoint.weights(parameter)))
-        result += [Content(parameter.name, k, s) for k, s in parameter.states.items() if k not in {MASTER, MODULE}]
+        result += [Content(parameter.name, k, s) for k, s in parameter.optimizer_states.items()]
     result += [Content(b.name, WEIGHTS, b.state) for b in checkpoint.buffers]
     return result
 

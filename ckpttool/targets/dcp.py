@@ -25,8 +25,9 @@ from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
+from ckpttool.targets.embedded import without_tensors
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
-from ckpttool.targets.universal import scalar_bytes, without_tensors
+from ckpttool.targets.universal.plan import scalar_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

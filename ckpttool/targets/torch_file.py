@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
-from ckpttool.containers.values import StorageRef, TensorRef
+from ckpttool.containers.values import Opaque, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.plan import TargetFile, merge_literals
@@ -111,3 +111,10 @@ def plain_file(name: str, data: bytes) -> TargetFile:
     from ckpttool.plan import COPY
 
     return TargetFile(name, len(data), ((0, data),) if data else (), np.zeros(0, dtype=COPY))
+
+
+def opaque_object(module: str, name: str, state: dict[str, Any]) -> Opaque:
+    """An object of a class that is not imported, as ``pickle`` would have it."""
+    made = Opaque(module, name, "new")
+    made.stated, made.state = True, state
+    return made

@@ -16,7 +16,8 @@ from ckpttool.errors import PlanError
 from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
 from ckpttool.model import ScalarState
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
-from ckpttool.targets.zero.writer import Shape, plan_zero
+from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.writer import plan_zero
 from tests.cli.command import ckpttool as command
 from tests.truth import NAMES, source, tag_directory, truth
 

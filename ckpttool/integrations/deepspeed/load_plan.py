@@ -23,7 +23,8 @@ from ckpttool.plan.copy_checks import sample_proofs, source_files
 from ckpttool.targets.replicas import ALIGNMENT, Packed, plan_packed
 from ckpttool.targets.zero.layout import piece, sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
-from ckpttool.targets.zero.writer import SUB_GROUP_SIZE, Shape, held_by, plan_rank, zero_losses
+from ckpttool.targets.zero.shape import SUB_GROUP_SIZE, Shape, zero_losses
+from ckpttool.targets.zero.writer import held_by, plan_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -429,10 +430,8 @@ def _alike(live: LiveEngine, fitted: Fitted) -> dict[str, State]:
     """What all ranks of the engine hold alike: buffers; below stage 3 frozen parameters; without ZeRO all of them."""
     alike = dict(fitted.buffers)
     for p in fitted.checkpoint.parameters:
-        if (p.frozen and live.stage < 3) or not live.stage:
-            state = p.states.get(MASTER) or p.states.get(MODULE)
-            if state is not None:
-                alike[p.name] = state
+        if ((p.frozen and live.stage < 3) or not live.stage) and (MASTER in p.states or MODULE in p.states):
+            alike[p.name] = p.master_state
     return alike
 
 

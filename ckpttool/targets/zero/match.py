@@ -183,7 +183,7 @@ class _Fit:
 
     @staticmethod
     def _has_moments(found: Parameter | State | None) -> bool:
-        return isinstance(found, Parameter) and not found.frozen and bool(found.states.keys() - {MASTER, MODULE})
+        return isinstance(found, Parameter) and not found.frozen and bool(found.optimizer_states)
 
     def _trained(self, name: str, found: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
         weights = self._weights(found)
