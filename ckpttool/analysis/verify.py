@@ -20,7 +20,7 @@ from ckpttool.execution.check_copies import failed_proofs
 from ckpttool.execution.sources import Scratch, Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import stored_blocks
-from ckpttool.plan.copy_checks import full_proofs, sample_proofs, source_files
+from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
 from ckpttool.storage import without_secrets
 from ckpttool.units import Meter
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums, Record
     from ckpttool.commit.manifest import Manifest
     from ckpttool.model import Checkpoint, State
-    from ckpttool.plan import Proofs
+    from ckpttool.plan import ConsistencyChecks
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
@@ -122,7 +122,7 @@ def verify_checkpoint(
                 errors += size_problems(checkpoint.storage, checkpoint.location, manifest)
         except CkptError as error:
             errors.append(error)
-        proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
+        proofs = full_checks(checkpoint) if deep else sample_checks(checkpoint)
         meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
         if deep:
             workers = jobs or default_jobs(distant=checkpoint.storage.distant)
@@ -152,7 +152,7 @@ def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})
 
 
-def _bytes_to_read(checkpoint: Checkpoint, proofs: Proofs, *, deep: bool) -> int:
+def _bytes_to_read(checkpoint: Checkpoint, proofs: ConsistencyChecks, *, deep: bool) -> int:
     """Bytes that will be looked at, those looked at twice counted twice."""
     if not deep:
         return proofs.nbytes

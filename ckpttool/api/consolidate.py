@@ -15,9 +15,9 @@ from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.formats.sidecars import find_companions
-from ckpttool.plan.copy_checks import sample_proofs
-from ckpttool.targets.sidecars import with_companions
+from ckpttool.formats.sidecars import find_sidecars
+from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.targets.sidecars import with_sidecars
 from ckpttool.targets.weights import select_weights
 from ckpttool.units import parse_size
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import CopyPlan, Proofs
+    from ckpttool.plan import ConsistencyChecks, CopyPlan
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
 
@@ -157,7 +157,7 @@ def consolidate(
         raise PlanError(out, f"cannot be written as {to} in {dtype}", "choose safetensors or torch, fp32, bf16 or fp16")
     target = TRAINING_DTYPES[dtype]
     limit = parse_size(str(max_shard_size))
-    proofs = sample_proofs(checkpoint) if weights == "masters" else None
+    consistency = sample_checks(checkpoint) if weights == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     if adapter_only:
         from ckpttool.targets import adapter
@@ -167,8 +167,10 @@ def consolidate(
             problem = "an adapter is written whole, and as safetensors"
             raise PlanError(out, problem, "leave out --include, --exclude, --exclude-frozen and --to torch")
         selection = adapter.select_adapter(checkpoint, source=weights, dtype=target)
-        plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, proofs=proofs, stem=adapter.STEM)
-        companions = find_companions(checkpoint.storage, checkpoint.root, (adapter.CONFIG, "README.md"))
+        plan = plan_safetensors(
+            checkpoint, selection, max_shard_bytes=1 << 62, consistency=consistency, stem=adapter.STEM
+        )
+        companions = find_sidecars(checkpoint.storage, checkpoint.root, (adapter.CONFIG, "README.md"))
         if adapter.CONFIG not in {c.name for c in companions}:
             notes.append(f"there is no {adapter.CONFIG} beside the checkpoint: PEFT needs one in {out}")
         index = ""
@@ -176,9 +178,9 @@ def consolidate(
         selection = select_weights(
             checkpoint, source=weights, dtype=target, include=include, exclude=exclude, exclude_frozen=exclude_frozen
         )
-        plan, index = _plan_weights(to, checkpoint, selection, limit, proofs)
-        companions = find_companions(checkpoint.storage, checkpoint.root)
-    plan = with_companions(plan, companions, target)
+        plan, index = _plan_weights(to, checkpoint, selection, limit, consistency)
+        companions = find_sidecars(checkpoint.storage, checkpoint.root)
+    plan = with_sidecars(plan, companions, target)
     checks = checks_for(plan.sources, checkpoint, check)
     digested: str | None = None
 
@@ -216,15 +218,15 @@ def consolidate(
 
 
 def _plan_weights(
-    to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, proofs: Proofs | None
+    to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, consistency: ConsistencyChecks | None
 ) -> tuple[CopyPlan, str]:
     """The plan, and the name of the file that makes the rest look whole."""
     if to == "safetensors":
         from ckpttool.targets import safetensors
 
         return safetensors.plan_safetensors(
-            checkpoint, selection, max_shard_bytes=limit, proofs=proofs
+            checkpoint, selection, max_shard_bytes=limit, consistency=consistency
         ), safetensors.INDEX
     from ckpttool.targets import torch
 
-    return torch.plan_torch(checkpoint, selection, max_shard_bytes=limit, proofs=proofs), torch.INDEX
+    return torch.plan_torch(checkpoint, selection, max_shard_bytes=limit, consistency=consistency), torch.INDEX

@@ -14,8 +14,8 @@ from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.plan.copy_checks import sample_proofs
-from ckpttool.targets.sidecars import companions_for, with_companions
+from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.targets.sidecars import sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -152,16 +152,16 @@ def convert(
         from ckpttool.targets.universal.losses import universal_losses
         from ckpttool.targets.universal.plan import plan_universal
 
-        plan, last = plan_universal(checkpoint, tag=name, proofs=sample_proofs(checkpoint)), "latest_universal"
+        plan, last = plan_universal(checkpoint, tag=name, consistency=sample_checks(checkpoint)), "latest_universal"
         notes += universal_losses(checkpoint)
     else:
         from ckpttool.targets.dcp import plan_dcp
 
-        plan, last = plan_dcp(checkpoint, proofs=sample_proofs(checkpoint)), ".metadata"
+        plan, last = plan_dcp(checkpoint, consistency=sample_checks(checkpoint)), ".metadata"
         notes += [f"{what}: belongs to no parameter, and is left out" for what in checkpoint.unsliceable]
     if to != "dcp":
-        companions, left_behind = companions_for(checkpoint, world_size)
-        plan = with_companions(plan, companions, None)
+        companions, left_behind = sidecars_for(checkpoint, world_size)
+        plan = with_sidecars(plan, companions, None)
         notes += left_behind
 
     checks = checks_for(plan.sources, checkpoint, check)

@@ -17,7 +17,7 @@ from ckpttool.execution.read_checks import archive_records
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.registry import FORMATS
-from ckpttool.formats.sidecars import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
+from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import MANIFEST, MARK, walk
 from ckpttool.storage.base import NO_NAMES
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 INDICES = (*(name for known in FORMATS for name in known.last), MANIFEST)
 """Files that make the others of a checkpoint look whole."""
-CARRIED = (*BESIDE, *RANDOM, *POSITION)
+CARRIED = (*RESUME_FILES, *RANDOM, *POSITION)
 """What frameworks put beside a checkpoint to resume from it."""
 MAX_NAMED = 10
 """Files left behind that are named one by one."""

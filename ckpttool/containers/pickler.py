@@ -37,14 +37,14 @@ def pickle(value: Any, *, path: str) -> bytes:
     Raises:
         PlanError: It holds something else or is nested too deeply.
     """
-    writer = _Writer(path)
+    writer = _PickleWriter(path)
     writer.out += b"\x80\x02"
     writer.save(value, 0)
     writer.out += b"."
     return bytes(writer.out)
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self, path: str) -> None:
         self.path = path
         self.out = bytearray()

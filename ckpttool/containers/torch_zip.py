@@ -97,7 +97,7 @@ def directory_start(reader: RangeReader) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _DirectoryEntry:
     name: str
     raw_name: bytes
     header: int
@@ -112,7 +112,7 @@ class _Entry:
         return self.header + _LOCAL.size + len(self.raw_name)
 
 
-def _payload_start(reader: RangeReader, entry: _Entry, header: bytes) -> int:
+def _payload_start(reader: RangeReader, entry: _DirectoryEntry, header: bytes) -> int:
     magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
     local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
     if magic != MAGIC or method != 0 or local_name != entry.raw_name:
@@ -120,7 +120,7 @@ def _payload_start(reader: RangeReader, entry: _Entry, header: bytes) -> int:
     return entry.least_start + int(extra_length)
 
 
-def _inferred_starts(entries: list[_Entry], end: int) -> dict[int, int]:
+def _inferred_starts(entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
     """Where payloads begin, by the place of their local header, without a round trip for each of these.
 
     A payload ends where the next header begins, but for its data descriptor, and torch puts its first byte on a
@@ -207,9 +207,9 @@ def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int
     return start, nbytes, count, position
 
 
-def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[_Entry]:
+def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[_DirectoryEntry]:
     data = reader.read(where.start, where.end)
-    entries: list[_Entry] = []
+    entries: list[_DirectoryEntry] = []
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
@@ -232,7 +232,7 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[
             raise ContainerError(reader.path, f"zip record {brief(name)} points outside the archive", _FOREIGN_HINT)
         if header + _LOCAL.size + len(raw_name) > where.start:
             raise ContainerError(reader.path, f"zip record {brief(name)} lies outside the file", _DAMAGED_HINT)
-        entries.append(_Entry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
+        entries.append(_DirectoryEntry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
         at = following
     if at != len(data):
         raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)

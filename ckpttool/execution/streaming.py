@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.output.staging import Journal
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.plan import CopyPlan, Proofs, TargetFile
+    from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
     from ckpttool.storage import PartWriter
     from ckpttool.storage.safe_files import Directory
     from ckpttool.units import Advance
@@ -197,9 +197,9 @@ class Budget:
 def _tasks(
     plan: CopyPlan, sources: Sources, output: Output, budget: Budget, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[Callable[[], int]]:
-    if plan.proofs is not None:
+    if plan.consistency is not None:
         # The first, but not waited for: it is many small requests, whose round trips need not add to the time.
-        yield partial(_prove, plan.proofs, sources)
+        yield partial(_prove, plan.consistency, sources)
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
@@ -223,7 +223,7 @@ def _tasks(
             checks.require_all(ranges_read(plan, file))
 
 
-def _prove(proofs: Proofs, sources: Sources) -> int:
+def _prove(proofs: ConsistencyChecks, sources: Sources) -> int:
     for problem in failed_proofs(proofs, advance=lambda _: None, sources=sources):
         raise problem
     return 0

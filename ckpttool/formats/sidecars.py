@@ -19,7 +19,7 @@ PATTERNS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "*.model",
     "sentencepiece.bpe.model", "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py",
 )  # fmt: skip
-BESIDE = (
+RESUME_FILES = (
     *PATTERNS, "trainer_state.json", "training_args.bin", "scheduler.pt", "scheduler.bin", "sampler*.bin",
     "custom_checkpoint_*.pkl", "adapter_config.json",
 )  # fmt: skip
@@ -33,11 +33,11 @@ STEPS_OF_RANKS = "scheduler.bin"
 OWN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", ".*")
 """What DeepSpeed or a system puts there, which nothing is resumed from."""
 MAX_BYTES = 1 << 28
-"""Larger files are no companions."""
+"""Larger files are no sidecars."""
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
+class SidecarFile:
     """One file to carry along."""
 
     name: str
@@ -54,8 +54,8 @@ class Companion:
     """Content of ``config.json``, which is edited; the others are copied."""
 
 
-def find_companions(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[Companion, ...]:
-    """The companions in a directory.
+def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[SidecarFile, ...]:
+    """The sidecars in a directory.
 
     Args:
         storage: Where it is.
@@ -73,5 +73,5 @@ def find_companions(storage: Storage, root: str, patterns: Sequence[str] = PATTE
         with storage.open(path) as reader:
             nbytes, version = reader.nbytes, reader.version
         text = storage.read_text(path) if entry.name == "config.json" else None
-        found.append(Companion(entry.name, path, nbytes, version, storage, text))
+        found.append(SidecarFile(entry.name, path, nbytes, version, storage, text))
     return tuple(found)

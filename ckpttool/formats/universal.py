@@ -41,11 +41,11 @@ from ckpttool.model import (
     Checkpoint,
     Parameter,
     ParamGroup,
+    Replica,
     ScalarState,
     Slicing,
     State,
     Topology,
-    Twin,
 )
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         aliases={a: n for a, n in module.aliases.items() if n in trained.states or n in module.names},
         groups=tuple(groups),
         loss_scaler=optimizer.fields.values.get("loss_scaler"),
-        twins=tuple(_twins(trained.states, module, ahead=ahead)),
+        replicas=tuple(_twins(trained.states, module, ahead=ahead)),
         ahead=ahead,
         files=tuple(opener.files),
         remarks=(*_remarks(files, first), *trusted_names(opener.renamed)),
@@ -237,16 +237,16 @@ def _place(
     return parameters, buffers
 
 
-def _twins(states: Mapping[str, Mapping[str, State]], module: _Module, *, ahead: bool) -> Iterator[Twin]:
+def _twins(states: Mapping[str, Mapping[str, State]], module: _Module, *, ahead: bool) -> Iterator[Replica]:
     """Masters and copies that must be equal, and tied tensors stored twice."""
     for name in states:
         if name in module.copies and not ahead:
-            yield Twin(name, states[name][MASTER], module.copies[name])
+            yield Replica(name, states[name][MASTER], module.copies[name])
     for alias, copy in module.duplicates.items():
         stored = module.aliases[alias]
         if stored in states:
             newest = module.copies.get(stored) if ahead else None
-            yield Twin(alias, newest or states[stored][MASTER], copy)
+            yield Replica(alias, newest or states[stored][MASTER], copy)
 
 
 def _model_files(opener: Opener) -> list[ZeroFiles]:

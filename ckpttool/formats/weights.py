@@ -43,7 +43,7 @@ RESTORE = "restore it from a copy"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WeightsKind:
     """One kind of file."""
 
     format: str
@@ -55,12 +55,12 @@ class Kind:
 
 
 KINDS = (
-    Kind("safetensors", ("model", "adapter_model", "diffusion_pytorch_model", ""), (".safetensors",)),
-    Kind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
+    WeightsKind("safetensors", ("model", "adapter_model", "diffusion_pytorch_model", ""), (".safetensors",)),
+    WeightsKind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
 )
 
 
-def find_weights(storage: Storage, src: str) -> tuple[Kind, list[str]] | None:
+def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | None:
     """The files of weights that are meant: one file, or those of a directory, the index deciding which.
 
     Raises:
@@ -85,7 +85,7 @@ def find_weights(storage: Storage, src: str) -> tuple[Kind, list[str]] | None:
     return None
 
 
-def _fits(src: str, kind: Kind) -> bool:
+def _fits(src: str, kind: WeightsKind) -> bool:
     return src.endswith(".safetensors") == (kind.format == "safetensors")
 
 
@@ -133,7 +133,7 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
     return _read_files(storage, Location(directory, directory, location.tag), *found)
 
 
-def _read_files(storage: Storage, location: Location, kind: Kind, names: list[str]) -> Checkpoint:
+def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: list[str]) -> Checkpoint:
     files: list[CheckpointFile] = []
     states: dict[str, State] = {}
     owner: dict[str, str] = {}

@@ -88,7 +88,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Twin:
+class Replica:
     """Two places of one thing. What they hold must be equal, once ``state`` is cast to the type of ``copy``."""
 
     name: str
@@ -345,9 +345,9 @@ class Checkpoint:
     """What the user's code saved along."""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """DeepSpeed's configuration of the run."""
-    carried: Mapping[str, State] = field(default_factory=dict)
+    embedded: Mapping[str, State] = field(default_factory=dict)
     """Where the bytes of tensors inside ``client_state`` and ``scheduler`` lie: storage key to the whole storage."""
-    twins: tuple[Twin, ...] = ()
+    replicas: tuple[Replica, ...] = ()
     """What is stored twice."""
     ahead: bool = False
     """Whether the module's copies of trained parameters have been trained since they were cast from the masters, as
@@ -374,7 +374,7 @@ class Checkpoint:
     def problems(self) -> Iterator[LayoutError]:
         """Every state whose extents do not fill its shape exactly once, or lie outside their file."""
         sizes = np.array([f.nbytes for f in self.files], dtype=np.uint64)
-        copies = ((t.name, "a copy", copy) for t in self.twins for copy in (t.state, t.copy))
+        copies = ((t.name, "a copy", copy) for t in self.replicas for copy in (t.state, t.copy))
         everything = [*self.states(), *copies]
         for i in _suspects([state for _, _, state in everything], sizes):
             name, key, state = everything[i]

@@ -33,7 +33,7 @@ COPY = np.dtype(
 )
 """One row: a run of elements to copy, cast on the way if its pair of types says so."""
 
-PROOF = np.dtype(
+CHECK = np.dtype(
     [
         ("source", "<u4"),  # where the master lies: index into sources
         ("start", "<u8"),  # its first byte
@@ -64,7 +64,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proofs:
+class ConsistencyChecks:
     """Comparisons that show whether the layout is understood: the module's copy is the cast of the master.
 
     Where it is not, offsets were misread or the checkpoint is a mixture.
@@ -77,7 +77,7 @@ class Proofs:
     names: tuple[str, ...]
     """Parameters."""
     rows: NDArray[np.void]
-    """Rows of PROOF."""
+    """Rows of CHECK."""
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +140,7 @@ class CopyPlan:
     """Pairs of types in safetensors' spelling; equal types are a plain copy."""
     files: tuple[TargetFile, ...]
     """Files to write; the last ones are those that make the rest look whole (an index)."""
-    proofs: Proofs | None = None
+    consistency: ConsistencyChecks | None = None
     """What must hold first."""
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class CopyPlan:
         copied = sum(_nbytes(file.copies, widths) for file in self.files)
         for gather in (g for f in self.files for g in f.gathers):
             copied += gather.numel * itemsize(gather.state.dtype) * (1 + len(gather.state.mean_with))
-        return copied + (self.proofs.nbytes if self.proofs else 0)
+        return copied + (self.consistency.nbytes if self.consistency else 0)
 
 
 def ranges_read(plan: CopyPlan, file: TargetFile) -> Iterator[tuple[int, int, int]]:

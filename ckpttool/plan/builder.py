@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Placement:
     """Elements of a state, and where in a target file they go."""
 
     state: State
@@ -47,7 +47,7 @@ class CopyBuilder:
         """Pairs of types used so far."""
         return tuple(self._casts)
 
-    def copies(self, pieces: Iterable[Piece]) -> tuple[NDArray[np.void], tuple[Gather, ...]]:
+    def copies(self, pieces: Iterable[Placement]) -> tuple[NDArray[np.void], tuple[Gather, ...]]:
         """The copies of one target file, and what no copy can do."""
         tables = []
         gathers = []

@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.casts import castable
 from ckpttool.dtypes import itemsize
 from ckpttool.model import single_runs
-from ckpttool.plan import PROOF, Proofs, SourceFile
+from ckpttool.plan import CHECK, ConsistencyChecks, SourceFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,34 +26,34 @@ DISTANT_ROWS = 64
 """Of these, how many are looked at where each costs a round trip."""
 
 
-def full_proofs(checkpoint: Checkpoint) -> Proofs:
+def full_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
     """Compare every element."""
-    return _proofs(checkpoint, None)
+    return _checks(checkpoint, None)
 
 
-def sample_proofs(checkpoint: Checkpoint) -> Proofs:
+def sample_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
     """Compare the first and last elements of every fragment: a few kilobytes for each, and every border is seen.
 
     Where each costs a round trip, only some of them.
     """
-    proofs = _proofs(checkpoint, SAMPLE)
-    if checkpoint.storage.distant and len(proofs.rows) > DISTANT_ROWS:
-        evenly = np.linspace(0, len(proofs.rows) - 1, DISTANT_ROWS).astype(np.int64)
-        return replace(proofs, rows=proofs.rows[evenly])
-    return proofs
+    checks = _checks(checkpoint, SAMPLE)
+    if checkpoint.storage.distant and len(checks.rows) > DISTANT_ROWS:
+        evenly = np.linspace(0, len(checks.rows) - 1, DISTANT_ROWS).astype(np.int64)
+        return replace(checks, rows=checks.rows[evenly])
+    return checks
 
 
-def _proofs(checkpoint: Checkpoint, window: int | None) -> Proofs:
+def _checks(checkpoint: Checkpoint, window: int | None) -> ConsistencyChecks:
     casts: dict[tuple[str, str], int] = {}
     names: list[str] = []
     tables: list[NDArray[np.void]] = []
-    for twin in checkpoint.twins:
+    for twin in checkpoint.replicas:
         if castable(twin.state.dtype, twin.copy.dtype):
             cast = casts.setdefault((twin.state.dtype, twin.copy.dtype), len(casts))
             tables.append(_rows(twin.state, twin.copy, window, cast, len(names)))
             names.append(twin.name)
-    rows = np.concatenate(tables) if tables else np.zeros(0, dtype=PROOF)
-    return Proofs(source_files(checkpoint), tuple(casts), tuple(names), rows)
+    rows = np.concatenate(tables) if tables else np.zeros(0, dtype=CHECK)
+    return ConsistencyChecks(source_files(checkpoint), tuple(casts), tuple(names), rows)
 
 
 def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
@@ -75,7 +75,7 @@ def _rows(master: State, copy: State, window: int | None, cast: int, name: int) 
         left, right = np.concatenate([left, left[long]]), np.concatenate([right, right[long]])
         start = np.concatenate([start, start[long]])
         numel = np.concatenate([numel, np.full(len(long), window, dtype=np.uint64)])
-    rows = np.zeros(len(start), dtype=PROOF)
+    rows = np.zeros(len(start), dtype=CHECK)
     for side, at, state in ((left, "", master), (right, "copy_", copy)):
         rows[f"{at}source"] = side["file"]
         rows[f"{at}start"] = side["offset"] + (start + skip - side["start"]) * np.uint64(itemsize(state.dtype))

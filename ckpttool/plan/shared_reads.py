@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from ckpttool.plan import CopyPlan
 
-RIDER = np.dtype(
+SHARED_READ = np.dtype(
     [
-        ("carrier", "<u8"),  # first byte that the copy which reads the values writes, in its own file
+        ("copy_target", "<u8"),  # first byte that the copy which reads the values writes, in its own file
         ("skip", "<u8"),  # bytes of that copy before the values
         ("numel", "<u8"),  # elements
         ("file", "<u4"),  # where they are cast to: index into CopyPlan.files
@@ -34,28 +34,28 @@ RIDER = np.dtype(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Riders:
+class SharedReads:
     """The rows of a plan, with those casts told apart that need no reading of their own."""
 
-    alone: Mapping[int, NDArray[np.void]]
+    separate: Mapping[int, NDArray[np.void]]
     """By file: rows of COPY that read for themselves."""
-    carried: Mapping[int, NDArray[np.void]]
-    """By file whose copies carry them: rows of RIDER, by carrier and skip."""
+    shared: Mapping[int, NDArray[np.void]]
+    """By file whose copies carry them: rows of SHARED_READ, by carrier and skip."""
 
     @property
     def files(self) -> set[int]:
         """The files into which some are cast."""
-        return {n for rows in self.carried.values() for n in rows["file"].tolist()}
+        return {n for rows in self.shared.values() for n in rows["file"].tolist()}
 
 
-def find_riders(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> Riders:
+def find_shared_reads(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> SharedReads:
     """Find casts whose values other rows copy, all of them.
 
     Args:
         plan: What is written.
         copies: By file that is still to be written: its rows of COPY.
     """
-    nothing = Riders(copies, {})
+    nothing = SharedReads(copies, {})
     same = np.array([a == b for a, b in plan.casts])
     if same.all() or not copies:
         return nothing
@@ -81,14 +81,14 @@ def find_riders(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> Rider
         return nothing
     by, of, low, high = by[keep], of[keep], low[keep], high[keep]
     targets = np.array([itemsize(b) for _, b in plan.casts], dtype=np.int64)[rows["cast"][of]]
-    riders = np.zeros(len(by), dtype=RIDER)
-    riders["carrier"] = rows["target"][by]
+    riders = np.zeros(len(by), dtype=SHARED_READ)
+    riders["copy_target"] = rows["target"][by]
     riders["skip"] = low - begin[by]
     riders["numel"] = (high - low) // width[of]
     riders["file"] = files[of]
     riders["target"] = rows["target"][of].astype(np.int64) + (low - begin[of]) // width[of] * targets
     riders["cast"] = rows["cast"][of]
-    order = np.lexsort((riders["skip"], riders["carrier"], files[by]))
+    order = np.lexsort((riders["skip"], riders["copy_target"], files[by]))
     riders, of_file = riders[order], files[by[order]].astype(np.int64)
     left = np.ones(len(rows), dtype=bool)
     left[casts[rides]] = False
@@ -97,7 +97,7 @@ def find_riders(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> Rider
     # Not np.unique: it imports numpy.ma, which takes longer than all of this.
     starts = np.flatnonzero(np.diff(of_file, prepend=-1))
     carried = dict(zip(of_file[starts].tolist(), np.split(riders, starts[1:]), strict=True))
-    return Riders(dict(zip(copies, alone, strict=True)), carried)
+    return SharedReads(dict(zip(copies, alone, strict=True)), carried)
 
 
 def _apart(begin: NDArray[np.int64], end: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.intp]:

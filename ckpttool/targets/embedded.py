@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import Opaque, OrderedDict, TensorRef, walk
 from ckpttool.errors import PlanError
-from ckpttool.plan.builder import Piece
+from ckpttool.plan.builder import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,7 +23,7 @@ def holds_tensors(value: object) -> bool:
 
 def lacks_tensors(checkpoint: Checkpoint, value: object) -> bool:
     """Whether there are tensors inside a value whose bytes the reader has not located."""
-    return any(isinstance(v, TensorRef) and v.storage.key not in checkpoint.carried for v in walk(value))
+    return any(isinstance(v, TensorRef) and v.storage.key not in checkpoint.embedded for v in walk(value))
 
 
 def copy_embedded(file: TorchFileBuilder, checkpoint: Checkpoint, value: Any) -> Any:
@@ -46,14 +46,14 @@ def copy_embedded(file: TorchFileBuilder, checkpoint: Checkpoint, value: Any) ->
         if isinstance(item, TensorRef):
             ref = item.storage
             if ref.key not in storages:
-                where = checkpoint.carried.get(ref.key)
+                where = checkpoint.embedded.get(ref.key)
                 if where is None:
                     raise PlanError(
                         checkpoint.location,
                         "holds a tensor in its client state or scheduler whose bytes were not found",
                         "",
                     )
-                storages[ref.key] = file.storage(ref.dtype, ref.numel, [Piece(where, ref.dtype, 0)])
+                storages[ref.key] = file.storage(ref.dtype, ref.numel, [Placement(where, ref.dtype, 0)])
             return TensorRef(
                 storages[ref.key], item.dtype, item.offset, item.shape, item.stride, item.requires_grad, item.parameter
             )

@@ -12,7 +12,7 @@ from ckpttool.containers.values import Opaque, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.plan import TargetFile, merge_literals
-from ckpttool.plan.builder import Piece
+from ckpttool.plan.builder import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,16 +32,16 @@ class TorchFileBuilder:
     def __init__(self, name: str, copies: CopyBuilder) -> None:
         self.name = name
         self._copies = copies
-        self._storages: dict[str, tuple[StorageRef, list[Piece]]] = {}
+        self._storages: dict[str, tuple[StorageRef, list[Placement]]] = {}
         self._values: dict[str, bytes] = {}
 
     def whole(self, state: State, dtype: str | None = None) -> TensorRef:
         """A tensor of its own, cast to ``dtype`` if it is given."""
         dtype = dtype or state.dtype
-        storage = self.storage(dtype, state.numel, [Piece(state, dtype, 0)])
+        storage = self.storage(dtype, state.numel, [Placement(state, dtype, 0)])
         return view(storage, dtype, 0, state.shape)
 
-    def storage(self, dtype: str, numel: int, pieces: Iterable[Piece]) -> StorageRef:
+    def storage(self, dtype: str, numel: int, pieces: Iterable[Placement]) -> StorageRef:
         """A storage made of pieces, whose targets count from its start; what they leave out stays zero."""
         typed = DTYPES[dtype].storage
         key = str(len(self._storages))
@@ -91,7 +91,7 @@ class TorchFileBuilder:
                     zeros.append((start + filled, piece.target - filled))
                 numel = piece.state.numel - piece.first if piece.numel is None else piece.numel
                 filled = piece.target + numel * itemsize(piece.dtype)
-                placed.append(Piece(piece.state, piece.dtype, start + piece.target, piece.first, numel))
+                placed.append(Placement(piece.state, piece.dtype, start + piece.target, piece.first, numel))
             if filled < ref.nbytes:
                 zeros.append((start + filled, ref.nbytes - filled))
         copies, gathers = self._copies.copies(placed)

@@ -216,7 +216,7 @@ def test_a_missing_expert_is_told() -> None:
         dataclasses.replace(g, parameters=tuple(n for n in g.parameters if not n.startswith(name)))
         for g in checkpoint.groups
     ]
-    partial = dataclasses.replace(checkpoint, parameters=kept, groups=tuple(groups), twins=())
+    partial = dataclasses.replace(checkpoint, parameters=kept, groups=tuple(groups), replicas=())
     with pytest.raises(PlanError, match="lacks an expert of first"):
         plan_zero(partial, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
 

@@ -83,7 +83,7 @@ class Experts:
             states=joined,
             groups=(ParamGroup(tuple(joined), group.hyperparameters, group.scalars),),
             unsliceable=parts[0].unsliceable,
-            twins=tuple(twin for part in parts for twin in part.twins),
+            replicas=tuple(twin for part in parts for twin in part.replicas),
         )
 
     def modules(self) -> dict[str, State]:

@@ -20,7 +20,7 @@ from ckpttool.formats.zero.module import (
     zenflow,
 )
 from ckpttool.formats.zero.partitions import Partitions
-from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, State, Twin
+from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ PIPELINE_STAGE0 = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class ModelPart:
     """The part of the model that one model-parallel rank holds."""
 
     files: ZeroFiles
@@ -52,7 +52,7 @@ class Slice:
     """Parameter groups, of this part only."""
     unsliceable: list[str]
     """States that cannot be assigned to parameters."""
-    twins: list[Twin]
+    replicas: list[Replica]
     """What is stored twice."""
     dtype: str
     """What the module computes in."""
@@ -60,13 +60,13 @@ class Slice:
     """What a user should know."""
 
 
-def read_slice(
+def read_model_rank(
     files: ZeroFiles,
     layers: Mapping[str, State],
     pipeline: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     report: Report,
-) -> Slice:
+) -> ModelPart:
     """Read the layout of one model-parallel rank.
 
     Args:
@@ -98,14 +98,14 @@ def read_slice(
     others = [n for n in others if n not in set(lost)]
     _check_values_are_there(files, module, others, buffer_names)
     ahead = zenflow(first) and files.stage != 3
-    return Slice(
+    return ModelPart(
         files,
         parameters,
         {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others},
         aliases,
         list(partitions.groups),
         list(partitions.unsliceable),
-        [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins],
+        [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.replicas],
         dtype,
         [
             *partitions.remarks,
@@ -301,17 +301,17 @@ def _parameters(
 
 def _twins(
     parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
-) -> Iterator[Twin]:
+) -> Iterator[Replica]:
     """What must be equal; a copy that is ahead of its master equals only the copies under other names."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
         if master is not None and copy is not None and not ahead:
-            yield Twin(name, master, copy)
+            yield Replica(name, master, copy)
     for alias, copy in duplicates.items():
         if aliases[alias] in parameters:
             states = parameters[aliases[alias]].states
             own = states.get(MODULE) if ahead else None
-            yield Twin(alias, own or next(iter(states.values())), copy)
+            yield Replica(alias, own or next(iter(states.values())), copy)
 
 
 def _module_dtype(

@@ -235,7 +235,7 @@ def _ties_by_placeholder(
     return result
 
 
-def carried_storages(file: RankFile, *values: object) -> dict[str, State]:
+def embedded_storages(file: RankFile, *values: object) -> dict[str, State]:
     """The storages of the tensors inside plain data of a file, by key."""
     result: dict[str, State] = {}
     for item in walk(list(values)):
@@ -271,7 +271,7 @@ class CommonFacts(TypedDict):
     scheduler: Any
     client_state: Mapping[str, Any]
     ds_config: Mapping[str, Any]
-    carried: Mapping[str, State]
+    embedded: Mapping[str, State]
 
 
 def common_facts(first: RankFile) -> CommonFacts:
@@ -289,5 +289,5 @@ def common_facts(first: RankFile) -> CommonFacts:
         scheduler=scheduler,
         client_state=client,
         ds_config=first.fields.optional("ds_config", dict) or {},
-        carried=carried_storages(first, client, scheduler),
+        embedded=embedded_storages(first, client, scheduler),
     )

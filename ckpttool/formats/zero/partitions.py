@@ -17,7 +17,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.reports import RESTORE
-from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents, tensor_number
+from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, extents, tensor_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ class Partitions:
     """Parameter groups."""
     unsliceable: tuple[str, ...] = ()
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
-    twins: tuple[Twin, ...] = ()
+    replicas: tuple[Replica, ...] = ()
     """States that several ranks hold."""
     unassigned: bool = False
     """Whether the parameters of some groups are unknown."""
@@ -102,7 +102,7 @@ def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
         frozen={name: state for part in parts for name, state in part.frozen.items()},
         groups=tuple(group for part in parts for group in part.groups),
         unsliceable=tuple(dict.fromkeys(key for part in parts for key in part.unsliceable)),
-        twins=tuple(twin for part in parts for twin in part.twins),
+        replicas=tuple(twin for part in parts for twin in part.replicas),
         unassigned=any(part.unassigned for part in parts),
         remarks=tuple(remark for part in parts for remark in part.remarks),
     )

@@ -16,7 +16,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.module import mapped_sizes, read_buffer_names, read_param_shapes
-from ckpttool.model import Twin
+from ckpttool.model import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class Layers:
     def __init__(self, layers: Sequence[LayerFile], stages: Sequence[ZeroFiles], tensor_rank: int) -> None:
         self.of_stage: list[dict[str, State]] = [{} for _ in stages]
         """Names and places of the tensors of each stage."""
-        self.twins: list[Twin] = []
+        self.replicas: list[Replica] = []
         """Tied layers, which several stages save."""
         self.remarks: list[str] = []
         """What a user should know."""
@@ -65,7 +65,7 @@ class Layers:
             for local, state in tensors.items():
                 name = prefix + local
                 if name in first:
-                    self.twins.append(Twin(name, first[name], state))
+                    self.replicas.append(Replica(name, first[name], state))
                 else:
                     first[name] = self.of_stage[stage][name] = state
         wanted = dict.fromkeys([*trained, *(n for files in stages for n in sorted(read_buffer_names(files.model[0])))])

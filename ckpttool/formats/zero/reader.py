@@ -11,11 +11,11 @@ from ckpttool.formats.locate import LATEST
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
-from ckpttool.formats.zero.model_rank import Slice, read_slice
+from ckpttool.formats.zero.model_rank import ModelPart, read_model_rank
 from ckpttool.formats.zero.module import common_facts, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.messages import brief
-from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
+from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, Replica, State, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         ranks = [replace(f, recorded=recorded) for f in found.slices[stage * tensor : (stage + 1) * tensor]]
         slices = _read_slices(ranks, layers, stage, report)
         stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
-    twins = [twin for own in layers if own for twin in own.twins]
+    replicas = [twin for own in layers if own for twin in own.replicas]
     remarks = [remark for own in layers if own for remark in own.remarks]
     whole = stages[0] if pipeline == 1 else _merge_pipeline(stages, report)
     files = found.slices[0]
@@ -70,7 +70,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         groups=tuple(whole.groups),
         unsliceable=tuple(whole.unsliceable),
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
-        twins=(*whole.twins, *twins),
+        replicas=(*whole.replicas, *replicas),
         ahead=zenflow(first) and files.stage != 3,
         files=found.files,
         notes=(
@@ -87,13 +87,13 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
 
 def _read_slices(
     ranks: Sequence[ZeroFiles], layers: Sequence[Layers | None], stage: int, report: Report
-) -> list[Slice]:
+) -> list[ModelPart]:
     """Read the tensor-parallel ranks of one pipeline stage."""
-    slices: list[Slice] = []
+    slices: list[ModelPart] = []
     for files, own in zip(ranks, layers, strict=True):
         tied = slices[0].aliases if slices else {}
         in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
-        slices.append(read_slice(files, in_stage, shapes, tied, report))
+        slices.append(read_model_rank(files, in_stage, shapes, tied, report))
     return slices
 
 
@@ -177,13 +177,13 @@ def _scaler(file: RankFile) -> object:
 # --------------------------------------------------------------------------------------------------------- merging
 
 
-def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
+def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> ModelPart:
     """One pipeline stage, whole, from its tensor-parallel slices."""
     from ckpttool.formats.zero.tensor_parallel import TensorParallel, merge
 
     first = slices[0]
     rules = TensorParallel([s.files for s in slices])
-    twins = [twin for s in slices for twin in s.twins]
+    replicas = [twin for s in slices for twin in s.replicas]
     _check_same_names(slices, "parameters", [list(s.parameters) for s in slices], report)
     parameters: dict[str, Parameter] = {}
     for name, parameter in first.parameters.items():
@@ -196,10 +196,10 @@ def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
             if any(h is None for h in held) or (cut.averaged and key == MODULE and MASTER in parameter.states):
                 continue
             states[key], pairs = merge(cut, [h for h in held if h is not None])
-            twins += [Twin(name, a, b) for a, b in pairs]
+            replicas += [Replica(name, a, b) for a, b in pairs]
         parameters[name] = Parameter(name, cut.shape, parameter.group, states, cut.slicing)
-    twins += [
-        Twin(name, state, s.buffers[name])
+    replicas += [
+        Replica(name, state, s.buffers[name])
         for name, state in first.buffers.items()
         for s in slices[1:]
         if name in s.buffers
@@ -207,13 +207,15 @@ def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
     groups = _merge_groups(slices, report)
     unsliceable = list(dict.fromkeys(u for s in slices for u in s.unsliceable))
     aliases = {a: n for s in reversed(slices) for a, n in s.aliases.items()}
-    return replace(first, parameters=parameters, twins=twins, groups=groups, unsliceable=unsliceable, aliases=aliases)
+    return replace(
+        first, parameters=parameters, replicas=replicas, groups=groups, unsliceable=unsliceable, aliases=aliases
+    )
 
 
-def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
+def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
     """The whole model from the stages of a pipeline; a module that several stages share is tied, and must be equal."""
     first = stages[0]
-    twins = [twin for s in stages for twin in s.twins]
+    replicas = [twin for s in stages for twin in s.replicas]
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, State] = {}
     for stage in stages:
@@ -225,7 +227,7 @@ def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
                 if key not in known.states:
                     known = parameters[name] = replace(known, states={**known.states, key: state})
                 elif known.shape == state.shape:
-                    twins.append(Twin(name, known.states[key], state))
+                    replicas.append(Replica(name, known.states[key], state))
                 else:
                     problem = f"{name} has shape {known.shape} on one pipeline stage and {state.shape} on another"
                     raise LayoutError(stage.files.model[0].path, problem, RESTORE)
@@ -235,12 +237,12 @@ def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
     aliases = {a: n for s in stages for a, n in s.aliases.items()}
     remarks = list(dict.fromkeys(r for s in stages for r in s.remarks))
     return replace(
-        first, parameters=parameters, buffers=buffers, twins=twins, groups=groups, unsliceable=unsliceable,
+        first, parameters=parameters, buffers=buffers, replicas=replicas, groups=groups, unsliceable=unsliceable,
         aliases=aliases, remarks=remarks,
     )  # fmt: skip
 
 
-def _merge_groups(parts: Sequence[Slice], report: Report) -> list[ParamGroup]:
+def _merge_groups(parts: Sequence[ModelPart], report: Report) -> list[ParamGroup]:
     """The parameter groups of the whole model: each part has some of every group."""
     first = parts[0]
     counts = [len(p.groups) for p in parts]
@@ -255,7 +257,7 @@ def _merge_groups(parts: Sequence[Slice], report: Report) -> list[ParamGroup]:
     return result
 
 
-def _check_same_names(slices: Sequence[Slice], what: str, names: Sequence[list[str]], report: Report) -> None:
+def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[list[str]], report: Report) -> None:
     for s, own in zip(slices, names, strict=True):
         if set(own) != set(names[0]):
             odd = sorted(set(own) ^ set(names[0]))

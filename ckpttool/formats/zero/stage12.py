@@ -32,7 +32,7 @@ from ckpttool.formats.zero.partitions import (
 )
 from ckpttool.formats.zero.round_robin import undo_round_robin
 from ckpttool.messages import brief
-from ckpttool.model import State, Twin, one_extent
+from ckpttool.model import Replica, State, one_extent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -176,7 +176,7 @@ def _read_group(
     # Every other reader knows the optimizer's own order, and it is the one that another number of ranks starts from.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
     located = locate_states(files, buffer, fragments)
-    twins: list[Twin] = []
+    replicas: list[Replica] = []
     unsliceable = []
     for key, values in buffer.odd.items():
         whole = _locate_whole(files, values, shapes, fragments)
@@ -185,13 +185,13 @@ def _read_group(
             continue
         for name, copies in whole.items():
             located[name][key], *others = copies
-            twins += [Twin(name, located[name][key], other) for other in others]
+            replicas += [Replica(name, located[name][key], other) for other in others]
     group_fields = [_param_group(s, group) for s in states]
     return Partitions(
         states=located,
         groups=(read_group(files.optimizer, group_fields, tuple(names), buffer.scalars, what, report),),
         unsliceable=tuple(unsliceable),
-        twins=tuple(twins),
+        replicas=tuple(replicas),
     )
 
 

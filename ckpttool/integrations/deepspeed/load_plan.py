@@ -19,7 +19,7 @@ from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import LiveEngine, version
 from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
 from ckpttool.model import MASTER, MODULE, Parameter
-from ckpttool.plan.copy_checks import sample_proofs, source_files
+from ckpttool.plan.copy_checks import sample_checks, source_files
 from ckpttool.targets.replicas import ALIGNMENT, Packed, plan_packed
 from ckpttool.targets.zero.layout import piece, sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
@@ -405,7 +405,7 @@ def _planned(
     prepared = replace(prepared, checks=checks)
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
-            for problem in failed_proofs(sample_proofs(checkpoint), advance=lambda _: None, sources=sources):
+            for problem in failed_proofs(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem
         if own:
             with PlannedFile(packing, packing.files[0], sources, memory=reading.memory) as file:

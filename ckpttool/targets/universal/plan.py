@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ckpttool.model import Checkpoint, Parameter
-    from ckpttool.plan import Proofs, TargetFile
+    from ckpttool.plan import ConsistencyChecks, TargetFile
 
 MODEL = "mp_rank_00_model_states.pt"
 """What engines of stages 1 and 2 look for."""
@@ -46,7 +46,7 @@ _AUTOEP_EXPERT = re.compile(r".*\.experts\.w[123]")  # Source: DeepSpeed 0.19, r
 _LOSS_SCALERS = frozenset({"LossScaler", "DynamicLossScaler"})
 
 
-def plan_universal(checkpoint: Checkpoint, *, tag: str, proofs: Proofs | None = None) -> CopyPlan:
+def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: ConsistencyChecks | None = None) -> CopyPlan:
     """Plan ``latest_universal`` and the directory that it names.
 
     Parallelism of every kind is merged: tensors are whole. A target with tensor parallelism by DeepSpeed's AutoTP knows
@@ -55,7 +55,7 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, proofs: Proofs | None = 
     Args:
         checkpoint: What to convert.
         tag: Name of the directory.
-        proofs: What must hold first.
+        consistency: Comparisons to make before the first byte is written.
 
     Raises:
         PlanError: It holds no optimizer's states, does not say which group a parameter is in, or has a name that no
@@ -71,7 +71,7 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, proofs: Proofs | None = 
         _model_file(checkpoint, builder, f"{tag}/{MODEL_STAGE3}", groups, whole=False),
         plain_file(LATEST_UNIVERSAL, tag.encode()),
     ]
-    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
+    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
 
 
 # ------------------------------------------------------------------------------------------------- what can be written
@@ -332,4 +332,4 @@ def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Paramete
 
 def _kept(checkpoint: Checkpoint, file: TorchFileBuilder, value: Any) -> Any:
     """Data of the user or the scheduler, with the tensors in it as far as they can be found."""
-    return copy_embedded(file, checkpoint, without_tensors(value, keep=checkpoint.carried))
+    return copy_embedded(file, checkpoint, without_tensors(value, keep=checkpoint.embedded))

@@ -26,7 +26,7 @@ _STACKED = re.compile(r"(?P<prefix>(?P<module>.*)\.experts)\.w[123]")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalParameter:
     """What a rank holds of a parameter before it is partitioned."""
 
     name: str
@@ -48,7 +48,7 @@ class Share:
 
     ranks: Sequence[int]
     """In the order of their partitions."""
-    held: Mapping[str, Held]
+    held: Mapping[str, LocalParameter]
     """By the names that these ranks have for it, in the optimizer's order."""
 
 
@@ -63,12 +63,12 @@ class Layer:
     prefix: str
     """What the names of its experts begin with."""
     experts: int
-    """Experts of all ranks."""
+    """TargetExperts of all ranks."""
     parallel: int
     """Ranks that they are spread over."""
 
 
-class Experts:
+class TargetExperts:
     """The experts of a target.
 
     Args:
@@ -134,16 +134,16 @@ class Experts:
         """Whether a tensor is an expert's, or has a layer's experts stacked."""
         return name in self._stacked or NATIVE.fullmatch(name) is not None
 
-    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Held]]:
+    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, LocalParameter]]:
         """What each expert's file has of a tensor: (layer, expert, what); nothing of one that is no expert's."""
         if name in self._stacked:
             layer = next(x for x in self.layers if name.startswith(f"{x.prefix}."))
             for expert in range(layer.experts):
                 numel = math.prod(shape[1:])
-                yield layer.number, expert, Held(f"{name}.{expert}", expert * numel, shape[1:])
+                yield layer.number, expert, LocalParameter(f"{name}.{expert}", expert * numel, shape[1:])
         elif match := NATIVE.fullmatch(name):
             layer = next(x for x in self.layers if x.prefix == match["layer"])
-            yield layer.number, int(match["expert"]), Held(name, 0, shape)
+            yield layer.number, int(match["expert"]), LocalParameter(name, 0, shape)
 
     def shares(self, group: ParamGroup, names: Sequence[str]) -> list[Share]:
         """Who holds what of a group.
@@ -157,7 +157,7 @@ class Experts:
         """
         parallel, everyone = self.parallel(group), range(self._ranks)
         if not _of_experts(group):
-            return [Share(everyone, {n: Held(n, 0, self._parameters[n].shape) for n in names})]
+            return [Share(everyone, {n: LocalParameter(n, 0, self._parameters[n].shape) for n in names})]
         if self._ranks % parallel:
             problem = f"spreads experts over {parallel} ranks each, which {self._ranks} is no multiple of"
             raise PlanError(self._location, problem, f"choose a --world-size that is a multiple of {parallel}")
@@ -198,7 +198,7 @@ class Experts:
     def _pieces(self, names: Iterable[str], parallel: int) -> int:
         return sum(parallel if n in self._stacked else 1 for n in names)
 
-    def _held(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, Held]:
+    def _held(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, LocalParameter]:
         """What an expert-parallel rank holds, under its own names."""
         own = {whole: local for local, whole in local_names(names, rank, parallel).items()}
         held = {}
@@ -206,9 +206,9 @@ class Experts:
             p = self._parameters[name]
             if name in self._stacked:
                 shape = (p.shape[0] // parallel, *p.shape[1:])
-                held[name] = Held(name, rank * math.prod(shape), shape)
+                held[name] = LocalParameter(name, rank * math.prod(shape), shape)
             elif name in own:
-                held[own[name]] = Held(name, 0, p.shape)
+                held[own[name]] = LocalParameter(name, 0, p.shape)
         return held
 
     def metadata(self, rank: int, stage: int) -> dict[str, Any]:

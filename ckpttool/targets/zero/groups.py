@@ -9,7 +9,7 @@ from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.formats.zero.round_robin import round_robin
 from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, ParamGroup
-from ckpttool.targets.zero.experts import Experts
+from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import FlatGroup, sub_groups
 from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
 
@@ -58,7 +58,7 @@ class TargetGroups:
         self.keys = [self._keys(names) for names in self.names]
         """Names of the optimizer's states of every group."""
         self._check()
-        self.experts = Experts(checkpoint, shape.ranks, shape.expert_parallel)
+        self.experts = TargetExperts(checkpoint, shape.ranks, shape.expert_parallel)
         self.shares = [self.experts.shares(g, n) for g, n in zip(self.source_groups, self.names, strict=True)]
         """Who holds what of every group: all ranks the same, but for experts."""
         self.groups = [self._order(shares[0]) for shares in self.shares]

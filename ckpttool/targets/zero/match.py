@@ -133,7 +133,7 @@ class _Fit:
             aliases={},
             groups=tuple(groups),
             unsliceable=(),
-            twins=(),
+            replicas=(),
         )
         return Fitted(
             checkpoint=checkpoint,

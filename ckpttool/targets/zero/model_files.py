@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers.values import OrderedDict, Size, TensorRef
 from ckpttool.dtypes import itemsize
-from ckpttool.plan.builder import Piece
+from ckpttool.plan.builder import Placement
 from ckpttool.targets.embedded import copy_embedded
 from ckpttool.targets.torch_file import TorchFileBuilder, view
 from ckpttool.targets.zero.layout import piece
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Parameter
     from ckpttool.plan import TargetFile
     from ckpttool.plan.builder import CopyBuilder
-    from ckpttool.targets.zero.experts import Held
+    from ckpttool.targets.zero.experts import LocalParameter
     from ckpttool.targets.zero.groups import TargetGroups
 
 
@@ -64,7 +64,7 @@ class ModelFiles:
         for name, state, dtype in tensors:
             for layer, expert, held in self._groups.experts.parts(name, state.shape):
                 file = files[layer, expert]
-                storage = file.storage(dtype, held.numel, [Piece(state, dtype, 0, held.first, held.numel)])
+                storage = file.storage(dtype, held.numel, [Placement(state, dtype, 0, held.first, held.numel)])
                 modules[layer, expert][held.name] = view(storage, dtype, 0, held.shape)
         for key, file in files.items():
             yield file.build(modules[key])
@@ -115,7 +115,7 @@ class ModelFiles:
                 module[alias] = module[name]
         return module
 
-    def _buffers(self) -> list[tuple[list[str], Mapping[str, Held]]]:
+    def _buffers(self) -> list[tuple[list[str], Mapping[str, LocalParameter]]]:
         """Names in every flat buffer, and what they stand for."""
         if self._groups.shape.stage == 3:
             return [
@@ -138,7 +138,7 @@ class ModelFiles:
             offsets = flat.offsets()
             width = itemsize(dtype)
             pieces = [
-                Piece(self._groups.checkpoint.weights(self._groups.parameters[n]), dtype, offsets[n] * width)
+                Placement(self._groups.checkpoint.weights(self._groups.parameters[n]), dtype, offsets[n] * width)
                 for n in names
             ]
             storage = file.storage(dtype, flat.partition * flat.ranks, pieces)
@@ -169,6 +169,6 @@ class ModelFiles:
                 continue
             state, size = p.module_state, piece(p.numel, self._groups.shape.ranks)
             first = min(p.numel, rank * size)
-            held = [Piece(state, state.dtype, 0, first, min(size, p.numel - first))]
+            held = [Placement(state, state.dtype, 0, first, min(size, p.numel - first))]
             result[p.name] = view(file.storage(state.dtype, size, held), state.dtype, 0, (size,))
         return result

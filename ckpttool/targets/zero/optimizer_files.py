@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.containers.values import Opaque, OrderedDict, TensorRef
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.model import MASTER
-from ckpttool.plan.builder import Piece
+from ckpttool.plan.builder import Placement
 from ckpttool.targets.torch_file import TorchFileBuilder, opaque_object, view
 from ckpttool.targets.zero.loss_scaler import is_dynamic, loss_scaler
 
@@ -167,7 +167,7 @@ class OptimizerFiles:
             if held.name in self._groups.fresh and key not in self._groups.parameters[held.name].states:
                 continue
             pieces.append(
-                Piece(self._groups.state(held.name, key), dtype, f.position * width, held.first + f.first, f.numel)
+                Placement(self._groups.state(held.name, key), dtype, f.position * width, held.first + f.first, f.numel)
             )
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
@@ -179,7 +179,7 @@ class OptimizerFiles:
         for held in touched:
             state = self._groups.parameters[held.name].states.get(key)
             if state is not None:
-                pieces.append(Piece(state, dtype, numel * itemsize(dtype), held.first, held.numel))
+                pieces.append(Placement(state, dtype, numel * itemsize(dtype), held.first, held.numel))
             numel += held.numel
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import PlanError
 from ckpttool.model import AHEAD
-from ckpttool.targets.zero.experts import Experts
+from ckpttool.targets.zero.experts import TargetExperts
 
 if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
@@ -87,7 +87,7 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
     padded = [f"{p.name} has {p.shape[0]}" for p in checkpoint.parameters if p.slicing.vocabulary]
     if padded and not sliced_by_autotp(checkpoint):
         losses.append(f"the vocabulary is written without padding: {', '.join(padded)} rows, and the model must too")
-    layers = Experts(checkpoint, shape.ranks, shape.expert_parallel).layers
+    layers = TargetExperts(checkpoint, shape.ranks, shape.expert_parallel).layers
     if layers:
         spread = " and ".join(map(str, sorted({layer.parallel for layer in layers})))
         losses.append(f"experts are for an expert-parallel size of {spread}: the run that loads it must have that")

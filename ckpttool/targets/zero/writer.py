@@ -14,7 +14,7 @@ from ckpttool.errors import PlanError
 from ckpttool.formats.locate import LATEST
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.plan.copy_checks import sample_proofs
+from ckpttool.plan.copy_checks import sample_checks
 from ckpttool.targets.torch_file import plain_file
 from ckpttool.targets.zero.groups import TargetGroups
 from ckpttool.targets.zero.model_files import ModelFiles
@@ -40,7 +40,7 @@ def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
     groups, builder = TargetGroups(checkpoint, shape), CopyBuilder(checkpoint)
     optimizer, model = OptimizerFiles(groups, builder, tag), ModelFiles(groups, builder, tag)
     files = [*optimizer.files(), *model.files(), plain_file(LATEST, tag.encode())]
-    return CopyPlan(builder.sources, builder.casts, tuple(files), sample_proofs(checkpoint))
+    return CopyPlan(builder.sources, builder.casts, tuple(files), sample_checks(checkpoint))
 
 
 def plan_rank(
