@@ -63,7 +63,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         raise StorageError(src, "does not exist", "check the path")
     if not storage.is_dir(src):
         if parse_name(posixpath.basename(src)):
-            problem = "is one file of a checkpoint, which only the whole of its folder is"
+            problem = "is one file of a checkpoint, not a checkpoint"
             raise StorageError(src, problem, f"pass {parent(src)}")
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     entries = storage.listing(src)

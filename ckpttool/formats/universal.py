@@ -233,7 +233,7 @@ def _place(
             state = _converted(opener, name)
             parameters.append(Parameter(name, state.shape, None, {MODULE: state}))
         elif module.frozen and len(files) == 1:
-            raise LayoutError(first.path, f"names parameter {name}, but nothing holds its values", "convert again")
+            raise LayoutError(first.path, f"names parameter {name}, but no file holds its values", "convert again")
     return parameters, buffers
 
 
@@ -306,7 +306,7 @@ def _open_states(opener: Opener, name: str, keys: Sequence[str]) -> dict[str, Ra
 def _step_of(file: RankFile) -> ScalarState:
     number = file.scalar(file.torch.root)
     if number is None:
-        raise LayoutError(file.path, "holds no number", RESTORE)
+        raise LayoutError(file.path, "does not hold a number", RESTORE)
     return number
 
 
@@ -319,7 +319,7 @@ def _states_of(
         LayoutError: The states have different shapes, or one has a name that no optimizer gives.
     """
     if MODULE in files:
-        raise LayoutError(files[MODULE].path, "is a state of no optimizer", "remove it")
+        raise LayoutError(files[MODULE].path, "is not an optimizer state", "remove it")
     result = {key: _tensor(file, name, shape) for key, file in files.items()}
     shapes = {state.shape for state in result.values()}
     if len(shapes) > 1:

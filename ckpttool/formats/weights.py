@@ -107,7 +107,7 @@ def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
         weight_map = json.loads(storage.read_text(path))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is no index of weights", RESTORE) from error
+        raise LayoutError(path, "is not an index of weights", RESTORE) from error
     if not files:
         raise LayoutError(path, "names no file", RESTORE)
     for name in files:

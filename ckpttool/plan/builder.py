@@ -1,4 +1,4 @@
-"""From states to copies: which bytes of a checkpoint's files go where in the files of a target."""
+"""From states to copies: rows of COPY between the files of a checkpoint and the files of a target."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Elements of a state, and where in a target file they go."""
+    """A range of a state's elements, and its place in a target file."""
 
     state: State
-    """Where they come from."""
+    """The state."""
     dtype: str
-    """What they are written in."""
+    """Type to write."""
     target: int
     """First byte in the target file."""
     first: int = 0
     """First element."""
     numel: int | None = None
-    """Elements; None for all from the first on."""
+    """Number of elements; None for all from ``first``."""
 
 
 class CopyBuilder:
-    """Collects the copies of a plan whose sources are the files of one checkpoint."""
+    """Builds the copies of a plan whose sources are the files of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.sources = source_files(checkpoint)

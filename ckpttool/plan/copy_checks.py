@@ -1,6 +1,6 @@
-"""Checkpoint -> the comparisons that prove its layout: the module's copy must be the cast of the master.
+"""Checkpoint -> consistency checks of its layout: each module copy must be the cast of its master.
 
-At stages 1 and 2 a checkpoint holds both. A layout misread by one element makes nearly all of them differ.
+At stages 1 and 2 a checkpoint holds both. If the layout is misread by one element, nearly all elements differ.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 SAMPLE = 256
-"""Elements compared at each end of every fragment when not all of them are."""
+"""Elements compared at each end of every fragment, if only samples are."""
 DISTANT_ROWS = 64
-"""Of these, how many are looked at where each costs a round trip."""
+"""Rows compared on remote storage, where each costs a round trip."""
 
 
 def full_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
@@ -32,9 +32,9 @@ def full_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
 
 
 def sample_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
-    """Compare the first and last elements of every fragment: a few kilobytes for each, and every border is seen.
+    """Compare the first and last elements of every fragment: a few kilobytes each, and every border is covered.
 
-    Where each costs a round trip, only some of them.
+    On remote storage, where each costs a round trip, compare some of the fragments.
     """
     checks = _checks(checkpoint, SAMPLE)
     if checkpoint.storage.distant and len(checks.rows) > DISTANT_ROWS:
@@ -68,7 +68,7 @@ def _rows(master: State, copy: State, window: int | None, cast: int, name: int) 
     start, numel, left, right = _aligned(master, copy)
     skip = np.zeros(len(start), dtype=np.uint64)
     if window is not None:
-        # Long fragments are looked at from both ends, short ones whole.
+        # Long fragments are compared at both ends, short ones whole.
         long = np.flatnonzero(numel > 2 * window)
         skip = np.concatenate([skip, numel[long] - np.uint64(window)])
         numel[long] = window
@@ -86,10 +86,10 @@ def _rows(master: State, copy: State, window: int | None, cast: int, name: int) 
 def _aligned(
     master: State, copy: State
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.void], NDArray[np.void]]:
-    """Cut two states at every border of either: (first element, elements, extent of one, extent of the other)."""
+    """Cut two states at every border of either: (first element, elements, extent of master, extent of copy)."""
     sides = [single_runs(s.extents[s.extents["numel"] > 0], itemsize(s.dtype)) for s in (master, copy)]
     left, right = sides
-    # The model's copy is nearly always in one piece.
+    # The module's copy is nearly always contiguous.
     start = left["start"] if len(right) == 1 else np.union1d(left["start"], right["start"])
     numel = np.diff(start, append=np.uint64(master.numel))
     here, there = (side[np.searchsorted(side["start"], start, side="right") - 1] for side in sides)

@@ -26,7 +26,7 @@ class Weight:
     state: State
     """Where its values come from."""
     dtype: str
-    """What it is written in."""
+    """Type to write."""
 
     def renamed(self, name: str) -> Weight:
         """The same under another name."""

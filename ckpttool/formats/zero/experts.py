@@ -49,7 +49,7 @@ class Experts:
         """
         ranks = self._files.ranks
         if ranks % count:
-            problem = f"partitions experts over {count} of {ranks} ranks, which is no share"
+            problem = f"partitions experts over {count} ranks, which does not divide {ranks} ranks"
             raise LayoutError(self._files.optimizer[0].path, problem, RESTORE)
         parallel = ranks // count
         config = self._files.model[0].fields.optional("ds_config", dict) or {}
@@ -74,7 +74,7 @@ class Experts:
                 elif self._experts_of(name) is not None:
                     stacked.setdefault(name, []).append(states)
                 else:
-                    problem = f"partitions {name} over some of the ranks, but it is no expert's"
+                    problem = f"partitions {name} over some of the ranks, but it belongs to no expert"
                     raise LayoutError(self._files.optimizer[0].path, problem, RESTORE)
         for name, ranks in stacked.items():
             joined[name] = {key: self._stacked(name, [states[key] for states in ranks]) for key in ranks[0]}

@@ -53,7 +53,7 @@ class ModelPart:
     unsliceable: list[str]
     """States that cannot be assigned to parameters."""
     replicas: list[Replica]
-    """What is stored twice."""
+    """States that are stored more than once."""
     dtype: str
     """What the module computes in."""
     remarks: list[str]

@@ -134,7 +134,7 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
     in_layers = len({layer.tensor_rank for layer in found.layers})
     tensor = in_layers or recorded.get("tp_degree") or ranks
     if not isinstance(tensor, int):
-        raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is no number")
+        raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is not a number")
     alone = ranks == 1 and fields.optional("mp_world_size", int) == 1
     if alone and tensor > 1 and _data_parallel(found.slices[0]) % tensor == 0:
         # Under sequence parallelism (Ulysses) the sequence's ranks are called model-parallel: tp_degree counts them,
@@ -143,7 +143,9 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
         tensor = 1
     if tensor < 1 or ranks % tensor:
         raise LayoutError(
-            fields.path, f"is one of {ranks} model-parallel ranks, in columns of {brief(tensor, 40)}", RESTORE
+            fields.path,
+            f"is one of {ranks} model-parallel ranks, which {brief(tensor, 40)} tensor-parallel ranks do not divide",
+            RESTORE,
         )
     return ranks // tensor, tensor
 

@@ -96,7 +96,7 @@ class TensorParallel:
         try:
             cut = self._cut(name, shapes)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise self._error(f"says of {name} what cannot be read") from error
+            raise self._error(f"describes {name} in an unreadable form") from error
         if self._matched("vocabulary_parameter_patterns", name) is not None:
             size = self._info.get("original_vocab_size")
             if not isinstance(size, int) or not cut.shape or not 0 < size <= cut.shape[0]:
@@ -243,7 +243,7 @@ class TensorParallel:
 
     def _matched_in(self, patterns: Any, name: str, key: str) -> str | None:
         if not isinstance(patterns, list | tuple | dict):
-            raise self._error(f"has a {key} that is no list")
+            raise self._error(f"has a {key} that is not a list")
         found = [p for p in patterns if self._match(p, name)]
         if len(found) > 1:
             raise self._error(f"matches {name} twice in {key}: {brief(found[0], 80)} and {brief(found[1], 80)}")
@@ -252,16 +252,16 @@ class TensorParallel:
     def _match(self, pattern: object, name: str) -> bool:
         # AutoTP's patterns are escaped names; as a plain text they cost no compiling, and there is one for each.
         if not isinstance(pattern, str):
-            raise self._error("has a pattern that is no text")
+            raise self._error("has a pattern that is not text")
         if (plain := _plain(pattern)) is not None:
             return plain == name
         if _costly(pattern, name):
-            raise self._error(f"has a pattern that could take for ever: {brief(pattern, 80)}")
+            raise self._error(f"has a pattern that could take unlimited time: {brief(pattern, 80)}")
         take(OBJECTS, 1 + len(pattern) + len(name), self._path)
         try:
             return _compiled(pattern).match(name) is not None
         except (re.error, OverflowError, RecursionError) as error:
-            raise self._error(f"has a pattern that is none ({error}): {brief(pattern, 80)}") from error
+            raise self._error(f"has an invalid pattern ({error}): {brief(pattern, 80)}") from error
 
     def _error(self, problem: str) -> LayoutError:
         hint = "it was written by an unknown framework, or is damaged"

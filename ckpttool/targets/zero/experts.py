@@ -90,7 +90,7 @@ class TargetExperts:
         """In the order of the model."""
         for p in checkpoint.parameters:
             if p.frozen and self.owns(p.name):
-                problem = f"freezes {p.name}, an expert's, which cannot be written for ZeRO"
+                problem = f"freezes expert parameter {p.name}, which cannot be written for ZeRO"
                 raise PlanError(self._location, problem, "consolidate the weights")
 
     def _layers(self, checkpoint: Checkpoint) -> list[Layer]:
@@ -159,7 +159,9 @@ class TargetExperts:
         if not _of_experts(group):
             return [Share(everyone, {n: LocalParameter(n, 0, self._parameters[n].shape) for n in names})]
         if self._ranks % parallel:
-            problem = f"spreads experts over {parallel} ranks each, which {self._ranks} is no multiple of"
+            problem = (
+                f"cannot spread experts: world size {self._ranks} is not divisible by expert-parallel size {parallel}"
+            )
             raise PlanError(self._location, problem, f"choose a --world-size that is a multiple of {parallel}")
         count = self._ranks // parallel
         if parallel != self._were_over(group):
@@ -170,7 +172,7 @@ class TargetExperts:
             result.append(Share(ranks, self._held(names, e, parallel)))
         shapes = [[(own, held.shape) for own, held in share.held.items()] for share in result]
         if any(s != shapes[0] for s in shapes) or sum(map(len, shapes)) != self._pieces(names, parallel):
-            raise PlanError(self._location, "has not the same experts on each rank", "consolidate the weights")
+            raise PlanError(self._location, "has different experts on different ranks", "consolidate the weights")
         return result
 
     def _in_order(self, group: ParamGroup, names: Sequence[str]) -> list[str]:

@@ -140,7 +140,11 @@ class TargetGroups:
         if len(dtypes) > 1 and key == MASTER and not self.fresh.isdisjoint(names):
             return "F32"  # weights of which there is a 16-bit copy alone
         if len(dtypes) > 1:
-            raise PlanError(self.checkpoint.location, f"has {key} in {sorted(dtypes)} in one group", "")
+            raise PlanError(
+                self.checkpoint.location,
+                f"has {key} in {sorted(dtypes)} in one group",
+                "convert a checkpoint saved with one type",
+            )
         return dtypes.pop() if dtypes else "F32"
 
     @property

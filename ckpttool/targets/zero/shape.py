@@ -55,13 +55,15 @@ def shape_for(
         ValueError: A number is out of range.
     """
     if ranks is None:
-        raise PlanError(checkpoint.location, "cannot be re-partitioned over an unknown number of ranks", "--world-size")
+        raise PlanError(
+            checkpoint.location, "cannot be re-partitioned over an unknown number of ranks", "choose --world-size"
+        )
     config = checkpoint.ds_config.get("zero_optimization")
     config = config if isinstance(config, dict) else {}
     if stage is None:
         stage = checkpoint.stage or config.get("stage") or None
     if stage is None:
-        raise PlanError(checkpoint.location, "is of no ZeRO stage", "choose one with --stage")
+        raise PlanError(checkpoint.location, "has no ZeRO stage", "choose one with --stage")
     if not 1 <= ranks <= MAX_RANKS or stage not in {1, 2, 3} or not (sub_group_size or 1) > 0:
         raise ValueError(f"cannot write stage {stage} for {ranks} ranks")
     size = config.get("sub_group_size", SUB_GROUP_SIZE) if sub_group_size is None else sub_group_size
