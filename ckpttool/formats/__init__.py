@@ -43,10 +43,10 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def source_paths(src: Source) -> list[str]:
-    """The directories of a source.
+    """List the directories of a source.
 
     Raises:
-        ValueError: There are none, or it is something else.
+        ValueError: The source is empty, or no path and no sequence of paths.
     """
     if isinstance(src, str | os.PathLike):
         return [os.fspath(src)]
@@ -60,14 +60,14 @@ def source_paths(src: Source) -> list[str]:
 
 
 def source_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> Storage:
-    """The storage that a source's directories are read from, the first of which says which it is.
+    """Open the storage of a source; the first directory determines it.
 
     Args:
         paths: The directories.
         options: As for ``open_checkpoint``.
 
     Raises:
-        StorageError: There is no such scheme, or the package for it is not installed.
+        StorageError: The scheme is unknown, or its package is not installed.
     """
     if is_url(paths[0]):
         return open_storage(paths[0], options)
@@ -84,20 +84,20 @@ def open_checkpoint(
     storage: Storage | None = None,
     trust_names: bool = False,
 ) -> Checkpoint:
-    """Read the layout of a checkpoint, whatever its format.
+    """Read the layout of a checkpoint of any format.
 
     Args:
         src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several of
             them, which each hold the files of some ranks.
-        tag: Which checkpoint of a root; default: the one that ``latest`` names.
-        options: What to tell the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
-        report: Takes findings that need not end the reading; the default raises the first.
-        unfinished: Read also what ckpttool has not finished writing.
-        storage: Where it lies; default: what the path says.
-        trust_names: Let a file's name count where the file itself says that it was saved under another one.
+        tag: Tag to open in a root; default: the one that ``latest`` names.
+        options: Options of the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
+        report: Takes findings after which reading can continue; the default raises the first.
+        unfinished: Also read checkpoints with ckpttool's in-progress marker.
+        storage: Its storage; default: by the path.
+        trust_names: Accept files that record another name than they have.
 
     Raises:
-        CkptError: There is no sound checkpoint.
+        CkptError: There is no checkpoint, or it is damaged.
     """
     paths = source_paths(src)
     storage = storage or source_storage(paths, options)
@@ -107,7 +107,7 @@ def open_checkpoint(
     places = [without_credentials(local_path(path)) for path in paths]
     with opening(_factor(options)):
         checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
-    # One listing tells whether it changed meanwhile; local files are looked at when they are read.
+    # One listing tells whether files changed meanwhile; local files are checked when they are read.
     if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
         storage.refresh(files)
@@ -118,7 +118,7 @@ def open_checkpoint(
 
 
 def _factor(options: Mapping[str, Any] | None) -> float:
-    """By what the budget of an open is multiplied."""
+    """The factor by which the budget of an open is multiplied."""
     given = (options or {}).get(OPTION, 1)
     if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
         raise ValueError(f"{OPTION} is {brief(given)}, not a number above 0")
@@ -149,7 +149,7 @@ def _open(
         directories = [locate(storage, other, location.tag if tag else None).directory for other in others]
         for directory in directories:
             if posixpath.basename(directory) != posixpath.basename(location.directory):
-                problem = f"is of another tag than {location.directory}"
+                problem = f"belongs to another tag than {location.directory}"
                 raise LayoutError(directory, problem, "pass directories of one checkpoint, or choose with --tag")
         location = Location(location.root, location.directory, location.tag, tuple(directories))
     location = replace(location, trust_names=trust_names)
@@ -165,9 +165,10 @@ def _open(
 
 
 def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: bool) -> Checkpoint | None:
-    """In the output directory of a Hugging Face Trainer, the newest checkpoint that is whole.
+    """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
 
-    None if it is no such directory, or none is whole: then what is wrong with the newest is told.
+    Returns:
+        None if it is no such directory, or no checkpoint is complete: opening the newest then reports what is wrong.
     """
     torn: list[CkptError] = []
     for directory in trainer_directories(storage, src) if storage.exists(src) else ():
@@ -184,9 +185,9 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
 
 
 def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report) -> Checkpoint:
-    """A checkpoint whose files are those of its manifest.
+    """Add the checksums of the manifest to the files of a checkpoint, and report files that it does not list.
 
-    What has no checksum of its own gets the manifest's; so does an archive whose directory the manifest does not know.
+    A file without checksums gets the manifest's; so does an archive whose ZIP directory the manifest does not cover.
     """
     files = []
     for n, file in enumerate(checkpoint.files):

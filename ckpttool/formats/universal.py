@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 FOLDER = "zero"
 """Directory of the states."""
 OPTIMIZER = f"{FOLDER}/optimizer_state.pt"
-"""What is kept once for all parameters."""
+"""File of the states that all parameters share."""
 STEP = "step"
-"""The state that is a number."""
+"""The state that is one number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     """Read the layout of a universal checkpoint; no tensor bytes but the optimizer's numbers.
 
     Raises:
-        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+        CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
     """
     opener = Opener(storage, location, report)
     files = _model_files(opener)
@@ -250,11 +250,11 @@ def _twins(states: Mapping[str, Mapping[str, State]], module: _Module, *, ahead:
 
 
 def _model_files(opener: Opener) -> list[ZeroFiles]:
-    """The copied model states: one for each model-parallel rank, and at stage 3 for each data-parallel rank too."""
+    """Open the copied model states: one file for each model-parallel rank, and at stage 3 each data-parallel rank."""
     by_rank: dict[int, list[RankFile]] = {}
     partitioned = False
     names = [n for n in opener.names if n.kind == "model"]
-    # Where both kinds are there, for either stage to load, the one that is of no data-parallel rank is whole.
+    # If files for both stage 1 and stage 3 are there, those without a data-parallel rank are whole.
     names = [n for n in names if n.data_rank is None] or names
     for name in sorted(names, key=lambda n: (n.model_rank, n.data_rank or 0)):
         file = opener.open(name)
@@ -284,7 +284,7 @@ def _lists_shapes(files: ZeroFiles) -> bool:
 
 
 def _folders(opener: Opener) -> dict[str, list[str]]:
-    """Each parameter's states, from the names of folders and files."""
+    """Names of each parameter's states, by the names of folders and files."""
     result: dict[str, list[str]] = {}
     root = posixpath.join(opener.location.directory, FOLDER)
     opener.storage.list_tree(root)
@@ -292,7 +292,7 @@ def _folders(opener: Opener) -> dict[str, list[str]]:
         if entry.is_dir:
             names = [e.name for e in opener.storage.listing(posixpath.join(root, entry.name)) if not e.is_dir]
             states = [name.removesuffix(".pt") for name in names if name.endswith(".pt")]
-            # The master first, as everywhere else.
+            # The master is first, as in other formats.
             result[entry.name] = sorted(states, key=lambda s: (s != MASTER, s))
     return result
 
@@ -350,7 +350,7 @@ def _without_padded(
 
 
 def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folders: Mapping[str, Sequence[str]]) -> None:
-    """All parameters of a group have the same states."""
+    """Report states that only some parameters of a group have."""
     for group in groups:
         keys = dict.fromkeys(key for name in group.parameters for key in folders[name])
         gone = [f"{FOLDER}/{n}/{key}.pt" for n in group.parameters for key in keys if key not in folders[n]]
@@ -360,7 +360,7 @@ def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folder
 
 
 def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
-    """The tensor of a file: since 0.7.4 with how it was cut; stage 3's flat, so that its shape must be looked up."""
+    """Locate the tensor of a file; stage 3 saves it flat, so that the model states tell its shape."""
     value = file.torch.root
     if isinstance(value, dict):
         value = value.get("param")
@@ -376,7 +376,7 @@ def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
 
 
 def _slicing(root: object) -> Slicing:
-    """How tensor parallelism slices a parameter; what cannot be meant is left out, as reading needs none of it."""
+    """Read how tensor parallelism slices a parameter; invalid values are ignored: reading does not need it."""
     told = root if isinstance(root, dict) else {}
     dim, parts = told.get("cat_dim"), told.get("param_n_sub_params")
     view: tuple[Any, ...] = ()
@@ -409,7 +409,7 @@ def _groups(
     trained: _Trained,
     report: Report,
 ) -> tuple[dict[str, int], list[ParamGroup]]:
-    """The parameter groups, as far as the converter kept them."""
+    """Read the parameter groups, as far as the converter kept them."""
     inner = file.fields.values.get("optimizer_state_dict")
     inner = inner if isinstance(inner, dict) else {}
     listed = file.fields.values.get("param_groups", inner.get("param_groups"))
@@ -424,7 +424,7 @@ def _groups(
         numbers = values.get("params")
         numbers = numbers if files[0].stage == 3 and isinstance(numbers, list) else [g]
         if not all(isinstance(i, int) and 0 <= i < len(members) for i in numbers):
-            continue  # the converter of stage 3 and the files of another stage: nothing tells whose it is
+            continue  # the converter of stage 3 wrote it, and the files are of another stage: parameters are unknown
         names = tuple(dict.fromkeys(n for i in numbers for n in members[i]))
         own = [trained.steps[n] for n in names if n in trained.steps] or _step(file, inner, numbers)
         if any(step != own[0] for step in own):
@@ -440,14 +440,14 @@ def _groups(
 
 
 def _step(file: RankFile, inner: Mapping[Any, Any], numbers: Sequence[int]) -> list[ScalarState]:
-    """At stage 3 the step is in the optimizer's own state."""
+    """The step at stage 3, which the optimizer's own state holds."""
     kept = inner.get("state")
     found = [kept[i].get(STEP) for i in numbers if isinstance(kept, dict) and isinstance(kept.get(i), dict)]
     return [number for value in found if (number := file.scalar(value)) is not None]
 
 
 def _configured_dtype(first: RankFile) -> str:
-    """What the module computed in, where its tensors lie in files that the converter leaves out: a pipeline's."""
+    """Type of a pipeline's module by the configuration: the converter leaves out the files of its tensors."""
     config = first.fields.optional("ds_config", dict) or {}
     for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
         section = config.get(key)

@@ -1,4 +1,4 @@
-"""Files of weights alone (safetensors, or state dicts of ``torch.save``) -> Checkpoint, named as Hugging Face does.
+"""Weights-only files (safetensors, or state dicts of ``torch.save``) with Hugging Face's names -> Checkpoint.
 
 Source: transformers 5, modeling_utils.py (``from_pretrained``: names of files and indices).
 """
@@ -44,14 +44,14 @@ RESTORE = "restore it from a copy"
 
 @dataclass(frozen=True, slots=True)
 class WeightsKind:
-    """One kind of file."""
+    """One kind of weights-only file."""
 
     format: str
-    """What the checkpoint is called."""
+    """Name of the format."""
     stems: tuple[str, ...]
-    """What names of such files begin with, most wanted first; "" is any name."""
+    """Prefixes of the file names, in the order of preference; "" matches any name."""
     suffixes: tuple[str, ...]
-    """What they end with."""
+    """Suffixes of the file names."""
 
 
 KINDS = (
@@ -61,10 +61,10 @@ KINDS = (
 
 
 def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | None:
-    """The files of weights that are meant: one file, or those of a directory, the index deciding which.
+    """Find the files of weights: the given file, or those of a directory, by its index if there is one.
 
     Raises:
-        LayoutError: An index is broken, or names what is not there.
+        LayoutError: An index is damaged, or names a missing file.
     """
     if not storage.is_dir(src):
         kind = next((k for k in KINDS if src.endswith((*k.suffixes, ".pt", ".pth")) and _fits(src, k)), None)
@@ -90,7 +90,7 @@ def _fits(src: str, kind: WeightsKind) -> bool:
 
 
 def _check_parts(src: str, names: list[str]) -> None:
-    """Each part says of how many it is one."""
+    """Check that all parts are there: each name contains the number of parts."""
     present = set(names)
     for name in names:
         match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\..*)", name)
@@ -193,7 +193,7 @@ def _numel(tensor: safetensors.Tensor) -> int:
 
 
 def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:
-    """A state dict; tied tensors are one storage under several names."""
+    """Read a state dict; tied tensors are one storage under several names."""
     root = torch.root
     if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
         root = root["state_dict"]
@@ -212,7 +212,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
 
 
 def _dtype(states: Mapping[str, State]) -> str:
-    """The type that most elements are in."""
+    """The type of most elements."""
     counts: dict[str, int] = {}
     for state in states.values():
         counts[state.dtype] = counts.get(state.dtype, 0) + state.numel

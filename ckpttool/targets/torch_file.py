@@ -1,4 +1,4 @@
-"""A file that ``torch.load`` reads, from plain data and pieces of states."""
+"""Plan a file that ``torch.load`` reads, from plain data and ranges of states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TorchFileBuilder:
-    """Lays out one file: storages as they are asked for, then the structure that refers to them.
+    """Plans one file: its storages in the order of the calls, then the structure that refers to them.
 
     Args:
         name: The file, relative to the output directory.
@@ -36,13 +36,13 @@ class TorchFileBuilder:
         self._values: dict[str, bytes] = {}
 
     def whole(self, state: State, dtype: str | None = None) -> TensorRef:
-        """A tensor of its own, cast to ``dtype`` if it is given."""
+        """Add a tensor with a storage of its own, cast to ``dtype`` if given."""
         dtype = dtype or state.dtype
         storage = self.storage(dtype, state.numel, [Placement(state, dtype, 0)])
         return view(storage, dtype, 0, state.shape)
 
     def storage(self, dtype: str, numel: int, pieces: Iterable[Placement]) -> StorageRef:
-        """A storage made of pieces, whose targets count from its start; what they leave out stays zero."""
+        """Add a storage made of ``pieces``, whose targets count from its start; the gaps stay zero."""
         typed = DTYPES[dtype].storage
         key = str(len(self._storages))
         nbytes = numel * itemsize(dtype)
@@ -51,13 +51,13 @@ class TorchFileBuilder:
         return ref
 
     def scalar(self, data: bytes, dtype: str, shape: tuple[int, ...] = ()) -> TensorRef:
-        """A tensor of one value, 0-dim unless ``shape`` says (1,)."""
+        """Add a tensor of one value, 0-dim unless ``shape`` is (1,)."""
         storage = self.storage(dtype, 1, [])
         self._values[storage.key] = data
         return view(storage, dtype, 0, shape)
 
     def hyperparameters(self, value: Any) -> Any:
-        """Hyper-parameters in the form they were saved in: numbers that were 0-dim tensors are tensors again."""
+        """Hyper-parameters in the form they were saved in: TensorFloat and TensorInteger become 0-dim tensors."""
         if isinstance(value, TensorFloat | TensorInteger):
             import numpy as np
 
@@ -114,7 +114,7 @@ def plain_file(name: str, data: bytes) -> TargetFile:
 
 
 def opaque_object(module: str, name: str, state: dict[str, Any]) -> Opaque:
-    """An object of a class that is not imported, as ``pickle`` would have it."""
+    """Make an object of a class that is not imported, with a state for ``__setstate__``."""
     made = Opaque(module, name, "new")
     made.stated, made.state = True, state
     return made

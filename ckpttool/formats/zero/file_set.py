@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 def read_zero_files(storage: Storage, location: Location, report: Report) -> AllFiles:
-    """Open every file of a checkpoint, and make sure that they are all there and belong together.
+    """Open every file of a checkpoint, and check that they are complete and of one save.
 
     Raises:
-        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+        CkptError: The files are damaged or of two saves, unless ``report`` collects that and reading can continue.
     """
     opener = Opener(storage, location, report)
     by_rank: dict[int, list[ZeroName]] = {}
@@ -70,7 +70,7 @@ def read_zero_files(storage: Storage, location: Location, report: Report) -> All
 def _renumbered(
     opener: Opener, slices: Sequence[ZeroFiles], layers: Sequence[LayerFile], notes: tuple[LayoutError, ...]
 ) -> AllFiles:
-    """Number the files that are part of the checkpoint; those opened in vain are not."""
+    """Number the files that are part of the checkpoint, and leave out other opened files."""
     files: list[CheckpointFile] = []
 
     def kept(file: RankFile) -> RankFile:
@@ -150,7 +150,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
 
 
 def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> ZeroFiles:
-    """Without ZeRO one file holds model and optimizer, but for the experts of a mixture.
+    """Read the files of stage 0: one holds model and optimizer, except for the experts of a mixture.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
     """
@@ -189,7 +189,7 @@ def _experts(opener: Opener, named: Sequence[ZeroName]) -> tuple[ExpertFile, ...
     for name in names:
         numbers.setdefault(name.layer, []).append(name.expert)
     for layer, experts in numbers.items():
-        # The highest number that is there tells at least how many there must be.
+        # The highest number present gives the least number of experts.
         gone = sorted(set(range(max(len(e) for e in numbers.values()))) - set(experts))
         stem = names[0].name.replace(f"layer_{names[0].layer}_", f"layer_{layer}_")
         opener.missing([stem.replace(f"expert_{names[0].expert}_", f"expert_{e}_") for e in gone], "an expert")

@@ -1,4 +1,4 @@
-"""What one model-parallel rank holds: the whole model, where there is but one."""
+"""The part of the model that one model-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelPart:
     """The part of the model that one model-parallel rank holds."""
 
     files: ZeroFiles
-    """Where it was read from."""
+    """Its files."""
     parameters: dict[str, Parameter]
     """By name, in the order of the module."""
     buffers: dict[str, State]
@@ -55,9 +55,9 @@ class ModelPart:
     replicas: list[Replica]
     """States that are stored more than once."""
     dtype: str
-    """What the module computes in."""
+    """Type that the module computes in."""
     remarks: list[str]
-    """What a user should know."""
+    """Remarks for the user."""
 
 
 def read_model_rank(
@@ -71,9 +71,9 @@ def read_model_rank(
 
     Args:
         files: Its files.
-        layers: In a pipeline, the tensors of its layers, which are kept apart.
+        layers: In a pipeline, the tensors of its layers, which have files of their own.
         pipeline: In a pipeline, shapes of the tensors of all its stages.
-        tied: Ties that another tensor-parallel rank knows: only the first of all ranks writes them down.
+        tied: Ties of the first tensor-parallel rank: only the first of all ranks records them.
         report: Takes findings.
     """
     first = files.model[0]
@@ -151,7 +151,7 @@ def _partitions(
         return stage12.read_partitions(files, module, pipeline, report)
     if pipeline:
         return Partitions(unsliceable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
-    from ckpttool.formats.zero import stage0  # what few checkpoints need is imported for them alone
+    from ckpttool.formats.zero import stage0  # imported only for the few checkpoints that need it
 
     return stage0.read_partitions(files, module, copies, experts, buffer_names, report)
 
@@ -187,10 +187,10 @@ def _aliases(
 def _stored_names(
     files: ZeroFiles, module: Mapping[str, TensorRef], partitions: Partitions, buffer_names: set[str]
 ) -> set[str]:
-    """Names that stand for tensors of their own, so that another name can be tied to them."""
+    """Names under which a tensor is stored, so that another name can be tied to it."""
     shared = files.model[0].fields.optional("shared_params", dict)
     own = set(partitions.states) | set(partitions.frozen) | buffer_names
-    # Other ranks write an empty one, and at stage 3 an old release's may lack what its placeholders tell.
+    # Other ranks write an empty one, and at stage 3 an old release's may lack ties that its placeholders show.
     if shared is not None and files.model_rank == 0:
         own |= {name for name in module if name not in shared}
     return own
@@ -206,8 +206,8 @@ def _frozen_names(
 ) -> set[str]:
     """Names of the frozen parameters.
 
-    Stages 2 and 3 list them (since 0.9.1, unless they were left out); stages 0 and 1 keep them in the module without a
-    word. There, what is of the model's own type is taken for one: a state dict may hold other tensors (scales of a
+    Stages 2 and 3 list them (since 0.9.1, unless they were left out); stages 0 and 1 keep them in the module unmarked.
+    There, tensors of the model's own type count as frozen parameters: a state dict may hold other tensors (scales of a
     quantised layer, ``_extra_state``), which must keep their type.
     """
     listed = files.model[0].fields.optional("frozen_param_shapes", dict)
@@ -220,9 +220,9 @@ def _frozen_names(
 
 
 def _untied(files: ZeroFiles, names: Sequence[str], buffer_names: set[str]) -> list[str]:
-    """What to tell of further names of modules that are registered several times, in a mixture of experts.
+    """Remarks on further names of modules that are registered several times, in a mixture of experts.
 
-    DeepSpeed clones every tensor that it saves beside experts' files, so that no storage tells which are tied.
+    DeepSpeed clones every tensor that it saves with expert files, so that storages do not show ties.
 
     Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``_get_shared_params``).
     """
@@ -245,7 +245,7 @@ def _lost(
     *,
     excluded: bool,
 ) -> list[str]:
-    """Frozen parameters of which stage 3 saved nothing but a placeholder (of one element, up to 0.5.10).
+    """Frozen parameters of which stage 3 saved only a placeholder (of one element, up to 0.5.10).
 
     Releases before 0.9.1 did. With ``exclude_frozen_parameters`` one name of each is taken out of the state dict, and
     the other names of a module that is registered several times under one parent stay.
@@ -261,7 +261,7 @@ def _lost(
 def _check_values_are_there(
     files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]
 ) -> None:
-    """At stage 3 the module holds an empty placeholder for every parameter; each must be found on the ranks."""
+    """Check that the ranks hold the values of every parameter: at stage 3 the module has only placeholders."""
     for name in names:
         if files.stage == 3 and name not in buffer_names and module[name].numel == 0:
             raise LayoutError(
@@ -277,7 +277,7 @@ def _parameters(
     """Every parameter once, in the order of the module."""
     first = files.model[0]
     group_of = {name: g for g, group in enumerate(partitions.groups) for name in group.parameters}
-    # A parameter that the module does not name was excluded there: its masters are still its weights.
+    # A parameter that the module does not name was excluded: its masters are still its weights.
     ordered = [n for n in names if n in partitions.states or n in frozen]
     placed = set(ordered)
     ordered += [n for n in partitions.states if n not in placed]
@@ -302,7 +302,7 @@ def _parameters(
 def _twins(
     parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
 ) -> Iterator[Replica]:
-    """What must be equal; a copy that is ahead of its master equals only the copies under other names."""
+    """Replicas that must be equal; a copy that is newer than its master equals only copies under other names."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
         if master is not None and copy is not None and not ahead:
@@ -317,7 +317,7 @@ def _twins(
 def _module_dtype(
     module: Mapping[str, TensorRef], copies: Mapping[str, State], partitions: Partitions, buffer_names: set[str]
 ) -> str:
-    """What the trainable weights are in; at stage 3 their empty placeholders still tell."""
+    """Type of the module's trained weights; at stage 3 their placeholders have it."""
     dtypes = {name: ref.dtype for name, ref in module.items()} | {name: s.dtype for name, s in copies.items()}
     for name in partitions.states:
         if name in dtypes:

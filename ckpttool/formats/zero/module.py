@@ -26,7 +26,7 @@ ENGINE_KEYS = frozenset(
         "autoep_layers", "universal_checkpoint_info",
     }
 )  # fmt: skip
-"""Keys of a model-states file that are DeepSpeed's; all others are the user's client state."""
+"""DeepSpeed's keys in a model-states file; all others are the user's client state."""
 
 
 def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
@@ -114,7 +114,7 @@ def read_buffer_names(file: RankFile, module: Mapping[str, TensorRef] | None = N
 
 
 def own_name(name: str) -> str:
-    """What a tensor is called in the module that holds it."""
+    """The last part of a tensor's name: its name in its own module."""
     return name.rpartition(".")[2]
 
 
@@ -236,7 +236,7 @@ def _ties_by_placeholder(
 
 
 def embedded_storages(file: RankFile, *values: object) -> dict[str, State]:
-    """The storages of the tensors inside plain data of a file, by key."""
+    """Locate the storages of the tensors inside plain data of a file, by key."""
     result: dict[str, State] = {}
     for item in walk(list(values)):
         if isinstance(item, TensorRef):
@@ -247,7 +247,7 @@ def embedded_storages(file: RankFile, *values: object) -> dict[str, State]:
 
 
 def zenflow(file: RankFile) -> bool:
-    """Whether the run used ZenFlow, which trains the module's copies of selected columns ahead of their masters.
+    """Whether the run used ZenFlow, which updates the module's copies of selected columns before their masters.
 
     Source: DeepSpeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py (``selective_optimizer_step``,
     ``sync_fp32_param_from_gpu``).
@@ -258,7 +258,7 @@ def zenflow(file: RankFile) -> bool:
 
 
 def client_state(file: RankFile) -> dict[str, Any]:
-    """What the user's code saved along with the model."""
+    """Values that the user's code saved with the model."""
     return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
 
 

@@ -44,11 +44,11 @@ SWAPPED = "offloaded_tensors"
 """Directory of the tensors that were offloaded to NVMe at the time of the save."""
 
 _Loaded = tuple[TorchFile, str, dict[tuple[str, int], ScalarState]]
-"""A file's structure, its version, and its 0-dim tensors."""
+"""A file's structure, its version, and its tensors of one element."""
 
 
 class Opener:
-    """Opens the files of one checkpoint and remembers what keeps them from being one."""
+    """Opens the files of one checkpoint and collects errors."""
 
     def __init__(self, storage: Storage, location: Location, report: Report) -> None:
         self.storage = storage
@@ -57,14 +57,14 @@ class Opener:
         self.files: list[CheckpointFile] = []
         self.errors: list[CkptError] = []
         self.files_by_name: dict[str, RankFile | None] = {}
-        """What was opened; None for what could not be."""
+        """Opened files; None for files that could not be read."""
         self.renamed: list[str] = []
-        """Files whose names are trusted, though they say that they were saved under others."""
+        """Files that were saved under other names, and were accepted (``trust_names``)."""
         self._pickles: dict[bytes, Unpickled] = {}
         self._directory: dict[str, str] = {}
-        """Where each file lies."""
+        """Directory of each file."""
         self._swapped: dict[int, dict[str, str]] = {}
-        """What each rank had offloaded: the folder of each file."""
+        """Folder of each file that a rank had offloaded."""
         self._ahead: dict[str, tuple[bool, Future[_Loaded]]] = {}
         self._pool: ThreadPoolExecutor | None = None
         offloaded: list[tuple[str, dict[int, str]]] = []
@@ -78,7 +78,7 @@ class Opener:
                     self._directory.setdefault(entry.name, directory)
         self.names = [parsed for name in self._directory if (parsed := parse_name(name))]
         for name in self.names:
-            # What several nodes hold each (shared model states) must be one thing.
+            # Files that several nodes hold (shared model states) must be equal.
             (nbytes, first), *others = sizes[name.name]
             for other, directory in others:
                 if other != nbytes:
@@ -89,7 +89,7 @@ class Opener:
         self.ahead((n.name, n.kind == "optimizer") for n in self.names)
 
     def ahead(self, names: Iterable[tuple[str, bool]]) -> None:
-        """Where reading is distant, begin to read the structure of files, many at once: (name, whether numbers too)."""
+        """On remote storage, start to read the structure of many files at once: (name, whether to read numbers)."""
         if not self.storage.distant:
             return
         from concurrent.futures import ThreadPoolExecutor
@@ -100,11 +100,11 @@ class Opener:
             self._ahead.setdefault(name, (numbers, self._pool.submit(self._load, self.path(name), numbers)))
 
     def path(self, name: str) -> str:
-        """Full path of a file, also of one that is not there."""
+        """Full path of a file, which may be missing."""
         return posixpath.join(self._directory.get(name, self.location.directory), name)
 
     def report(self, error: CkptError) -> None:
-        """Pass on an error after which the files cannot be read as one checkpoint."""
+        """Report an error after which the files cannot be read as one checkpoint."""
         self.errors.append(error)
         try:
             self._report(error)
@@ -114,7 +114,7 @@ class Opener:
             raise
 
     def missing(self, names: list[str], what: str) -> None:
-        """Report files that should be there; the first few by name."""
+        """Report missing files; the first few by name."""
         for name in names[:MAX_NAMED]:
             path = self.path(name)
             problem = "is not a file" if self.storage.exists(path) else "is missing"
@@ -139,7 +139,7 @@ class Opener:
             kind: Which states it holds.
             rank: Data-parallel rank that wrote it.
             model_rank: Model-parallel rank that wrote it.
-            numbers: Read 0-dim tensors too.
+            numbers: Read tensors of one element too.
         """
         if name not in self.files_by_name:
             self.files_by_name[name] = self._read(name, kind, rank, model_rank, numbers)
@@ -169,7 +169,7 @@ class Opener:
 
     def _load(self, path: str, numbers: bool) -> _Loaded:
         with self.storage.open(path, ahead=True) as reader:
-            # One holds the pickle, the other says where all lies: both are needed.
+            # The pickle is at one end, the ZIP directory at the other: both are needed.
             reader.read_ahead(ends(reader.nbytes, _end_bytes(path, reader.nbytes)))
             torch = read_torch_file(reader, self._pickles)
             return torch, reader.version, _read_numbers(reader, torch) if numbers else {}
@@ -198,7 +198,7 @@ class Opener:
         return folders
 
     def _find_swapped(self, directory: str, folders: dict[int, str]) -> None:
-        """Note the files of each rank in one directory, where a node may have counted its own ranks from 0.
+        """Record the offloaded files of each rank in one directory; a node may have counted its own ranks from 0.
 
         Source: DeepSpeed 0.19, runtime/engine.py (``save_checkpoint``: ``use_node_local_storage``).
         """
@@ -215,7 +215,7 @@ class Opener:
                     raise LayoutError(path, f"is of rank {rank}, as is what lies in {other}", RESTORE)
 
     def swapped(self, rank: int) -> dict[str, SwappedFile]:
-        """What a rank had offloaded to NVMe, by file name."""
+        """Open the files that a rank had offloaded to NVMe, by name."""
         found = {}
         for name, folder in self._swapped.get(rank, {}).items():
             path = posixpath.join(folder, name)
@@ -228,18 +228,18 @@ class Opener:
 
 
 def _end_bytes(path: str, nbytes: int) -> int:
-    """What is read at either end of a file to know its structure: nearly always enough."""
+    """Number of bytes to read at either end of a file for its structure; nearly always enough."""
     name = parse_name(posixpath.basename(path))
     many = name is not None and name.kind == "model" and nbytes > LARGE_MODEL_BYTES
     return MODEL_END_BYTES if many else END_BYTES
 
 
 def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int], ScalarState]:
-    """The values of all tensors of a file that hold one number: a few bytes each, compared with their CRC-32."""
+    """Read all tensors of one element of a file: a few bytes each, compared with their CRC-32."""
     scalars = [v for v in walk(torch.root) if isinstance(v, TensorRef) and v.shape in {(), (1,)}]
     values: dict[ByteRange, bytes] = {}
     recorded = {r.where: r for r in torch.records if r.crc_recorded}
-    if reader.distant:  # A checksum of four bytes tells what they are.
+    if reader.distant:  # the CRC-32 of four bytes determines them
         values = {where: bytes_with_crc(r.crc32) for where, r in recorded.items() if where.nbytes == 4}
     wanted = [where for s in scalars if (where := torch.locate(s)) not in values]
     values |= dict(zip(wanted, reader.read_many(wanted), strict=True))

@@ -21,7 +21,7 @@ MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """One file, read."""
+    """The structure of one file."""
 
     index: int
     """Index into the checkpoint's files."""
@@ -30,15 +30,15 @@ class RankFile:
     fields: Fields
     """Its top-level mapping."""
     numbers: dict[tuple[str, int], ScalarState]
-    """Values of the tensors of an optimizer's states that hold one number, by (storage key, element)."""
+    """Values of tensors of one element, by (storage key, element)."""
 
     @property
     def path(self) -> str:
-        """What error messages call it."""
+        """Its path, for errors."""
         return self.torch.path
 
     def scalar(self, value: object) -> ScalarState | None:
-        """A number of this file, saved as a Python number or as a 0-dim tensor; None if it is neither."""
+        """The value of a Python number or a 0-dim tensor of this file; None for other values."""
         if isinstance(value, bool | int | float):
             return ScalarState(value, None)
         if isinstance(value, TensorRef) and value.shape == ():
@@ -46,7 +46,7 @@ class RankFile:
         return None
 
     def single(self, value: object) -> ScalarState | None:
-        """A number of this file, saved as a tensor of shape (1,)."""
+        """The value of a tensor of shape (1,) of this file; None for other values."""
         if not isinstance(value, TensorRef) or value.shape != (1,):
             return None
         number = self.numbers.get((value.storage.key, value.offset))
@@ -60,7 +60,7 @@ class SwappedFile:
     index: int
     """Index into the checkpoint's files."""
     path: str
-    """What error messages call it."""
+    """Its path, for errors."""
     nbytes: int
     """Its size; may be rounded up."""
 
@@ -91,10 +91,10 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroFiles:
-    """The files of one model-parallel rank (of the whole model, where there is but one)."""
+    """The files of one model-parallel rank; of the whole model if there is only one."""
 
     location: Location
-    """Where they are."""
+    """Their directory."""
     stage: int
     """0, 1, 2 or 3."""
     model_rank: int
@@ -104,11 +104,11 @@ class ZeroFiles:
     optimizer: list[RankFile]
     """Optimizer states, one file for each rank; none at stage 0."""
     experts: tuple[ExpertFile, ...] = ()
-    """Experts' weights, which MoE keeps apart from the others."""
+    """Experts' weights, which MoE saves in files of their own."""
     expert_optimizer: tuple[RankFile, ...] = ()
     """At stage 0 with MoE: the whole optimizer of each expert-parallel rank."""
     swapped: tuple[dict[str, SwappedFile], ...] = ()
-    """What was offloaded to NVMe: for each rank, file by name."""
+    """Tensors that were offloaded to NVMe: for each rank, file by name."""
     recorded: tuple[tuple[str, ...], ...] = ()
     """At stage 0 the parameters of each group in the optimizer's order, if the manifest has them."""
 
@@ -133,6 +133,6 @@ class AllFiles:
     files: tuple[CheckpointFile, ...]
     """All of them."""
     notes: tuple[LayoutError, ...]
-    """What was noticed that does not keep the checkpoint from being read."""
+    """Findings after which the checkpoint can still be read."""
     renamed: tuple[str, ...] = ()
-    """Files whose names are trusted, though they say that they were saved under others."""
+    """Files that were saved under other names, and were accepted (``trust_names``)."""

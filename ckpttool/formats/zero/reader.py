@@ -1,4 +1,4 @@
-"""A directory of DeepSpeed's files -> Checkpoint: every model-parallel rank's part, put together."""
+"""A directory of DeepSpeed's files -> Checkpoint: reads every model-parallel rank's part and merges them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     """Read the layout of a checkpoint that DeepSpeed saved; no tensor bytes but the optimizer's numbers.
 
     Raises:
-        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+        CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
     """
     found = read_zero_files(storage, location, report)
     _check_ranks_agree(found.slices, report)
@@ -101,20 +101,20 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
     """The layer files of one tensor-parallel rank; None outside pipelines."""
     if not found.layers and found.slices[0].model[0].fields.values.get("module", ()) is not None:
         return None
-    from ckpttool.formats.zero.pipeline import Layers  # what few checkpoints need is imported for them alone
+    from ckpttool.formats.zero.pipeline import Layers  # imported only for the few checkpoints that need it
 
     return Layers(found.layers, found.slices[rank::tensor], rank)
 
 
 def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each group by the checkpoint's manifest; none without one."""
+    """The parameters of each group by the checkpoint's manifest; empty without a manifest."""
     if not is_commit(storage, location.directory):
         return ()
     return read_manifest(storage, location.directory).groups
 
 
 def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:
-    """What every file of a save says alike, whatever rank has written it."""
+    """Report values that differ between the files of a save."""
     for fact in agreed_facts(slices):
         check_agreement(fact.files, fact.name, fact.values, report)
 
@@ -169,7 +169,7 @@ def _expert_parallel(files: ZeroFiles) -> int:
 
 
 def _scaler(file: RankFile) -> object:
-    """At stage 0 the loss scale is kept in the optimizer's own mapping."""
+    """The loss scale at stage 0, which the optimizer's own mapping holds."""
     optimizer = file.fields.values.get("optimizer")
     keys = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     found = {k: optimizer[k] for k in keys if k in optimizer} if isinstance(optimizer, dict) else {}
@@ -180,7 +180,7 @@ def _scaler(file: RankFile) -> object:
 
 
 def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> ModelPart:
-    """One pipeline stage, whole, from its tensor-parallel slices."""
+    """Merge the tensor-parallel ranks of one pipeline stage."""
     from ckpttool.formats.zero.tensor_parallel import TensorParallel, merge
 
     first = slices[0]
@@ -194,7 +194,7 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
         states = {}
         for key in parameter.states:
             held = [p.states.get(key) for p in own]
-            # Where copies have drifted apart the mean of the masters counts, and nobody holds its 16-bit copy.
+            # If copies have drifted apart, the weights are the mean of the masters, and no rank has its 16-bit copy.
             if any(h is None for h in held) or (cut.averaged and key == MODULE and MASTER in parameter.states):
                 continue
             states[key], pairs = merge(cut, [h for h in held if h is not None])
@@ -215,7 +215,7 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
 
 
 def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
-    """The whole model from the stages of a pipeline; a module that several stages share is tied, and must be equal."""
+    """Merge the stages of a pipeline; a module that several stages share is tied, and must be equal."""
     first = stages[0]
     replicas = [twin for s in stages for twin in s.replicas]
     parameters: dict[str, Parameter] = {}
@@ -245,7 +245,7 @@ def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
 
 
 def _merge_groups(parts: Sequence[ModelPart], report: Report) -> list[ParamGroup]:
-    """The parameter groups of the whole model: each part has some of every group."""
+    """Merge the parameter groups of the parts of the model."""
     first = parts[0]
     counts = [len(p.groups) for p in parts]
     if len(set(counts)) > 1:
@@ -263,7 +263,7 @@ def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[li
     for s, own in zip(slices, names, strict=True):
         if set(own) != set(names[0]):
             odd = sorted(set(own) ^ set(names[0]))
-            problem = f"its {what} are not those of the first tensor-parallel rank ({brief(odd[0], 200)})"
+            problem = f"its {what} differ from those of the first tensor-parallel rank ({brief(odd[0], 200)})"
             error = LayoutError(s.files.model[0].path, problem, RESTORE)
             report(error)
             raise error
@@ -273,12 +273,12 @@ def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[li
 
 
 def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -> list[LayoutError]:
-    """The optimizer's own count of steps held against the engine's.
+    """Compare the optimizer's own count of steps with the engine's.
 
     DeepSpeed writes model states first: a save that was killed under a tag that is used again and again (Lightning's
     and Accelerate's are) leaves new model states beside old optimizer files.
     """
-    if zenflow(files.model[0]):  # which counts micro steps
+    if zenflow(files.model[0]):  # ZenFlow counts micro steps
         return []
     for i, group in enumerate(groups):
         step = group.scalars.get("step")
@@ -291,7 +291,7 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
 
 
 def _data_remarks(first: RankFile) -> list[str]:
-    """States of DeepSpeed's data pipeline, which stay where they are.
+    """Remarks on states of DeepSpeed's data pipeline, which are not read.
 
     Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``data_sampler``, ``random_ltd``).
     """
@@ -301,7 +301,7 @@ def _data_remarks(first: RankFile) -> list[str]:
 
 
 def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
-    """Parameter groups without hyper-parameters, which DeepSpeed loads, and then fails at the first step.
+    """Notes on parameter groups without hyper-parameters: DeepSpeed loads them and fails at the first step.
 
     Elastic checkpoints (a list in the place of the optimizer's state dict) have no groups, and the run's own are kept.
 

@@ -125,7 +125,7 @@ def _grouped(
     The 16-bit copies are views of one flat storage for each group, in the order of the masters.
 
     Raises:
-        LayoutError: They are not.
+        LayoutError: The copies are not such views.
     """
     storages: dict[str, list[str]] = {}
     for name in shapes:
@@ -171,9 +171,9 @@ def _read_group(
     slack = 0 if end_paddings[0] is not None else 2 * files.ranks
     _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, slack, group)
     fragments = _fragments(shapes, offsets, partition, files.ranks)
-    if not _round_robin(files):  # which records them in another order than it saves the elements in
+    if not _round_robin(files):  # it records them in another order than it saves the elements
         check_recorded_slices(states, group, fragments, trust_names=files.location.trust_names)
-    # Every other reader knows the optimizer's own order, and it is the one that another number of ranks starts from.
+    # Other readers give the optimizer's own order, from which another number of ranks is partitioned.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
     located = locate_states(files, buffer, fragments)
     replicas: list[Replica] = []
@@ -292,14 +292,14 @@ def _partition_size(
     flat_states: Sequence[Mapping[Any, Any]],
     total: int,
 ) -> int:
-    """Elements of each rank's partition, padding included; everything about lengths must agree.
+    """Elements of each rank's partition, padding included, checked against all recorded lengths.
 
     DeepSpeed pads the buffer at its end so that it splits evenly (2 elements a rank since 0.5.2, 1 before), and saves
     masters without that padding. BF16_Optimizer, which records no ``zero_stage``, saves them with it. Releases that do
     not record the padding (up to 0.6) save some of it.
 
     Raises:
-        LayoutError: A rank's length is not what the shapes and the other ranks say.
+        LayoutError: A rank's length contradicts the shapes or the other ranks.
     """
     ranks = files.ranks
     padded = "zero_stage" not in states[0]
@@ -337,7 +337,7 @@ def _partition_size(
     return partition
 
 
-# ------------------------------------------------------------------------------------------------- where things lie
+# ------------------------------------------------------------------------------------------------- fragments
 
 
 def _fragments(
@@ -374,10 +374,10 @@ def _check_storage_offsets(
     slack: int,
     group: int,
 ) -> None:
-    """Hold ``param_shapes`` against where the 16-bit copies lie in their group's flat storage.
+    """Compare ``param_shapes`` with the offsets of the 16-bit copies in their group's flat storage.
 
     DeepSpeed makes every parameter a view of one flat buffer, and saving keeps that. Copies that were cloned one by one
-    (fine-tuning tools do it) prove nothing and are left to the comparison of values.
+    (fine-tuning tools do it) show no order; the consistency checks compare their values.
 
     Raises:
         LayoutError: The two orders differ.

@@ -1,4 +1,4 @@
-"""The layout of ZeRO stage 3: every parameter split over all ranks, the pieces laid into sub-groups.
+"""The layout of ZeRO stage 3: every parameter is split over all ranks, and its parts are put into sub-groups.
 
 Source: DeepSpeed 0.19, runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``, ``_rigid_state_dict``)
 and utils/zero_to_fp32.py (``zero3_partitioned_param_info``).
@@ -79,7 +79,7 @@ def _in_sub_groups(
     """The parameters of each sub-group, for releases that list all of them, frozen ones too, in one mapping.
 
     Raises:
-        LayoutError: There are several parameter groups, or frozen parameters, so that nothing tells.
+        LayoutError: There are several parameter groups, or frozen parameters, so the layout is unknown.
     """
     result: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
@@ -101,7 +101,7 @@ def _in_sub_groups(
 
 
 def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
-    """The files of some ranks only."""
+    """The files of some of the ranks."""
     if len(ranks) == files.ranks:
         return files
     return replace(
@@ -112,7 +112,7 @@ def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
 
 
 def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
-    """The ranks over which a sub-group is partitioned: all of them, but for experts.
+    """The ranks over which a sub-group is partitioned: all of them, except for experts.
 
     Source: DeepSpeed 0.19, runtime/zero/stage3.py (``ds_zero_partition_groups``, since 0.19.3 with AutoEP).
     """
@@ -124,7 +124,7 @@ def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
         entry = entries[sub_group] if sub_group < len(entries) else None
         ranks = entry.get("partition_ranks") if isinstance(entry, dict) else None
         if not isinstance(ranks, list) or not all(isinstance(r, int) and 0 <= r < len(states) for r in ranks):
-            raise fields.error("ds_zero_partition_groups", f"does not say who shares sub-group {sub_group}")
+            raise fields.error("ds_zero_partition_groups", f"does not say which ranks share sub-group {sub_group}")
         if rank not in ranks or not entry or entry.get("partition_rank") != ranks.index(rank):
             raise fields.error("ds_zero_partition_groups", f"puts rank {rank} elsewhere")
         if ranks not in found:
@@ -154,7 +154,7 @@ def _read_sub_group(
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:
-    """Cut every parameter into one piece a rank, of ceil(numel / ranks) elements, the last ones padded."""
+    """Cut every parameter into one part a rank, of ceil(numel / ranks) elements, the last ones padded."""
     result: dict[str, NDArray[np.void]] = {}
     rank = np.arange(ranks, dtype=np.int64)
     position = 0
@@ -195,7 +195,7 @@ def _groups(
     sub_groups: Sequence[ParamGroup],
     report: Report,
 ) -> list[ParamGroup]:
-    """The user's parameter groups: each lists the sub-groups it was cut into."""
+    """Read the user's parameter groups: each lists the sub-groups it was cut into."""
     lists = [b.get("param_groups", list) for b in base]
     result: list[ParamGroup] = []
     for g in range(len(lists[0])):
@@ -206,7 +206,7 @@ def _groups(
             fields.append(Fields(b.path, f"{b.place} > param_groups[{g}]", groups[g]))
         members = fields[0].integers("params")
         if not all(0 <= i < len(sub_groups) for i in members):
-            raise fields[0].error("params", "names a sub-group that is not there")
+            raise fields[0].error("params", "names a sub-group that does not exist")
         names = tuple(name for i in members for name in sub_groups[i].parameters)
         for i in members[1:]:
             if sub_groups[i].scalars != sub_groups[members[0]].scalars:
@@ -218,7 +218,7 @@ def _groups(
 
 
 def read_frozen(model: Sequence[RankFile], report: Report) -> dict[str, State]:
-    """Frozen parameters: one piece of the model's dtype on each rank, in its model-states file."""
+    """Read frozen parameters: one part of the model's dtype on each rank, in its model-states file."""
     shapes = model[0].fields.optional("frozen_param_shapes", dict)
     if shapes is None:
         return {}

@@ -1,4 +1,4 @@
-"""Which ranks of a target hold which experts, and the files that experts have to themselves.
+"""Experts of a target: the ranks that hold each, and their own files.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``load_moe_state_dict``), utils/groups.py
 (``_create_expert_and_data_parallel``), checkpoint/autoep_zero3_metadata.py and, for stage 3, runtime/zero/stage3.py
@@ -27,14 +27,14 @@ _STACKED = re.compile(r"(?P<prefix>(?P<module>.*)\.experts)\.w[123]")
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """What a rank holds of a parameter before it is partitioned."""
+    """The part of a parameter that a rank holds before partitioning."""
 
     name: str
     """The parameter in the whole model."""
     first: int
     """First element."""
     shape: tuple[int, ...]
-    """Of what it holds."""
+    """Shape of the part."""
 
     @property
     def numel(self) -> int:
@@ -44,12 +44,12 @@ class LocalParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """The ranks that partition a group among themselves, and what of it."""
+    """The ranks that partition a group among themselves, and their parameters of it."""
 
     ranks: Sequence[int]
     """In the order of their partitions."""
     held: Mapping[str, LocalParameter]
-    """By the names that these ranks have for it, in the optimizer's order."""
+    """Parameters by the names on these ranks, in the optimizer's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class Layer:
     """A layer of experts."""
 
     number: int
-    """Of its files."""
+    """Number of the layer in the names of its files."""
     module: str
     """The module; "" if it is DeepSpeed's own, whose experts are modules by themselves."""
     prefix: str
-    """What the names of its experts begin with."""
+    """Prefix of the names of its experts."""
     experts: int
     """TargetExperts of all ranks."""
     parallel: int
-    """Ranks that they are spread over."""
+    """Number of ranks that the experts are spread over."""
 
 
 class TargetExperts:
@@ -74,7 +74,7 @@ class TargetExperts:
     Args:
         checkpoint: What is converted.
         ranks: Data-parallel ranks of the target.
-        parallel: Ranks that experts are to be spread over; None for as many as they were.
+        parallel: Number of ranks to spread experts over; None for the source's number.
     """
 
     def __init__(self, checkpoint: Checkpoint, ranks: int, parallel: int | None = None) -> None:
@@ -117,7 +117,7 @@ class TargetExperts:
         return result
 
     def parallel(self, group: ParamGroup) -> int:
-        """Ranks that a group's experts are to be spread over; 1 for a group of anything else."""
+        """Number of ranks to spread a group's experts over; 1 for a group without experts."""
         return (self._parallel or self._were_over(group)) if _of_experts(group) else 1
 
     def _were_over(self, group: ParamGroup) -> int:
@@ -131,11 +131,11 @@ class TargetExperts:
         return {**group.hyperparameters, "name": f"ep_size_{self.parallel(group)}"}
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor is an expert's, or has a layer's experts stacked."""
+        """Whether a tensor belongs to an expert, or stacks the experts of a layer."""
         return name in self._stacked or NATIVE.fullmatch(name) is not None
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, LocalParameter]]:
-        """What each expert's file has of a tensor: (layer, expert, what); nothing of one that is no expert's."""
+        """Yield the parts of a tensor in expert files: (layer, expert, part); none if it belongs to no expert."""
         if name in self._stacked:
             layer = next(x for x in self.layers if name.startswith(f"{x.prefix}."))
             for expert in range(layer.experts):
@@ -146,14 +146,14 @@ class TargetExperts:
             yield layer.number, int(match["expert"]), LocalParameter(name, 0, shape)
 
     def shares(self, group: ParamGroup, names: Sequence[str]) -> list[Share]:
-        """Who holds what of a group.
+        """List the ranks that share a group, and their parameters of it.
 
         Args:
             group: The group.
             names: Its parameters, in the optimizer's order.
 
         Raises:
-            PlanError: The ranks cannot be shared so, or the ranks' experts differ.
+            PlanError: The number of ranks is not divisible, or the ranks would hold different experts.
         """
         parallel, everyone = self.parallel(group), range(self._ranks)
         if not _of_experts(group):
@@ -176,10 +176,10 @@ class TargetExperts:
         return result
 
     def _in_order(self, group: ParamGroup, names: Sequence[str]) -> list[str]:
-        """The parameters as an optimizer has them whose ranks hold other experts: layer by layer, expert by expert.
+        """Sort parameters by layer, then by expert: the order of an optimizer with other experts on its ranks.
 
         Raises:
-            PlanError: They were not in the order of the model, so that nobody knows it.
+            PlanError: The source does not have them in the order of the model, so the order is unknown.
         """
         layers = {x.prefix: x.number for x in self.layers}
         rest: dict[str, int] = {}
@@ -201,7 +201,7 @@ class TargetExperts:
         return sum(parallel if n in self._stacked else 1 for n in names)
 
     def _held(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, LocalParameter]:
-        """What an expert-parallel rank holds, under its own names."""
+        """The parameters of an expert-parallel rank, under its own names."""
         own = {whole: local for local, whole in local_names(names, rank, parallel).items()}
         held = {}
         for name in names:
@@ -214,7 +214,7 @@ class TargetExperts:
         return held
 
     def metadata(self, rank: int, stage: int) -> dict[str, Any]:
-        """What the model states of a rank say of experts."""
+        """The entries on experts in the model states of a rank."""
         if not self.layers:
             return {}
         stacked = [self._described(x, rank, stage) for x in self.layers if x.module]
@@ -248,7 +248,7 @@ class TargetExperts:
         }
 
     def partition_group(self, group: ParamGroup, share: Share, rank: int, number: int) -> dict[str, Any]:
-        """What stage 3 records of who shares a sub-group, which must be as the loading engine has it."""
+        """Stage 3's record of the ranks that share a sub-group; it must match the loading engine."""
         experts = _of_experts(group)
         return {
             "sub_group": number,

@@ -26,7 +26,7 @@ RELEASE = "0.19.8"
 
 
 def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
-    """One group of all parameters, for weights of which nothing says how they are to be trained."""
+    """One group of all parameters, for weights-only sources."""
     names = tuple(p.name for p in checkpoint.parameters)
     weights_alone = all(p.group == UNKNOWN_GROUP and set(p.states) <= {MODULE} for p in checkpoint.parameters)
     if checkpoint.native or not weights_alone or not names:
@@ -35,7 +35,7 @@ def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
 
 
 class TargetGroups:
-    """The parameter groups of a native checkpoint, and what each rank holds of them.
+    """The parameter groups of a native checkpoint, and the part of each rank.
 
     Args:
         checkpoint: The source.
@@ -60,7 +60,7 @@ class TargetGroups:
         self._check()
         self.experts = TargetExperts(checkpoint, shape.ranks, shape.expert_parallel)
         self.shares = [self.experts.shares(g, n) for g, n in zip(self.source_groups, self.names, strict=True)]
-        """Who holds what of every group: all ranks the same, but for experts."""
+        """Ranks that share every group: all ranks, except for experts."""
         self.groups = [self._order(shares[0]) for shares in self.shares]
         """Names of every group in the order of the target's flat buffers, as a rank knows them."""
         sizes = [
@@ -113,7 +113,7 @@ class TargetGroups:
         return round_robin(names, len(share.ranks)) if self.shape.round_robin and self.shape.stage < 3 else names
 
     def place(self, group: int, rank: int) -> tuple[Share, int]:
-        """What a rank has a part of, and the number of its part."""
+        """The share of a group that a rank has a part of, and the number of that part."""
         share = next(s for s in self.shares[group] if rank in s.ranks)
         return share, share.ranks.index(rank)
 
@@ -167,13 +167,13 @@ class TargetGroups:
 
     @functools.cached_property
     def fragments(self) -> list[list[list[Fragment]]]:
-        """At stages 1 and 2, what each rank's partition of every group holds."""
+        """The fragments in each rank's partition of every group, at stages 1 and 2."""
         return [g.fragments() for g in self.flat]
 
     def state(self, name: str, key: str) -> State:
-        """A state of a parameter; of weights alone, the weights for the master.
+        """A state of a parameter; for weights-only sources, the weights in the place of the master.
 
-        Stage 3 keeps no copies of its own: where they are newer than the masters, these are made of them.
+        Stage 3 keeps no module copies: if they are newer than the masters, they are written as masters.
         """
         parameter = self.parameters[name]
         if key == MASTER and self.checkpoint.ahead and self.shape.stage == 3:

@@ -51,7 +51,7 @@ class OptimizerFiles:
         return [self.file(rank) for rank in range(self._groups.shape.ranks)]
 
     def file(self, rank: int) -> TargetFile:
-        """A rank's partitions of everything that the optimizer keeps."""
+        """A rank's partitions of all optimizer states."""
         prefix = "bf16_" if self._groups.shape.dtype == "BF16" else ""
         file = TorchFileBuilder(f"{self._tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", self._builder)
         places = [self._groups.place(g, rank) for g in range(len(self._groups.groups))]
@@ -104,7 +104,7 @@ class OptimizerFiles:
         }
 
     def _aligned(self) -> dict[str, Any]:
-        """What says how parameters were aligned; where it is left out, DeepSpeed takes them for not aligned."""
+        """The record of the alignment; without it, DeepSpeed takes parameters as not aligned."""
         return (
             {"param_alignment_paddings": [f.paddings() for f in self._groups.flat]}
             if self._groups.shape.alignment > 1
@@ -172,7 +172,7 @@ class OptimizerFiles:
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
     def _whole(self, file: TorchFileBuilder, key: str, fragments: Sequence[Fragment], share: Share) -> TensorRef:
-        """Every parameter that a partition touches, whole."""
+        """The whole of every parameter that a partition has a fragment of."""
         touched = [share.held[f.name] for f in fragments]
         dtype = self._groups.dtype([held.name for held in touched], key)
         pieces, numel = [], 0

@@ -20,7 +20,7 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What to write."""
+    """The target."""
 
     ranks: int
     """Data-parallel ranks."""
@@ -33,9 +33,9 @@ class Shape:
     dtype: str
     """What the target run computes in, safetensors' spelling."""
     expert_parallel: int | None = None
-    """Ranks that experts are spread over; None for as many as they were."""
+    """Number of ranks to spread experts over; None for the source's number."""
     alignment: int = 1
-    """Elements that the place of every parameter in a flat buffer of stages 1 and 2 is a multiple of."""
+    """Alignment of every parameter in a flat buffer of stages 1 and 2, in elements."""
 
 
 def shape_for(
@@ -48,7 +48,7 @@ def shape_for(
     dtype: str | None,
     expert_parallel: int | None = None,
 ) -> Shape:
-    """Fill in what was not asked for from the source's configuration.
+    """Make the target, with defaults from the source's configuration.
 
     Raises:
         PlanError: The number of ranks is missing, or the source has no stage of its own.
@@ -82,7 +82,7 @@ def shape_for(
 
 
 def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
-    """What cannot be as it was on another number of ranks."""
+    """Sentences on what the target does not keep of the source."""
     losses = []
     if checkpoint.topology.tensor_parallel * checkpoint.topology.pipeline_parallel > 1:
         losses.append("written without tensor and pipeline parallelism: the run that loads it must have neither")
@@ -112,6 +112,6 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
 
 
 def sliced_by_autotp(checkpoint: Checkpoint) -> bool:
-    """Whether DeepSpeed itself cut the layers, which pads no vocabulary."""
+    """Whether AutoTP sliced the layers; it pads no vocabulary."""
     config = checkpoint.ds_config.get("tensor_parallel")
     return isinstance(config, dict) and bool(config.get("autotp_size"))

@@ -46,17 +46,17 @@ def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
 def plan_rank(
     checkpoint: Checkpoint, shape: Shape, rank: int, *, tag: str, fresh: frozenset[str] = frozenset()
 ) -> CopyPlan:
-    """Plan what one rank alone needs of a native checkpoint: its partition, and the structure of its model states.
+    """Plan the part of a native checkpoint for one rank: its partition, and the structure of its model states.
 
-    What all ranks hold alike is left out: weights that follow from the masters, buffers and, below stage 3, frozen
-    parameters.
+    Tensors that are equal on all ranks are left out: weights that follow from the masters, buffers and, below stage 3,
+    frozen parameters.
 
     Args:
         checkpoint: As for ``plan_zero``.
         shape: Ranks and stage.
         rank: The data-parallel rank.
         tag: Name of the checkpoint.
-        fresh: Parameters that the checkpoint lacks in part or wholly: what it lacks of them stays zero.
+        fresh: Parameters that the checkpoint lacks in part or wholly: missing states stay zero.
 
     Returns:
         A plan of two files: optimizer states, model states.
@@ -82,7 +82,7 @@ def held_by(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[
 
 
 def _check_hyperparameters(checkpoint: Checkpoint) -> None:
-    """DeepSpeed's load replaces the run's parameter groups by those of the file, whatever these lack.
+    """Check that the groups are complete: DeepSpeed's load replaces the run's parameter groups by the file's.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``).
     """
