@@ -21,7 +21,7 @@ from ckpttool.errors import StorageError
 from ckpttool.execution import local, local_copy
 from ckpttool.execution.check_copies import failed_proofs
 from ckpttool.execution.output.staging import JOURNAL, Journal
-from ckpttool.plan import COPY, PROOF, CopyPlan, Proofs, SourceFile, TargetFile
+from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import LOCAL, block_writes, direct_io
 from ckpttool.storage.safe_files import Directory
 from ckpttool.storage.write_policy import Pace
@@ -266,9 +266,9 @@ def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path)
         copies = cast(masters, "BF16").copy()
         copies[-1] += change
         path.write_bytes(masters.tobytes() + copies.tobytes())
-        rows = np.array([(0, 0, 0, 4 * count, count, 0, 0)], dtype=PROOF)
+        rows = np.array([(0, 0, 0, 4 * count, count, 0, 0)], dtype=CHECK)
         source = _source(path)
-        proofs = Proofs((source,), (("F32", "BF16"),), ("w",), rows)
+        proofs = ConsistencyChecks((source,), (("F32", "BF16"),), ("w",), rows)
         assert len(list(failed_proofs(proofs, advance=lambda _: None))) == change
 
 

@@ -42,7 +42,7 @@ def test_a_file_not_filled_exactly_once_is_refused(nbytes: int, literals: Any, c
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "../x", "/x", "a\0b"])
 def test_a_name_that_leaves_the_directory_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="no plain file name"):
+    with pytest.raises(PlanError, match="not a plain file name"):
         CopyPlan((), (), (TargetFile(name, 0, (), NOTHING),))
 
 

@@ -15,7 +15,8 @@ from ckpttool.execution.virtual_file import PlannedFile, RangeFile, StoredFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
 from ckpttool.targets.replicas import plan_packed
-from ckpttool.targets.zero.writer import Shape, plan_rank, plan_zero
+from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.writer import plan_rank, plan_zero
 from tests.truth import REPRESENTATIVE, source
 
 if TYPE_CHECKING:

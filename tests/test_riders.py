@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.plan.shared_reads import find_riders
+from ckpttool.plan.shared_reads import find_shared_reads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,21 +55,21 @@ def _elements(file: int, rows: Iterable[np.void]) -> list[Element]:
 @given(_plans())
 def test_every_element_is_written_where_it_was_to_be_and_once(plan: CopyPlan) -> None:
     copies = {n: file.copies[file.copies["numel"] > 0] for n, file in enumerate(plan.files)}
-    found = find_riders(plan, copies)
+    found = find_shared_reads(plan, copies)
     expected = [e for n, rows in copies.items() for e in _elements(n, rows)]
-    actual = [e for n, rows in found.alone.items() for e in _elements(n, rows)]
-    for n, riders in found.carried.items():
-        carriers = {int(row["target"]): row for row in found.alone[n]}
+    actual = [e for n, rows in found.separate.items() for e in _elements(n, rows)]
+    for n, riders in found.shared.items():
+        carriers = {int(row["target"]): row for row in found.separate[n]}
         for rider in riders:
-            by, width = carriers[int(rider["carrier"])], itemsize(CASTS[rider["cast"]][0])
+            by, width = carriers[int(rider["copy_target"])], itemsize(CASTS[rider["cast"]][0])
             assert CASTS[by["cast"]][0] == CASTS[by["cast"]][1]
             assert rider["skip"] + rider["numel"] * width <= by["numel"] * itemsize(CASTS[by["cast"]][0])
             # The copy is made in pieces that end at multiples of some power of two in its file.
-            assert (rider["carrier"] + rider["skip"]) % width == 0
+            assert (rider["copy_target"] + rider["skip"]) % width == 0
             row = (by["source"], by["start"] + rider["skip"], rider["numel"], rider["target"], rider["cast"])
             actual += _elements(int(rider["file"]), np.array([row], dtype=COPY))
     assert sorted(actual) == sorted(expected)
-    assert found.files == {int(n) for rows in found.carried.values() for n in rows["file"]}
+    assert found.files == {int(n) for rows in found.shared.values() for n in rows["file"]}
 
 
 def _plan(*files: list[tuple[int, int, int, int, int]]) -> CopyPlan:
@@ -83,7 +83,7 @@ def _plan(*files: list[tuple[int, int, int, int, int]]) -> CopyPlan:
 
 
 def _riders(plan: CopyPlan) -> list[tuple[int, ...]]:
-    carried = find_riders(plan, {n: file.copies for n, file in enumerate(plan.files)}).carried
+    carried = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
     return [(n, *row.tolist()) for n, rows in carried.items() for row in rows]
 
 

@@ -20,7 +20,7 @@ from ckpttool.execution.check_copies import failed_proofs
 from ckpttool.execution.sources import Scratch, Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import stored_blocks
-from ckpttool.plan.copy_checks import full_proofs, sample_proofs, source_files
+from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
 from ckpttool.storage import without_secrets
 from ckpttool.units import Meter
 
@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums, Record
     from ckpttool.commit.manifest import Manifest
     from ckpttool.model import Checkpoint, State
-    from ckpttool.plan import Proofs
+    from ckpttool.plan import ConsistencyChecks
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
-TORCH_FILES = frozenset({"model", "optimizer", "layer", "expert", "expert optimizer", "state"})
-"""Kinds of files that ``torch.save`` wrote, with checksums; other kinds have none."""
 CHUNK_BYTES = 1 << 22
 """Bytes read at once."""
 
@@ -159,7 +157,7 @@ def _compare(
     progress: Progress | None,
 ) -> tuple[int, int]:
     """Compare values and checksums; adds errors, and returns (checksums compared, records without one)."""
-    proofs = full_proofs(checkpoint) if deep else sample_proofs(checkpoint)
+    proofs = full_checks(checkpoint) if deep else sample_checks(checkpoint)
     meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
     checked = unrecorded = 0
     if deep:
@@ -175,14 +173,11 @@ def _compare(
 
 def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Files that identify neither their rank nor their parameter."""
-    return tuple(
-        file.name
-        for file in checkpoint.files
-        if file.kind in {"state", "swapped"} or (checkpoint.format == "dcp" and len(checkpoint.files) > 1)
-    )
+    shards = any(file.kind == "shard" for file in checkpoint.files)
+    return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})
 
 
-def _bytes_to_read(checkpoint: Checkpoint, proofs: Proofs, *, deep: bool) -> int:
+def _bytes_to_read(checkpoint: Checkpoint, proofs: ConsistencyChecks, *, deep: bool) -> int:
     """Bytes to read; those read twice count twice."""
     if not deep:
         return proofs.nbytes
@@ -202,7 +197,9 @@ def _deep(
     files = source_files(checkpoint)
     with Sources(files) as sources:
         sums = (
-            partial(_check_sums, sources, i, f.kind, manifest.get(f.name) if f.directory is None else None, advance)
+            partial(
+                _check_sums, sources, i, f.container, manifest.get(f.name) if f.directory is None else None, advance
+            )
             for i, f in enumerate(checkpoint.files)
         )
         with contextlib.closing(in_threads(sums, jobs)) as results:
@@ -222,7 +219,7 @@ def _deep(
 
 
 def _check_sums(
-    sources: Sources, index: int, kind: str, saved: Checksums | None, advance: Advance
+    sources: Sources, index: int, container: str, saved: Checksums | None, advance: Advance
 ) -> tuple[list[CkptError], int, int]:
     try:
         reader = sources[index]
@@ -230,7 +227,7 @@ def _check_sums(
         if saved is not None and saved.nbytes == reader.nbytes and (bad := _check_chunks(reader, saved)) is None:
             advance(reader.nbytes)
             return [], len(saved.crcs), 0
-        if kind not in TORCH_FILES:
+        if container != "torch":
             advance(reader.nbytes)
             return [], 0, 1
         file = read_torch_file(reader)

@@ -14,9 +14,9 @@ from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.formats.sidecars import find_companions
-from ckpttool.plan.copy_checks import sample_proofs
-from ckpttool.targets.sidecars import with_companions
+from ckpttool.formats.sidecars import find_sidecars
+from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.targets.sidecars import with_sidecars
 from ckpttool.targets.weights import select_weights
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import CopyPlan, Proofs
+    from ckpttool.plan import ConsistencyChecks, CopyPlan
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
 
@@ -228,15 +228,15 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
 def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
     """Choose the weights and the sidecar files, and plan the files."""
     target = TRAINING_DTYPES[chosen.dtype]
-    proofs = sample_proofs(checkpoint) if chosen.weights == "masters" else None
+    proofs = sample_checks(checkpoint) if chosen.weights == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     if chosen.adapter_only:
         from ckpttool.targets import adapter
         from ckpttool.targets.safetensors import plan_safetensors
 
         selection = adapter.select_adapter(checkpoint, source=chosen.weights, dtype=target)
-        plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, proofs=proofs, stem=adapter.STEM)
-        companions = find_companions(checkpoint.storage, checkpoint.root, (adapter.CONFIG, "README.md"))
+        plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=adapter.STEM)
+        companions = find_sidecars(checkpoint.storage, checkpoint.root, (adapter.CONFIG, "README.md"))
         if adapter.CONFIG not in {c.name for c in companions}:
             notes.append(f"there is no {adapter.CONFIG} beside the checkpoint: PEFT needs one in {out}")
         index = ""
@@ -251,21 +251,21 @@ def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
         )
         limit = checked_size("max_shard_size", chosen.max_shard_size)
         plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
-        companions = find_companions(checkpoint.storage, checkpoint.root)
-    plan = with_companions(plan, companions, target)
+        companions = find_sidecars(checkpoint.storage, checkpoint.root)
+    plan = with_sidecars(plan, companions, target)
     return _Planned(plan, selection, index, tuple(c.name for c in companions), tuple(notes))
 
 
 def _plan_weights(
-    to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, proofs: Proofs | None
+    to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, consistency: ConsistencyChecks | None
 ) -> tuple[CopyPlan, str]:
     """The plan, and the name of the file that is committed last."""
     if to == "safetensors":
         from ckpttool.targets import safetensors
 
         return safetensors.plan_safetensors(
-            checkpoint, selection, max_shard_bytes=limit, proofs=proofs
+            checkpoint, selection, max_shard_bytes=limit, consistency=consistency
         ), safetensors.INDEX
     from ckpttool.targets import torch
 
-    return torch.plan_torch(checkpoint, selection, max_shard_bytes=limit, proofs=proofs), torch.INDEX
+    return torch.plan_torch(checkpoint, selection, max_shard_bytes=limit, consistency=consistency), torch.INDEX

@@ -14,8 +14,8 @@ from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.plan.copy_checks import sample_proofs
-from ckpttool.targets.sidecars import companions_for, with_companions
+from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.targets.sidecars import sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -153,7 +153,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
     destination = Destination(out, options.storage_options)
     workers = workers_for(options.ray, destination)
     checkpoint = open_for(destination, src, options)
-    tag = checkpoint.tag if checkpoint.format in {"zero", "universal"} else f"global_step{checkpoint.step or 0}"
+    tag = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
     plan, last, losses = _plan(checkpoint, target, tag)
     checks = options.read_checks(plan.sources, checkpoint)
 
@@ -186,7 +186,9 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
 def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, str, list[str]]:
     """The plan, the name of the file that is committed last, and the state that the output does not keep."""
     if target.to == "zero":
-        from ckpttool.targets.zero.writer import LATEST, plan_zero, shape_for, zero_losses
+        from ckpttool.formats.locate import LATEST
+        from ckpttool.targets.zero.shape import shape_for, zero_losses
+        from ckpttool.targets.zero.writer import plan_zero
 
         shape = shape_for(
             checkpoint,
@@ -199,14 +201,15 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         )
         plan, last, losses = plan_zero(checkpoint, shape, tag=tag), LATEST, list(zero_losses(checkpoint, shape))
     elif target.to == "universal":
-        from ckpttool.targets.universal import plan_universal, universal_losses
+        from ckpttool.targets.universal.losses import universal_losses
+        from ckpttool.targets.universal.plan import plan_universal
 
-        plan, last = plan_universal(checkpoint, tag=tag, proofs=sample_proofs(checkpoint)), "latest_universal"
+        plan, last = plan_universal(checkpoint, tag=tag, consistency=sample_checks(checkpoint)), "latest_universal"
         losses = list(universal_losses(checkpoint))
     else:
         from ckpttool.targets.dcp import plan_dcp
 
         losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.unsliceable]
-        return plan_dcp(checkpoint, proofs=sample_proofs(checkpoint)), ".metadata", losses
-    companions, left_behind = companions_for(checkpoint, target.world_size)
-    return with_companions(plan, companions, None), last, [*losses, *left_behind]
+        return plan_dcp(checkpoint, consistency=sample_checks(checkpoint)), ".metadata", losses
+    companions, left_behind = sidecars_for(checkpoint, target.world_size)
+    return with_sidecars(plan, companions, None), last, [*losses, *left_behind]

@@ -15,8 +15,9 @@ from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutErro
 from ckpttool.execution.permissions import mode_of_file
 from ckpttool.execution.read_checks import archive_records
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, natural_order
-from ckpttool.formats.sidecars import BESIDE, MAX_BYTES, OWN, POSITION, RANDOM
+from ckpttool.formats.locate import LATEST, natural_order
+from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import MANIFEST, MARK, walk
 from ckpttool.storage.base import NO_NAMES
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", ".metadata", MANIFEST)
+INDICES = (*(name for known in FORMATS for name in known.last), MANIFEST)
 """Files that make the others of a checkpoint look whole."""
-CARRIED = (*BESIDE, *RANDOM, *POSITION)
+CARRIED = (*RESUME_FILES, *RANDOM, *POSITION)
 """What frameworks put beside a checkpoint to resume from it."""
 MAX_NAMED = 10
 """Files left behind that are named one by one."""
@@ -50,12 +51,12 @@ class Beside:
 
 def is_tagged(checkpoint: Checkpoint) -> bool:
     """Whether it is a directory of its own in a root, named by ``latest``."""
-    return checkpoint.format in {"zero", "universal"}
+    return checkpoint.latest is not None
 
 
 def latest_name(checkpoint: Checkpoint) -> str:
     """The file that names the newest checkpoint of its kind."""
-    return LATEST_UNIVERSAL if checkpoint.format == "universal" else LATEST
+    return checkpoint.latest or LATEST
 
 
 def plan_copy(checkpoint: Checkpoint) -> CopyPlan:

@@ -70,7 +70,7 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[
     Raises:
         PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
-    whole = sorted((e for e in entries if e.whole and e.format == "zero" and not e.link), key=lambda e: e.order)
+    whole = sorted((e for e in entries if e.whole and e.stage is not None and not e.link), key=lambda e: e.order)
     linked = {entry.link: entry.name for entry in entries if entry.link}
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     for number, entry in enumerate(reversed(whole)):

@@ -43,7 +43,7 @@ def _print_summary(c: Checkpoint) -> None:
     print_facts(
         [
             ("location", c.location),
-            ("DeepSpeed", version if c.format in {"zero", "universal"} else ""),
+            ("DeepSpeed", version if c.latest is not None else ""),
             ("parameters", ", ".join(_counts(c))),
             ("tied", _first([f"{a} = {n}" for a, n in c.aliases.items()])),
             ("buffers", _first([f"{b.name} ({dtype(b.state.dtype)})" for b in c.buffers])),

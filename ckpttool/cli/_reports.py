@@ -127,7 +127,7 @@ def _state(entry: CatalogEntry) -> str:
 
 
 def _kind(entry: CatalogEntry) -> str:
-    if entry.format == "zero" and entry.stage is not None:
+    if entry.stage is not None:
         return f"ZeRO-{entry.stage}"
     return entry.format or ""
 

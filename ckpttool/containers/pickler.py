@@ -1,4 +1,4 @@
-"""The way back: data with tensor references and Opaque objects to a pickle, importing none of the classes it names.
+"""Write a pickle from data with tensor references and Opaque objects, without importing the classes that it names.
 
 Objects that were shared stay shared, cycles included, and the same data gives the same bytes. Where the data allows,
 only opcodes that ``torch.load(weights_only=True)`` accepts are written (protocol 2).
@@ -28,7 +28,7 @@ _POP, _POP_MARK = b"0", b"1"
 
 
 def pickle(value: Any, *, path: str) -> bytes:
-    """Write a value as torch would.
+    """Pickle a value in torch's form.
 
     Args:
         value: Plain data, Size, TorchDType, StorageRef, TensorRef and Opaque, nested at will.
@@ -37,21 +37,21 @@ def pickle(value: Any, *, path: str) -> bytes:
     Raises:
         PlanError: It holds something else or is nested too deeply.
     """
-    writer = _Writer(path)
+    writer = _PickleWriter(path)
     writer.out += b"\x80\x02"
     writer.save(value, 0)
     writer.out += b"."
     return bytes(writer.out)
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self, path: str) -> None:
         self.path = path
         self.out = bytearray()
         self.memo: dict[object, int] = {}
-        """Texts, numbers and names by value, all else by identity."""
+        """Memo number of strings, numbers and names by value, of other values by identity."""
         self.keep: list[Any] = []
-        """Keeps what the memo knows by identity alive, so that no identity is used twice."""
+        """References to the values in the memo, so that no identity is reused."""
 
     def save(self, value: Any, depth: int) -> None:
         if value is None:
@@ -71,7 +71,7 @@ class _Writer:
         elif isinstance(value, Opaque) and value.how == "global":
             self.name(value.module, value.name)
         elif not self.recall(id(value)):
-            # What a tensor or a class is made of lies a few levels deeper here than where it was read.
+            # The parts of a tensor or a class are a few levels deeper here than in the source.
             if depth > MAX_DEPTH + 8:
                 raise PlanError(
                     self.path, f"its structure is nested more than {MAX_DEPTH} deep", "it cannot be written"
@@ -80,11 +80,11 @@ class _Writer:
             self.shared(value, depth)
 
     def shared(self, value: Any, depth: int) -> None:
-        """Values that may be met again: write them once, then refer to them."""
+        """Write a value that may occur again once, then refer to it."""
         if isinstance(value, TensorRef):
             self.tensor(value, depth)
         elif isinstance(value, bytes):
-            # Protocol 2 has no bytes; this is how Python's own pickler writes them there.
+            # Protocol 2 has no opcode for bytes; Python's own pickler writes them in this form.
             self.call(value, "_codecs", "encode", (value.decode("latin-1"), "latin1"), depth)
         elif isinstance(value, Size):
             self.call(value, "torch", "Size", (tuple(value),), depth)
@@ -132,7 +132,7 @@ class _Writer:
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
     def remember_made(self, value: Any) -> None:
-        """Remember what was just put together, unless that led here again and remembered it first: then use that."""
+        """Memoize the value just built; if one of its items refers back to it, use the memo's value."""
         if id(value) in self.memo:
             self.out += _POP
             self.recall(id(value))
@@ -167,7 +167,7 @@ class _Writer:
         if not module or not name or not module.isprintable() or not name.isprintable():
             raise PlanError(self.path, f"holds a class named {brief(module)}, {brief(name)}", "it cannot be written")
         owner, _, attribute = name.rpartition(".")
-        if owner:  # protocol 2 finds a class within a class only so
+        if owner:  # protocol 2 names a nested class only in this way
             self.name("__builtin__", "getattr")
             self.name(module, owner)
             self.text(attribute)
@@ -184,7 +184,7 @@ class _Writer:
             self.out += b"("
         for item in value:
             self.save(item, depth + 1)
-        if id(value) in self.memo:  # one of its items led back to it
+        if id(value) in self.memo:  # one of its items refers back to it
             self.out += _POP_MARK if len(value) > 3 else _POP * len(value)
             self.recall(id(value))
         else:
@@ -265,7 +265,7 @@ class _Writer:
 
 
 def _order(item: Any) -> tuple[Any, ...]:
-    """Sets have no order of their own: a fixed one makes the same content the same bytes."""
+    """Sort the items of a set, so that the same content gives the same bytes."""
     if isinstance(item, Opaque):
         return ("", item.serial)
     if isinstance(item, tuple):

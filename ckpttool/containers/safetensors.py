@@ -99,7 +99,7 @@ def build(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes
 
 
 def _metadata(value: Any) -> dict[str, str]:
-    """The format allows texts alone; writers that put something else there are read without it."""
+    """Keep the strings of the metadata: the format allows no other values, which some writers add."""
     if not isinstance(value, dict):
         return {}
     return {name: text for name, text in value.items() if isinstance(text, str)}

@@ -1,4 +1,4 @@
-"""A file written by ``torch.save``, in whichever form: its structure, and where every tensor's bytes lie."""
+"""A file written by ``torch.save``, in either form: its structure, and the place of every tensor's bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.storage import RangeReader
 
 MAX_PICKLE_BYTES = 1 << 27
-"""A structure larger than this is refused: it holds no tensor bytes, and each byte of it may take a hundred to read."""
+"""Largest pickle: it holds no tensor bytes, and reading one byte of it may take a hundred bytes of memory."""
 
 _HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 
@@ -30,20 +30,20 @@ class TorchFile:
     """The structure of one file and the place of its storages."""
 
     path: str
-    """What error messages call the file."""
+    """Its path, for errors."""
     nbytes: int
     """Size of the file."""
     form: str
     """"zip" or "legacy"."""
     root: Any
-    """What was saved: plain data, TensorRef and Opaque. Shared by all who ask: not to be changed."""
+    """The saved value: plain data, TensorRef and Opaque. Callers share it and must not change it."""
     storages: dict[str, ByteRange]
-    """Where the bytes of each storage lie, by key, in the order of first use."""
+    """Byte range of each storage, by key, in the order of first use."""
     records: tuple[Record, ...]
     """Every record with its CRC-32; empty for the legacy form, which has none."""
 
     def locate(self, tensor: TensorRef) -> ByteRange:
-        """Where the bytes of a contiguous tensor lie.
+        """Byte range of a contiguous tensor.
 
         Raises:
             ContainerError: The tensor is not contiguous, so that its bytes are not one range.
@@ -62,7 +62,7 @@ class TorchFile:
 
 
 def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = None) -> TorchFile:
-    """Read the structure of a file written by ``torch.save``; no tensor bytes are read and nothing in it is run.
+    """Read the structure of a file written by ``torch.save``; reads no tensor bytes and runs no code from it.
 
     Args:
         reader: The file.
@@ -77,7 +77,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     if reader.nbytes == 0:
         raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
     if reader.distant:
-        # Its end tells where everything lies; the beginning is looked at only if that does not help.
+        # The end holds the directory; the beginning is read only if there is none.
         try:
             return _read_zip(reader, {} if known is None else known)
         except ContainerError:

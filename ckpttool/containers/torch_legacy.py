@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from ckpttool.storage import RangeReader
 
 MAGIC = 0x1950A86A20F9469CFC6C
-"""What the first of the five pickles holds."""
+"""Content of the first of the five pickles."""
 FIRST_READ = 1 << 16
-"""The pickles have no length of their own: read this much first, then twice as much until they end."""
+"""Bytes to read first, then twice as many until the pickles end: their length is not recorded."""
 
 _NUMEL = struct.Struct("<q")
 _HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that begins so is of this form, whatever the pickle protocol."""
+    """Whether a file with these first bytes has the legacy form, in any pickle protocol."""
     return head[:1] == b"\x80" and MAGIC.to_bytes(10, "little") in head[:32]
 
 
 def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str, ByteRange]]:
-    """Read the structure, and where the bytes of each storage lie.
+    """Read the structure and the byte range of each storage.
 
     Returns:
         The value that was saved, and the byte range of each storage, by key, in the order of first use.
@@ -88,9 +88,9 @@ def _parse_pickles(reader: RangeReader, max_pickle_bytes: int) -> tuple[Unpickle
             wanted = min(wanted * 4, max_pickle_bytes)
             continue
         if magic.value != MAGIC or version.value != 1001:
-            raise ContainerError(reader.path, "is of an unknown torch.save protocol", _HINT)
+            raise ContainerError(reader.path, "has an unknown torch.save protocol", _HINT)
         if not isinstance(system.value, dict) or not isinstance(keys.value, list):
-            raise ContainerError(reader.path, "is of an unknown torch.save protocol", _HINT)
+            raise ContainerError(reader.path, "has an unknown torch.save protocol", _HINT)
         if system.value.get("little_endian") is not True:
             raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")
         return saved, keys.value, keys.end

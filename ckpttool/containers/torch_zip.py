@@ -1,4 +1,4 @@
-"""The ZIP form of ``torch.save``: where each record's bytes lie, and the way back.
+"""The ZIP form of ``torch.save``: parse and build archives.
 
 Records are stored, never compressed, so a tensor is a byte range of the file. Reading takes the end of the file, the
 central directory and the short local headers; no payload.
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 MAGIC = b"PK\x03\x04"
 ALIGNMENT = 64
-"""torch puts the first byte of every record on a multiple of this."""
+"""Alignment of the first byte of every record in torch's archives."""
 MAX_DIRECTORY_BYTES = 1 << 26
-"""A central directory larger than this is refused: it has room for over half a million of torch's records."""
+"""Largest central directory: it has room for over half a million of torch's records."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CRC32_AT = 14
-"""Where a local header says the CRC-32 of what follows it."""
+"""Offset of the CRC-32 in a local header."""
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -43,7 +43,7 @@ _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8 = 0x800
 _DESCRIBED = 0x8
 _MAX_EXTRA = 36
-"""Bytes in a local header's extra field that are no fill: ZIP64 sizes, and the heads of two fields."""
+"""Bytes in a local header's extra field besides padding: ZIP64 sizes, and the heads of two fields."""
 _ENCRYPTED = 0x2041  # plainly, strongly, or with masked headers
 _DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
@@ -63,7 +63,7 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
     starts = _inferred_starts(entries, directory.start) if reader.distant else {}
-    # A local header's length is not in the central directory: its extra field differs there.
+    # The central directory does not tell the length of a local header: its extra field differs there.
     unknown = [e for e in entries if e.header not in starts]
     headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in unknown])
     starts |= {e.header: _payload_start(reader, e, header) for e, header in zip(unknown, headers, strict=True)}
@@ -97,7 +97,7 @@ def directory_start(reader: RangeReader) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _DirectoryEntry:
     name: str
     raw_name: bytes
     header: int
@@ -108,11 +108,11 @@ class _Entry:
 
     @property
     def least_start(self) -> int:
-        """Where the payload begins if nothing lies between it and the record's name."""
+        """First byte of the payload if the local header has no extra field."""
         return self.header + _LOCAL.size + len(self.raw_name)
 
 
-def _payload_start(reader: RangeReader, entry: _Entry, header: bytes) -> int:
+def _payload_start(reader: RangeReader, entry: _DirectoryEntry, header: bytes) -> int:
     magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
     local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
     if magic != MAGIC or method != 0 or local_name != entry.raw_name:
@@ -120,7 +120,7 @@ def _payload_start(reader: RangeReader, entry: _Entry, header: bytes) -> int:
     return entry.least_start + int(extra_length)
 
 
-def _inferred_starts(entries: list[_Entry], end: int) -> dict[int, int]:
+def _inferred_starts(entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
     """Where payloads begin, by the place of their local header, without a round trip for each of these.
 
     A payload ends where the next header begins, but for its data descriptor, and torch puts its first byte on a
@@ -142,7 +142,7 @@ def _inferred_starts(entries: list[_Entry], end: int) -> dict[int, int]:
 
 
 def bytes_with_crc(crc32: int) -> bytes:
-    """The only four bytes that have a CRC-32: a number can be known without reading it."""
+    """The only four bytes with a given CRC-32: a number can be known without reading it."""
     remainder = crc32 ^ _MAX32
     for _ in range(4):
         index = _CRC_INDEX[remainder >> 24]
@@ -164,7 +164,7 @@ _CRC_INDEX = {value >> 24: index for index, value in enumerate(_CRC_TABLE)}
 
 
 def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
-    """Where the central directory lies, and how many records it lists."""
+    """Place of the central directory, and its number of records."""
     size = reader.nbytes
     if size < _END.size:
         raise ContainerError(reader.path, f"is only {size} bytes long", _DAMAGED_HINT)
@@ -191,7 +191,7 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
 
 
 def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int] | None:
-    """Start, length and count of the directory, and the limit of what may lie before it."""
+    """Start, length and number of records of the directory, and the end of the payloads."""
     at = end_start - _LOCATOR64.size
     if at < 0:
         return None
@@ -207,9 +207,9 @@ def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int
     return start, nbytes, count, position
 
 
-def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[_Entry]:
+def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[_DirectoryEntry]:
     data = reader.read(where.start, where.end)
-    entries: list[_Entry] = []
+    entries: list[_DirectoryEntry] = []
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
@@ -232,7 +232,7 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[
             raise ContainerError(reader.path, f"zip record {brief(name)} points outside the archive", _FOREIGN_HINT)
         if header + _LOCAL.size + len(raw_name) > where.start:
             raise ContainerError(reader.path, f"zip record {brief(name)} lies outside the file", _DAMAGED_HINT)
-        entries.append(_Entry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
+        entries.append(_DirectoryEntry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
         at = following
     if at != len(data):
         raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)
@@ -260,19 +260,19 @@ def _zip64_sizes(reader: RangeReader, extra: bytes, nbytes: int, packed: int, he
 # ------------------------------------------------------------------------------------------------- build
 
 _NAME = re.compile(r"(?!\.\.?$)[^/\0\ud800-\udfff]{1,255}")
-"""What may stand between two slashes of a record's name."""
+"""Allowed characters between two slashes of a record's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltArchive:
-    """An archive whose payloads are still to be placed."""
+    """The layout of an archive, without its payloads."""
 
     nbytes: int
     """Size of the whole file."""
     literals: tuple[tuple[int, bytes], ...]
-    """(offset, bytes) of all that is not payload, in ascending offset."""
+    """(offset, bytes) of headers and small records, in ascending offset."""
     payloads: dict[str, ByteRange]
-    """Where the payload of each storage key goes."""
+    """Byte range of the payload of each storage, by key."""
 
 
 def build(
@@ -305,9 +305,9 @@ def build(
             raise PlanError(path, f"storage key {brief(key)} cannot name a record", "this is a bug in ckpttool")
         payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
     writer.literal(f"{prefix}/version", b"3\n")
-    import hashlib  # which takes longer to import than all that reading a file needs
+    import hashlib  # importing it takes longer than reading a file
 
-    # torch puts a hash of the content here; the structure and sizes are what is known before the payload is placed.
+    # torch puts a hash of the content here; before the payload is written, the structure and sizes are known.
     digest = hashlib.sha256(pickled + repr(sorted(sizes.items())).encode()).digest()
     identity = f"{int.from_bytes(digest[:16], 'little') % 10**40:040d}"
     writer.literal(f"{prefix}/.data/serialization_id", identity.encode())

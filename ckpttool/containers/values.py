@@ -1,4 +1,4 @@
-"""What a pickle is read into: plain Python data, plus these inert stand-ins for everything else."""
+"""Values of an unpickled file: plain Python data, and inert classes for all other objects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Size(tuple[int, ...]):
 
 
 class OrderedDict(collections.OrderedDict[Any, Any]):
-    """A ``collections.OrderedDict`` that keeps apart the attributes it was saved with (torch's ``_metadata``)."""
+    """A ``collections.OrderedDict`` with the attributes it was saved with (torch's ``_metadata``)."""
 
     attributes: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchDType:
-    """A ``torch.dtype`` met as a value."""
+    """A ``torch.dtype`` as a value."""
 
     name: str
     """The attribute of the torch module: "bfloat16"."""
@@ -35,7 +35,7 @@ class TorchDType:
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """The bytes of one or many tensors: a record of the file, not yet looked up."""
+    """A storage: the bytes of one or several tensors, by the name of its record."""
 
     key: str
     """Name of the record."""
@@ -56,7 +56,7 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor by where its bytes are, not by its values."""
+    """A tensor: the place of its bytes, without its values."""
 
     storage: StorageRef
     """The record that holds its elements."""
@@ -97,7 +97,7 @@ class TensorRef:
 
     @property
     def span(self) -> int:
-        """One past the last element touched, counted from the start of the storage; 0 if none is."""
+        """One past the last element used, counted from the start of the storage; 0 if it uses none."""
         if self.numel == 0:
             return 0
         return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -107,7 +107,7 @@ _serials = itertools.count()
 
 
 class Opaque:
-    """An object of a class that ckpttool does not know, kept as the pickle described it and never built.
+    """An object of an unknown class, kept as the pickle describes it and never built.
 
     It can be written back unchanged. Attribute ``how`` says what the pickle did:
     "global" (the class or function itself), "call" (``name(*args)``), "new" (``name.__new__(name, *args, **kwargs)``).
@@ -134,14 +134,14 @@ class Opaque:
         self.how = how
         self.args = args
         self.function: Opaque | None = None
-        """What was called, where that is itself the result of a call and not simply ``module.name``."""
+        """The called function, if it is itself the result of a call and not ``module.name``."""
         self.serial = next(_serials)
-        """Ascends in the order in which they were made: a set of them has no other order to be written in."""
+        """Ascending in the order of creation: gives sets of Opaque an order when they are written."""
         self.kwargs: dict[str, Any] = {}
         self.stated = False
         """Whether a state was given."""
         self.state: Any = None
-        """What ``__setstate__`` would get."""
+        """The argument of ``__setstate__``."""
         self.items: list[tuple[Any, Any]] = []
         """Keys and values stored into it, for subclasses of dict."""
         self.appended: list[Any] = []

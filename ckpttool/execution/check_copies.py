@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.errors import CkptError
-    from ckpttool.plan import Proofs
+    from ckpttool.plan import ConsistencyChecks
     from ckpttool.units import Advance
 
 DISTANT_BYTES = 1 << 23
 """Bytes that are asked for at once where reading is distant."""
 
 
-def failed_proofs(proofs: Proofs, *, advance: Advance, sources: Sources | None = None) -> Iterator[CkptError]:
+def failed_proofs(
+    proofs: ConsistencyChecks, *, advance: Advance, sources: Sources | None = None
+) -> Iterator[CkptError]:
     """Make every comparison and yield an error for each parameter that fails one."""
     opened = sources or Sources(proofs.sources)
     failed: set[int] = set()
@@ -54,7 +56,7 @@ _Piece = tuple[Any, tuple[int, int, int], tuple[int, int, int]]
 """A row, and for some of its elements (file, start, end) of the masters and of the copies."""
 
 
-def _pieces(proofs: Proofs, failed: set[int]) -> Iterator[_Piece]:
+def _pieces(proofs: ConsistencyChecks, failed: set[int]) -> Iterator[_Piece]:
     for row in proofs.rows:
         master, copy = (itemsize(dtype) for dtype in proofs.casts[int(row["cast"])])
         start, copy_start, numel = int(row["start"]), int(row["copy_start"]), int(row["numel"])
@@ -66,7 +68,9 @@ def _pieces(proofs: Proofs, failed: set[int]) -> Iterator[_Piece]:
             yield row, ours, (int(row["copy_source"]), copy_start + first * copy, copy_start + last * copy)
 
 
-def _compare(proofs: Proofs, sources: Sources, failed: set[int], advance: Advance) -> Iterator[tuple[Any, bool]]:
+def _compare(
+    proofs: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
+) -> Iterator[tuple[Any, bool]]:
     sides = Scratch(), Scratch()
     for row, *spans in _pieces(proofs, failed):
         ours, theirs = (
@@ -78,7 +82,7 @@ def _compare(proofs: Proofs, sources: Sources, failed: set[int], advance: Advanc
 
 
 def _compare_distant(
-    proofs: Proofs, sources: Sources, failed: set[int], advance: Advance
+    proofs: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
 ) -> Iterator[tuple[Any, bool]]:
     """The same with many pieces at once: they are small, and each costs a round trip."""
     batch: list[_Piece] = []
@@ -95,7 +99,7 @@ def _compare_distant(
             batch, nbytes = [], 0
 
 
-def _same(proofs: Proofs, row: Any, ours: memoryview, theirs: memoryview) -> bool:
+def _same(proofs: ConsistencyChecks, row: Any, ours: memoryview, theirs: memoryview) -> bool:
     master, copy = proofs.casts[int(row["cast"])]
     values: NDArray[Any] = np.frombuffer(ours, dtype=numpy_dtype(master))
     held: NDArray[Any] = np.frombuffer(theirs, dtype=numpy_dtype(copy))

@@ -147,8 +147,8 @@ def run(
         StorageError: Reading or writing failed, a source changed meanwhile, or a node does not see the same files.
     """
     with Sources(plan.sources) as sources:
-        if plan.proofs is not None:
-            for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
+        if plan.consistency is not None:
+            for problem in failed_proofs(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         place = output.place()
         relative = any(not (f.storage.distant or os.path.isabs(f.path)) for f in plan.sources)

@@ -20,7 +20,7 @@ from ckpttool.execution.check_copies import failed_proofs
 from ckpttool.execution.local_copy import Mover
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
-from ckpttool.plan.shared_reads import Riders, find_riders
+from ckpttool.plan.shared_reads import SharedReads, find_shared_reads
 from ckpttool.plan.split import runs_of, short_rows
 from ckpttool.storage import reserve, translate_os_errors, write_at
 from ckpttool.storage.block_writes import BLOCK_BYTES, OpenFile
@@ -78,8 +78,8 @@ def run(
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     with Sources(plan.sources, checks) as sources:
-        if plan.proofs is not None:
-            for problem in failed_proofs(plan.proofs, advance=lambda _: None, sources=sources):
+        if plan.consistency is not None:
+            for problem in failed_proofs(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         with opened(directory) as into, _Files(plan, into, sources, advance, journal, checks) as files:
             # closing(): no thread may be left writing when the files are closed, whatever happens here.
@@ -93,7 +93,7 @@ def run(
 
 def nbytes_read(plan: CopyPlan) -> int:
     """Bytes that ``run`` reads to write all files: what is copied into one and cast into another is read once."""
-    carried = find_riders(plan, {n: file.copies for n, file in enumerate(plan.files)}).carried
+    carried = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
     widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
     return plan.nbytes_read - sum(int((rows["numel"] * widths[rows["cast"]]).sum()) for rows in carried.values())
 
@@ -193,7 +193,7 @@ class _Files:
                     self._checks.require_all(ranges_read(self._plan, file))
             else:
                 copies[n] = short_rows(self._plan.casts, file.copies, TASK_ELEMENTS)
-        riders = find_riders(self._plan, copies)
+        riders = find_shared_reads(self._plan, copies)
         allow_open_files(len(self._plan.sources) + 2 * len(riders.files))
         for n in riders.files:
             self._begin(n)  # others write to it from the first task on
@@ -209,10 +209,10 @@ class _Files:
         self._done(riders.files)
 
     def _tasks_of(
-        self, n: int, out: _Begun, riders: Riders
+        self, n: int, out: _Begun, riders: SharedReads
     ) -> Iterator[tuple[Sequence[Callable[[], int]], Collection[int]]]:
         """The tasks of a file, each with the files that it writes to."""
-        rows, carried = riders.alone[n], riders.carried.get(n)
+        rows, carried = riders.separate[n], riders.shared.get(n)
         onto = {n} if carried is None else {n, *carried["file"].tolist()}
         copy = partial(self._mover.copy, into=out, riders=carried, file=self._begun.__getitem__)
         runs = [partial(copy, run) for run in runs_of(rows, TASK_ELEMENTS)]

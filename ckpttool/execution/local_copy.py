@@ -84,7 +84,7 @@ class Mover:
         Args:
             rows: Of COPY.
             into: The file that they are of.
-            riders: Rows of RIDER, by carrier: what is cast into other files on the way of these copies and of others.
+            riders: Rows of SHARED_READ, by copy: casts into other files of bytes that these copies and others read.
             file: Gives the files that riders are cast into.
 
         Returns:
@@ -234,7 +234,7 @@ class Mover:
         return overflowed
 
     def _riders_of(self, riders: NDArray[np.void], carrier: int, file: Callable[[int], OpenFile]) -> list[_Rider]:
-        first, last = (int(np.searchsorted(riders["carrier"], carrier, side=side)) for side in ("left", "right"))
+        first, last = (int(np.searchsorted(riders["copy_target"], carrier, side=side)) for side in ("left", "right"))
         result = []
         for row in riders[first:last]:
             pair, begin = self._casts[int(row["cast"])], int(row["skip"])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.output.base import Output, Target
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.plan import CopyPlan, Proofs
+    from ckpttool.plan import ConsistencyChecks, CopyPlan
     from ckpttool.units import Advance
 
 MEMORY = 256 << 20
@@ -78,9 +78,9 @@ def run(
 def _tasks(
     plan: CopyPlan, sources: Sources, output: Output, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[Callable[[], int]]:
-    if plan.proofs is not None:
+    if plan.consistency is not None:
         # The first, but not waited for: it is many small requests, whose round trips need not add to the time.
-        yield partial(_prove, plan.proofs, sources)
+        yield partial(_prove, plan.consistency, sources)
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
@@ -104,7 +104,7 @@ def _tasks(
             checks.require_all(ranges_read(plan, file))
 
 
-def _prove(proofs: Proofs, sources: Sources) -> int:
+def _prove(proofs: ConsistencyChecks, sources: Sources) -> int:
     for problem in failed_proofs(proofs, advance=lambda _: None, sources=sources):
         raise problem
     return 0

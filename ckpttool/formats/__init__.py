@@ -1,4 +1,4 @@
-"""Readers: a directory -> Checkpoint. One module for each thing that describes tensors in its own way."""
+"""Readers: a directory -> Checkpoint. One module for each format; ``registry`` lists them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit.checksummed import with_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
-from ckpttool.formats.zero.file_set import raise_at_once
-from ckpttool.formats.zero.reader import read_zero
+from ckpttool.formats.registry import formats_with_tags
+from ckpttool.formats.reports import raise_at_once
 from ckpttool.messages import brief
 from ckpttool.storage import (
     WAIT,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.commit.checksummed import StructureStorage
-    from ckpttool.formats.zero.file_set import Report
+    from ckpttool.formats.reports import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -43,7 +43,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def source_paths(src: Source) -> list[str]:
-    """The directories of a source.
+    """List the directories of a source.
 
     Raises:
         ArgumentError: There are none, or it is something else.
@@ -61,14 +61,14 @@ def source_paths(src: Source) -> list[str]:
 
 
 def source_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> Storage:
-    """The storage that a source's directories are read from, the first of which says which it is.
+    """Open the storage of a source; the first directory determines it.
 
     Args:
         paths: The directories.
         options: As for ``open_checkpoint``.
 
     Raises:
-        StorageError: There is no such scheme, or the package for it is not installed.
+        StorageError: The scheme is unknown, or its package is not installed.
     """
     if is_url(paths[0]):
         return open_storage(paths[0], options)
@@ -85,20 +85,20 @@ def open_checkpoint(
     storage: Storage | None = None,
     trust_names: bool = False,
 ) -> Checkpoint:
-    """Read the layout of a checkpoint, whatever its format.
+    """Read the layout of a checkpoint of any format.
 
     Args:
         src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several of
             them, which each hold the files of some ranks.
-        tag: Which checkpoint of a root; default: the one that ``latest`` names.
-        options: What to tell the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
-        report: Takes findings that need not end the reading; the default raises the first.
-        unfinished: Read also what ckpttool has not finished writing.
-        storage: Where it lies; default: what the path says.
-        trust_names: Let a file's name count where the file itself says that it was saved under another one.
+        tag: Tag to open in a root; default: the one that ``latest`` names.
+        options: Options of the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
+        report: Takes findings after which reading can continue; the default raises the first.
+        unfinished: Also read checkpoints with ckpttool's in-progress marker.
+        storage: Its storage; default: by the path.
+        trust_names: Accept files that record another name than they have.
 
     Raises:
-        CkptError: There is no sound checkpoint.
+        CkptError: There is no checkpoint, or it is damaged.
     """
     paths = source_paths(src)
     storage = storage or source_storage(paths, options)
@@ -108,7 +108,7 @@ def open_checkpoint(
     places = [without_credentials(local_path(path)) for path in paths]
     with opening(_factor(options)):
         checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
-    # One listing tells whether it changed meanwhile; local files are looked at when they are read.
+    # One listing tells whether files changed meanwhile; local files are checked when they are read.
     if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
         storage.refresh(files)
@@ -119,7 +119,7 @@ def open_checkpoint(
 
 
 def _factor(options: Mapping[str, Any] | None) -> float:
-    """By what the budget of an open is multiplied."""
+    """The factor by which the budget of an open is multiplied."""
     given = (options or {}).get(OPTION, 1)
     if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
         raise ArgumentError(OPTION, f"is {brief(given)}, not a number above 0", "choose 1 or more")
@@ -132,14 +132,17 @@ def _open(
     first, *others = paths
     if not unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
-    if not others and (found := _without_tags(storage, first.rstrip("/") or first, tag)) is not None:
-        return found
+    src = first.rstrip("/") or first
+    if not others and tag is None and storage.exists(src):
+        read = _read_marked if storage.is_dir(src) else _read_unmarked
+        if (found := read(storage, src)) is not None:
+            return found
     if not others and tag is None and (newest := _newest_whole(storage, first, unfinished, trust_names)) is not None:
         return newest
     try:
         location = locate(storage, first, tag)
     except NoCheckpointError:
-        found = None if others else _weights(storage, first.rstrip("/") or first)
+        found = None if others else _read_unmarked(storage, src)
         if found is None:
             raise
         return found
@@ -160,19 +163,15 @@ def _open(
         checked = with_manifest(storage, location.directory)
     except CkptError as error:
         report(error)
-    if storage.is_dir(posixpath.join(location.directory, "zero")):
-        from ckpttool.formats.universal import read_universal
-
-        checkpoint = read_universal(checked or storage, location, report)
-    else:
-        checkpoint = read_zero(checked or storage, location, report)
+    checkpoint = _read_tagged(checked or storage, location, report)
     return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
 
 
 def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: bool) -> Checkpoint | None:
-    """In the output directory of a Hugging Face Trainer, the newest checkpoint that is whole.
+    """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
 
-    None if it is no such directory, or none is whole: then what is wrong with the newest is told.
+    Returns:
+        None if it is no such directory, or no checkpoint is complete: opening the newest then reports what is wrong.
     """
     torn: list[CkptError] = []
     for directory in trainer_directories(storage, src) if storage.exists(src) else ():
@@ -189,9 +188,9 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
 
 
 def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report) -> Checkpoint:
-    """A checkpoint whose files are those of its manifest.
+    """Add the checksums of the manifest to the files of a checkpoint, and report files that it does not list.
 
-    What has no checksum of its own gets the manifest's; so does an archive whose directory the manifest does not know.
+    A file without checksums gets the manifest's; so does an archive whose ZIP directory the manifest does not cover.
     """
     files = []
     for n, file in enumerate(checkpoint.files):
@@ -205,26 +204,29 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
     return replace(checkpoint, storage=checked.inner, files=tuple(files))
 
 
-def _without_tags(storage: Storage, src: str, tag: str | None) -> Checkpoint | None:
-    """A file of weights, or a distributed checkpoint of torch."""
-    if tag is not None or not storage.exists(src):
-        return None
-    if not storage.is_dir(src):
-        return _weights(storage, src)
-    if not storage.exists(posixpath.join(src, ".metadata")):
-        return None
-    from ckpttool.formats.dcp import read_dcp
-
-    checked = with_manifest(storage, src)
-    found = read_dcp(checked or storage, Location(src, src, posixpath.basename(src)))
-    return found if checked is None else _as_saved(found, checked, raise_at_once)
-
-
-def _weights(storage: Storage, src: str) -> Checkpoint | None:
-    from ckpttool.formats.weights import find_weights, read_weights
-
-    found = find_weights(storage, src)
+def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:
+    candidates = formats_with_tags(tagged=True)
+    marked = (f for f in candidates if f.matches(storage, location.directory))
+    first = next(marked, None) or next(f for f in candidates if not f.marker)
+    found = first.read(storage, location, report)
     if found is None:
-        return None
-    directory = src if storage.is_dir(src) else parent(src)
-    return read_weights(storage, Location(directory, directory, posixpath.basename(src)), *found)
+        raise NoCheckpointError(location.directory, "holds no checkpoint of a known format", "check the path")
+    return found
+
+
+def _read_marked(storage: Storage, src: str) -> Checkpoint | None:
+    """Read a checkpoint without tags from a directory with the marker of a format."""
+    location = Location(src, src, posixpath.basename(src))
+    for known in formats_with_tags(tagged=False):
+        if known.matches(storage, src):
+            checked = with_manifest(storage, src)
+            found = known.read(checked or storage, location, raise_at_once)
+            return found if found is None or checked is None else _as_saved(found, checked, raise_at_once)
+    return None
+
+
+def _read_unmarked(storage: Storage, src: str) -> Checkpoint | None:
+    """Read a file, or a directory of files, of a format that has neither tags nor a marker."""
+    location = Location(src, src, posixpath.basename(src))
+    unmarked = (f for f in formats_with_tags(tagged=False) if not f.marker)
+    return next((found for f in unmarked if (found := f.read(storage, location, raise_at_once))), None)

@@ -7,23 +7,16 @@ Source: torch 2.13, distributed/checkpoint/metadata.py, filesystem.py (``FileSys
 from __future__ import annotations
 
 import itertools
-import math
 import posixpath
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ckpttool.budget import CHUNKS, take
-from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.unpickler import Truncated, unpickle
-from ckpttool.containers.values import Opaque, TensorRef
-from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, numpy_dtype
-from ckpttool.errors import CkptError, LayoutError
-from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, fingerprint, shape_of
-from ckpttool.formats.strided import Box, put_together
-from ckpttool.formats.torch_tensors import whole_tensor
-from ckpttool.formats.zero.file_set import RESTORE
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import LayoutError
+from ckpttool.formats.dcp_shards import METADATA, Shards, fields_of, stored_chunks
+from ckpttool.formats.fields import fingerprint
+from ckpttool.formats.reports import RESTORE
 from ckpttool.messages import brief
 from ckpttool.model import (
     MASTER,
@@ -39,18 +32,15 @@ from ckpttool.model import (
     Topology,
     tensor_number,
 )
-from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from ckpttool.checksums import Record
-    from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.formats.fields import Fields
     from ckpttool.formats.locate import Location
-    from ckpttool.storage import Reader, Storage
+    from ckpttool.formats.reports import Report
+    from ckpttool.storage import Storage
 
-METADATA = ".metadata"
-"""The file that describes all others."""
 MAX_METADATA_BYTES = 1 << 28
 """A larger one is refused."""
 MAX_OBJECT_BYTES = 1 << 16
@@ -59,133 +49,69 @@ MAX_NAMES_BYTES = 1 << 26
 """The same for the names of a parameter group."""
 STEP = "step"
 """The optimizer's state that is a number."""
-HEAD_BYTES, TAIL_BYTES = 1 << 11, 1 << 12
-"""Of a piece, what its pickle and its directory take."""
 CONTAINERS = frozenset({"app", "model", "module", "state_dict"})
 """Keys that hold a module's state dict, and are no part of its names."""
 
 
-class _Window:
-    """A part of a file that is itself a file."""
+@dataclass(slots=True, eq=False)
+class _Entries:
+    """The entries of the state dict, by the part that they belong to."""
 
-    def __init__(self, reader: Reader, start: int, nbytes: int) -> None:
-        self.path = reader.path
-        self.nbytes = nbytes
-        self.version = reader.version
-        self.distant = reader.distant
-        self._reader = reader
-        self._start = start
-
-    def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end) of the part."""
-        return self._reader.read(self._start + start, self._start + end)
-
-    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of each range."""
-        return self._reader.read_many([ByteRange(self._start + r.start, self._start + r.end) for r in ranges])
-
-    def close(self) -> None:
-        """Nothing: the file is its owner's."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Where a chunk of a tensor, or an object, lies."""
-
-    file: str
-    start: int
-    nbytes: int
+    weights: dict[str, State] = field(default_factory=dict)
+    """Parameters and buffers."""
+    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    """The optimizer's states of each parameter."""
+    numbers: dict[str, dict[str, ScalarState]] = field(default_factory=dict)
+    """Those of its states that are one number."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Hyper-parameters of each parameter group."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Hyper-parameters of each parameter, where they are listed so."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """All other objects."""
+    beside: dict[str, float | int | bool] = field(default_factory=dict)
+    """Numbers beside the model."""
+    flattened: bool = False
+    """Whether the optimizer's part was flattened into one key for each value."""
 
 
-def read_dcp(storage: Storage, location: Location) -> Checkpoint:
+def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoint:
     """Read the layout of a distributed checkpoint; no tensor bytes.
 
     Raises:
-        CkptError: It is damaged, or of a form that cannot be read.
+        CkptError: It is damaged, or has a form that cannot be read.
     """
     path = posixpath.join(location.directory, METADATA)
-    with storage.open(path) as reader:
-        if reader.nbytes > MAX_METADATA_BYTES:
-            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large to describe a checkpoint", RESTORE)
-        try:
-            root = unpickle(reader.read(0, reader.nbytes), path=path).value
-        except Truncated:
-            raise LayoutError(path, "ends too early", RESTORE) from None
-        files = [CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version)]
-    metadata = _fields(path, root)
-    pieces = _pieces(path, metadata)
-    paths = metadata.values.get("planner_data")
-    paths = paths if isinstance(paths, dict) else {}
-    entries = metadata.get("state_dict_metadata", dict)
-    opened: dict[str, tuple[int, Reader]] = {}
-    if storage.distant:
-        _read_ahead(storage, location, pieces.values(), opened, files)
-    weights: dict[str, State] = {}
-    states: dict[str, dict[str, State]] = {}
-    objects: dict[str, Any] = {}
-    listed: dict[str, dict[str, Any]] = {}
-    numbers: dict[str, dict[str, ScalarState]] = {}
-    records: dict[int, list[Record]] = {}
-    of_each: dict[str, dict[str, Any]] = {}
-    beside: dict[str, float | int | bool] = {}
-    flattened = False
+    metadata, file = _read_metadata(storage, path)
+    shards = Shards(storage, location.directory, stored_chunks(path, metadata), file)
     try:
-        for fqn, entry in entries.items():
-            if not isinstance(fqn, str):
-                raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
-            described = _fields(path, entry)
-            steps = paths.get(fqn)
-            where, flat = _unflattened(tuple(map(str, steps if steps and isinstance(steps, tuple | list) else (fqn,))))
-            flattened |= flat
-            if "chunks" not in described:
-                limit = MAX_NAMES_BYTES if where[-1] == "params" else MAX_OBJECT_BYTES
-                value = _object(storage, location, pieces.get((fqn, None)), opened, files, limit)
-                if len(where) >= 3 and where[-3] == "param_groups":
-                    (of_each if flat else listed).setdefault(where[-2], {})[where[-1]] = value
-                else:
-                    objects[fqn] = value
-                continue
-            state = _tensor(storage, location, fqn, described, pieces, opened, files, records)
-            if len(where) >= 3 and where[-3] == "state":
-                states.setdefault(where[-2], {})[where[-1]] = state
-                if state.shape in {(), (1,)} and (number := _number(state, opened)) is not None:
-                    numbers.setdefault(where[-2], {})[where[-1]] = number
-            elif len(where) >= 3 and where[-3] == "param_groups":
-                number = _number(state, opened)
-                options = (of_each if flat else listed).setdefault(where[-2], {})
-                options[where[-1]] = None if number is None else tensor_number(number)
-            else:
-                named = list(itertools.dropwhile(CONTAINERS.__contains__, where)) or [fqn]
-                weights[".".join(named)] = state
-                if not state.shape and len(named) > 1 and (number := _number(state, opened)) is not None:
-                    beside[".".join(named)] = number.value
+        entries = _read_entries(path, metadata, shards)
     finally:
-        for _, reader in opened.values():
-            reader.close()
-    if flattened:  # torchtitan: its own counts of steps and tokens lie beside the model
-        objects |= beside
-        weights = {n: s for n, s in weights.items() if n not in beside}
-    aliases = _tied(weights)
-    weights = {n: s for n, s in weights.items() if n not in aliases}
+        shards.close()
+    weights, aliases = _tied_apart(entries)
     floating = {n: s for n, s in weights.items() if DTYPES[s.dtype].floating}
-    if flattened:
-        of_each = {aliases.get(name, name): own for name, own in of_each.items()}
+    states, listed = entries.states, entries.groups
+    if entries.flattened:
+        options = {aliases.get(name, name): own for name, own in entries.options.items()}
         states = {aliases.get(name, name): own for name, own in states.items()}
-        listed |= _regrouped(path, of_each, states, weights)
-    groups, group_of, odd = _groups(listed, floating, numbers)
+        listed = listed | _regrouped(path, options, states, weights)
+    groups, group_of, odd = _groups(listed, floating, entries.numbers)
     parameters = []
     for name, weight in floating.items():
-        # What an optimizer has states of is what it updates.
+        # The optimizer has states of the parameters that it updates.
         group = group_of.get(name)
         kept = {MODULE if group is None else MASTER: weight, **_of_shape(states.get(name, {}), weight.shape)}
         parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, kept))
     reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
+    files = shards.files
     return Checkpoint(
         storage=storage,
         location=location.directory,
         root=location.root,
         tag=location.tag,
         format="dcp",
+        masters_alone=bool(groups),
+        tells_buffers=False,
         stage=None,
         topology=Topology(data_parallel=max(1, len(files) - 1)),
         dtype=next((s.dtype for s in floating.values()), "F32"),
@@ -197,9 +123,71 @@ def read_dcp(storage: Storage, location: Location) -> Checkpoint:
         aliases=aliases,
         groups=tuple(groups),
         unsliceable=tuple(odd),
-        client_state=objects,
-        files=tuple(replace(file, records=tuple(records.get(n, ()))) for n, file in enumerate(files)),
+        client_state=entries.objects | (entries.beside if entries.flattened else {}),
+        files=files,
     )
+
+
+def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]:
+    with storage.open(path) as reader:
+        if reader.nbytes > MAX_METADATA_BYTES:
+            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large to describe a checkpoint", RESTORE)
+        try:
+            root = unpickle(reader.read(0, reader.nbytes), path=path).value
+        except Truncated:
+            raise LayoutError(path, "ends too early", RESTORE) from None
+        file = CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version, container="dcp")
+    return fields_of(path, root), file
+
+
+def _read_entries(path: str, metadata: Fields, shards: Shards) -> _Entries:
+    """Read every entry of the state dict, and sort them by the part that they belong to."""
+    paths = metadata.values.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
+    result = _Entries()
+    for fqn, value in metadata.get("state_dict_metadata", dict).items():
+        if not isinstance(fqn, str):
+            raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
+        keys = paths.get(fqn)
+        keys, flat = _unflattened(tuple(map(str, keys if keys and isinstance(keys, tuple | list) else (fqn,))))
+        result.flattened |= flat
+        described = fields_of(path, value)
+        if "chunks" in described:
+            _add_tensor(result, fqn, keys, shards.tensor(fqn, described), shards, flat=flat)
+            continue
+        read = shards.object(fqn, MAX_NAMES_BYTES if keys[-1] == "params" else MAX_OBJECT_BYTES)
+        if len(keys) >= 3 and keys[-3] == "param_groups":
+            (result.options if flat else result.groups).setdefault(keys[-2], {})[keys[-1]] = read
+        else:
+            result.objects[fqn] = read
+    return result
+
+
+def _add_tensor(
+    entries: _Entries, fqn: str, keys: tuple[str, ...], state: State, shards: Shards, *, flat: bool
+) -> None:
+    """Add one tensor to the part of the state dict that its keys name."""
+    part = keys[-3] if len(keys) >= 3 else ""
+    if part == "state":
+        entries.states.setdefault(keys[-2], {})[keys[-1]] = state
+        if state.shape in {(), (1,)} and (number := shards.number(state)) is not None:
+            entries.numbers.setdefault(keys[-2], {})[keys[-1]] = number
+    elif part == "param_groups":
+        number = shards.number(state)
+        options = (entries.options if flat else entries.groups).setdefault(keys[-2], {})
+        options[keys[-1]] = None if number is None else tensor_number(number)
+    else:
+        named = list(itertools.dropwhile(CONTAINERS.__contains__, keys)) or [fqn]
+        entries.weights[".".join(named)] = state
+        if not state.shape and len(named) > 1 and (number := shards.number(state)) is not None:
+            entries.beside[".".join(named)] = number.value
+
+
+def _tied_apart(entries: _Entries) -> tuple[dict[str, State], dict[str, str]]:
+    """The weights under one name each, and their other names; without torchtitan's counts of steps and tokens."""
+    weights = {n: s for n, s in entries.weights.items() if not entries.flattened or n not in entries.beside}
+    aliases = _tied(weights)
+    return {n: s for n, s in weights.items() if n not in aliases}, aliases
 
 
 def _unflattened(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
@@ -278,185 +266,6 @@ def _groups(
     return groups, group_of, list(odd)
 
 
-def _number(state: State, opened: Mapping[str, tuple[int, Reader]]) -> ScalarState | None:
-    """The value of a tensor of one element; None of any other."""
-    if state.numel != 1:
-        return None
-    row = state.extents[0]
-    reader = next(reader for index, reader in opened.values() if index == int(row["file"]))
-    start = int(row["offset"])
-    data = reader.read(start, start + itemsize(state.dtype))
-    return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype, state.shape)
-
-
 def _of_shape(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
     """States with one value for each element; a step has but one."""
     return {key: state for key, state in states.items() if state.shape == shape and key not in {STEP, MODULE, MASTER}}
-
-
-def _fields(path: str, value: object) -> Fields:
-    """The attributes of one of torch's dataclasses."""
-    state = (value.state or {}) if isinstance(value, Opaque) else value
-    if not isinstance(state, dict):
-        raise LayoutError(path, "is no metadata of torch.distributed.checkpoint", RESTORE)
-    return Fields(path, "", state)
-
-
-def _pieces(path: str, metadata: Fields) -> dict[tuple[str, tuple[int, ...] | None], _Piece]:
-    """Where each chunk lies, by name and offset in its tensor; objects have no offset."""
-    result: dict[tuple[str, tuple[int, ...] | None], _Piece] = {}
-    for key, value in metadata.get("storage_data", dict).items():
-        index, info = _fields(path, key), _fields(path, value)
-        if info.values.get("transform_descriptors"):
-            problem = f"{brief(index.values.get('fqn'), 200)} was saved through extensions (compressed, perhaps)"
-            raise LayoutError(path, problem, "load and save it once without them")
-        offset = index.values.get("offset")
-        where = None if offset is None else shape_of(offset)
-        file = info.get("relative_path", str)
-        start, nbytes = info.get("offset", int), info.get("length", int)
-        if "/" in file or "\0" in file or file in {"", ".", ".."} or start < 0 or nbytes < 0:
-            raise LayoutError(path, f"places {brief(index.values.get('fqn'), 200)} in {brief(file, 200)}", RESTORE)
-        result[index.get("fqn", str), where] = _Piece(file, start, nbytes)
-    return result
-
-
-def _open(
-    storage: Storage, location: Location, piece: _Piece, opened: dict[str, tuple[int, Reader]],
-    files: list[CheckpointFile],
-) -> tuple[int, _Window]:  # fmt: skip
-    if piece.file not in opened:
-        reader = storage.open(posixpath.join(location.directory, piece.file), ahead=True)
-        opened[piece.file] = len(files), reader
-        files.append(CheckpointFile(piece.file, reader.nbytes, "shard", None, reader.version))
-    index, reader = opened[piece.file]
-    if piece.start + piece.nbytes > reader.nbytes:
-        raise LayoutError(reader.path, f"has {reader.nbytes:,} bytes, fewer than {METADATA} says", RESTORE)
-    return index, _Window(reader, piece.start, piece.nbytes)
-
-
-def _read_ahead(
-    storage: Storage, location: Location, pieces: Iterable[_Piece], opened: dict[str, tuple[int, Reader]],
-    files: list[CheckpointFile],
-) -> None:  # fmt: skip
-    """Read the two ends of every piece at once: they hold its structure."""
-    ends: dict[str, list[ByteRange]] = {}
-    for piece in pieces:
-        _open(storage, location, piece, opened, files)
-        last = piece.start + piece.nbytes
-        held = ends.setdefault(piece.file, [])
-        held.append(ByteRange(piece.start, min(piece.start + HEAD_BYTES, last)))
-        held.append(ByteRange(max(piece.start, last - TAIL_BYTES), last))
-    for file, ranges in ends.items():
-        opened[file][1].read_ahead(ranges)
-
-
-def _tensor(
-    storage: Storage,
-    location: Location,
-    fqn: str,
-    entry: Fields,
-    pieces: Mapping[tuple[str, tuple[int, ...] | None], _Piece],
-    opened: dict[str, tuple[int, Reader]],
-    files: list[CheckpointFile],
-    records: dict[int, list[Record]],
-) -> State:
-    """A tensor from its chunks: boxes of it, each a ``torch.save`` file within a file."""
-    shape = shape_of(entry.get("size", object))
-    if shape is None:
-        raise entry.error(fqn, "has no shape")
-    parts: list[tuple[State, list[Box]]] = []
-    seen: set[tuple[int, ...]] = set()
-    chunks = entry.get("chunks", list)
-    take(CHUNKS, len(chunks), entry.path)
-    for value in chunks:
-        chunk = _fields(entry.path, value)
-        offsets, sizes = shape_of(chunk.get("offsets", object)), shape_of(chunk.get("sizes", object))
-        if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape) <= MAX_DIMENSIONS:
-            raise entry.error(fqn, "has a chunk that does not fit it")
-        if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
-            raise entry.error(fqn, f"has a chunk of {sizes} at {offsets}, beyond its shape {shape}")
-        if math.prod(sizes) == 0:
-            continue
-        piece = pieces.get((fqn, offsets))
-        if piece is None:
-            raise entry.error(fqn, f"has a chunk at {offsets} that is stored nowhere")
-        if offsets in seen:
-            raise entry.error(fqn, f"has two chunks at {offsets}")
-        seen.add(offsets)
-        index, window = _open(storage, location, piece, opened, files)
-        held = records.setdefault(index, [])
-        parts.append((_chunk(index, window, piece, fqn, sizes, held), list(_boxes(offsets, sizes, shape))))
-    if not parts:
-        properties = entry.values.get("properties")
-        known = getattr(properties, "state", None)
-        name = getattr(known[0], "name", "float32") if isinstance(known, tuple) and known else "float32"
-        return put_together([], shape, BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "F32")
-    if len({state.dtype for state, _ in parts}) > 1:
-        raise entry.error(fqn, "has chunks of several types")
-    return put_together(parts, shape)
-
-
-def _chunk(
-    index: int, window: _Window, piece: _Piece, fqn: str, sizes: tuple[int, ...], records: list[Record]
-) -> State:
-    try:
-        torch = read_torch_file(window)
-    except CkptError as error:
-        raise LayoutError(window.path, f"{fqn} at byte {piece.start:,}: {error.problem}", error.hint) from error
-    if not isinstance(torch.root, TensorRef) or torch.root.shape != sizes:
-        raise LayoutError(window.path, f"holds something else than {fqn} at byte {piece.start:,}", RESTORE)
-    state = whole_tensor(torch, index, torch.root)
-    rows = state.extents.copy()
-    rows["offset"] += piece.start
-    records += [
-        replace(r, name=f"{fqn}: {r.name}", where=ByteRange(piece.start + r.where.start, piece.start + r.where.end))
-        for r in torch.records
-    ]
-    return State(state.shape, state.dtype, rows)
-
-
-def _boxes(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Box]:
-    """A chunk as runs of the whole tensor: one box where only one dimension is cut, one for each row of others."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
-    if not shape:
-        return [Box(0, 0, 1, 1, 1, 1)]
-    numel = sizes[last] * strides[last]
-    outer = sizes[:last]
-    runs, rows = (outer[-1], outer[:-1]) if outer else (1, ())
-    pitch = strides[last - 1] if outer else numel
-    result = []
-    for i, index in enumerate(itertools.product(*map(range, rows))):
-        at = sum(
-            (o + k) * s for o, k, s in zip(offsets, (*index, *[0] * (len(shape) - len(index))), strides, strict=True)
-        )
-        result.append(Box(i * runs * numel, at, runs, numel, numel, pitch))
-    return result
-
-
-def _object(
-    storage: Storage, location: Location, piece: _Piece | None, opened: dict[str, tuple[int, Reader]],
-    files: list[CheckpointFile], limit: int,
-) -> Any:  # fmt: skip
-    """What is no tensor; None where it is too large to look into or cannot be read."""
-    if piece is None or piece.nbytes > limit:
-        return None
-    _, window = _open(storage, location, piece, opened, files)
-    try:
-        torch = read_torch_file(window)
-        return _plain(torch.root, torch, window)
-    except CkptError:
-        return None
-
-
-def _plain(value: Any, torch: TorchFile, window: _Window) -> Any:
-    """An object with numbers in the place of its 0-dim tensors, such as betas that are tensors."""
-    if isinstance(value, TensorRef) and value.shape == ():
-        where = torch.locate(value)
-        data = window.read(where.start, where.end)
-        return tensor_number(ScalarState(np.frombuffer(data, numpy_dtype(value.dtype))[0].item(), value.dtype))
-    if type(value) is dict:
-        return {key: _plain(v, torch, window) for key, v in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)(_plain(v, torch, window) for v in value)
-    return value

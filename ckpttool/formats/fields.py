@@ -1,4 +1,4 @@
-"""Typed access to what was unpickled: a wrong type or a missing key is an error that says where."""
+"""Typed access to unpickled mappings: a wrong type or a missing key raises an error with its place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 MAX_DIMENSIONS = 64
 """torch's own limit."""
 MAX_ELEMENTS = 1 << 52
-"""No tensor is this large (4 petabytes in 8 bit), and sums of thousands of them still fit in 64 bits."""
+"""Largest size of a tensor (4 petabytes in 8 bit): sums of thousands of them still fit in 64 bits."""
 HINT = "it was written by an unknown version of DeepSpeed, or is damaged"
 
 
 class Fields:
-    """A mapping out of a pickle, and the place it came from."""
+    """A mapping from a pickle, and its place in the file."""
 
     def __init__(self, path: str, place: str, values: Mapping[Any, Any]) -> None:
         self.path = path
@@ -36,10 +36,10 @@ class Fields:
         return key in self.values
 
     def get(self, key: object, kind: type[T]) -> T:
-        """The value at a key.
+        """Return the value at a key.
 
         Raises:
-            LayoutError: There is none, or it is not of the given type.
+            LayoutError: The key is missing, or its value has another type.
         """
         if key not in self.values:
             raise self.error(key, "is missing")
@@ -50,13 +50,13 @@ class Fields:
         return value
 
     def optional(self, key: object, kind: type[T]) -> T | None:
-        """The value at a key, or None if there is none or it is None."""
+        """Return the value at a key; None if the key is missing."""
         if self.values.get(key) is None:
             return None
         return self.get(key, kind)
 
     def count(self, key: object) -> int | None:
-        """The whole number at a key, saved as an int or as a float; None if there is none or it is None.
+        """Return the whole number at a key, saved as an int or as a float; None if the key is missing.
 
         Under sequence parallelism DeepSpeed counts samples in floats, for it divides by the number of ranks.
 
@@ -84,12 +84,12 @@ class Fields:
         return values
 
     def tensor_mapping(self, key: object) -> dict[str, TensorRef]:
-        """The mapping of names to tensors at a key; other values in it are left out."""
+        """Return the mapping of names to tensors at a key, without its other values."""
         return {k: v for k, v in self.get(key, dict).items() if isinstance(k, str) and isinstance(v, TensorRef)}
 
 
 def shape_of(value: object) -> tuple[int, ...] | None:
-    """A torch.Size, or what older versions and MoE saves write in its place; None if it is no shape."""
+    """Convert a torch.Size, or the list or tuple that older versions and MoE saves write; None for other values."""
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
         return None
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
@@ -98,10 +98,10 @@ def shape_of(value: object) -> tuple[int, ...] | None:
 
 
 def fingerprint(value: object, limit: int = 300_000) -> list[object]:
-    """What a value says, for comparing values of two files.
+    """List the parts of a value, to compare values of two files.
 
-    Equality itself will not do: an Opaque equals only itself, NaN not even that, and what a pickle says in a few bytes
-    can take for ever to compare. Beyond ``limit`` parts the rest is taken as equal.
+    ``==`` is unsuitable: an Opaque equals only itself, NaN not even that, and a few bytes of pickle can take unlimited
+    time to compare. Parts beyond ``limit`` count as equal.
     """
     parts: list[object] = []
     stack: list[object] = [value]
@@ -126,11 +126,11 @@ def fingerprint(value: object, limit: int = 300_000) -> list[object]:
 
 
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-"""Members of DeepSpeed's ``ZeroStageEnum``, which some Pythons pickle by name."""
+"""Members of DeepSpeed's ``ZeroStageEnum``, which some Python versions pickle by name."""
 
 
 def enum_value(value: object) -> int | None:
-    """The number of an enum (DeepSpeed's ``ZeroStageEnum``) or of a plain integer."""
+    """Convert an enum (DeepSpeed's ``ZeroStageEnum``) or an integer to its number; None for other values."""
     if isinstance(value, Opaque) and value.how == "global":
         return STAGES.get(value.name.rpartition(".")[2])
     if isinstance(value, Opaque) and value.how == "call" and len(value.args) == 1:
@@ -139,5 +139,5 @@ def enum_value(value: object) -> int | None:
 
 
 def describe(value: object) -> str:
-    """What to call a value in an error."""
+    """The name of a value's type, for errors."""
     return value.qualified_name if isinstance(value, Opaque) else type(value).__name__

@@ -1,4 +1,4 @@
-"""From what the user typed to the directory of one tag."""
+"""Find the directory of a tag from the path that the user gave."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from ckpttool.storage import Entry, Storage
 
 LATEST = "latest"
-"""The file beside the tags that names the newest one."""
+"""The file in a root that names the newest tag."""
 LATEST_UNIVERSAL = "latest_universal"
-"""The same for universal checkpoints; it counts where there is no other."""
+"""The same for universal checkpoints; it is read if there is no ``latest``."""
 
 RAY_INNER = ("checkpoint", "checkpoint.ckpt")
-"""What the Trainer or Lightning saved lies one deeper in what Ray Train made of it.
+"""Directories in which Ray Train puts the checkpoint of the Trainer or of Lightning.
 
 Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
 
 
 class NoCheckpointError(LayoutError):
-    """There is nothing of DeepSpeed's at a place; perhaps something else is."""
+    """A directory holds no checkpoint of DeepSpeed; it may have another format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,21 @@ class Location:
 
 
 def locate(storage: Storage, src: str, tag: str | None) -> Location:
-    """Find the tag that is meant.
+    """Find the directory of a tag.
 
-    ``src`` is a checkpoint root with ``latest`` (a Hugging Face Trainer's ``checkpoint-N`` is one), or a tag's
-    directory; or what Ray Train made of a trainer's.
+    ``src`` is a checkpoint root with ``latest`` (such as a Hugging Face Trainer's ``checkpoint-N``), a tag's directory,
+    or a checkpoint of Ray Train that contains one of these.
 
     Raises:
-        LayoutError: There is no checkpoint, there are several to choose from, or ``latest`` names what is not there.
-        StorageError: It cannot be read.
+        LayoutError: There is no checkpoint, there are several, or ``latest`` names a missing one.
+        StorageError: The storage cannot be read.
     """
     src = src.rstrip("/") or src
     if not storage.exists(src):
         raise StorageError(src, "does not exist", "check the path")
     if not storage.is_dir(src):
         if parse_name(posixpath.basename(src)):
-            problem = "is one file of a checkpoint, which only the whole of its folder is"
+            problem = "is one file of a checkpoint, not a checkpoint"
             raise StorageError(src, problem, f"pass {parent(src)}")
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     entries = storage.listing(src)
@@ -97,10 +97,10 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
 
 
 def refuse_unfinished(storage: Storage, directory: str) -> None:
-    """Refuse what is being written, or was left half-written by a killed run.
+    """Refuse a directory that is being written, or was left half-written by a killed run.
 
     Raises:
-        LayoutError: It has ckpttool's mark.
+        LayoutError: It has ckpttool's in-progress marker.
     """
     if storage.exists(posixpath.join(directory, MARK)) and not is_commit(storage, directory):
         problem = "is being written, or was left half-written by a run that was killed"
@@ -124,7 +124,7 @@ def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) 
 
 
 def _tags(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
-    """All checkpoints in a directory. Slow where there are many: asked for only when no tag is named."""
+    """List all tags in a directory. Slow if there are many, so only called when no tag is given."""
     names = (e.name for e in entries if e.is_dir)
     return sorted((n for n in names if _is_tag(storage, posixpath.join(src, n))), key=natural_order)
 
@@ -150,7 +150,7 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     """The checkpoints in the output directory of a Hugging Face Trainer, newest first; none if it is no such directory.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: The storage cannot be read.
     """
     src = src.rstrip("/") or src
     if not storage.is_dir(src) or any(storage.exists(posixpath.join(src, n)) for n in (LATEST, LATEST_UNIVERSAL)):
@@ -187,11 +187,11 @@ def _is_tag(storage: Storage, directory: str) -> bool:
     try:
         return any(parse_name(e.name) for e in storage.listing(directory) if not e.is_dir)
     except StorageError:
-        return False  # a directory that may not be listed is not what the user asked for
+        return False  # a directory that may not be listed: the user did not ask for it
 
 
 def _is_closed(storage: Storage, directory: str) -> bool:
-    """A directory that may not be listed. Where it was asked for, reading it will say so."""
+    """Whether a directory may not be listed; reading it raises the error."""
     try:
         if storage.is_dir(directory):
             storage.listing(directory)

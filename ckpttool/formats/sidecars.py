@@ -1,4 +1,4 @@
-"""The small files beside a checkpoint that make weights a model: configuration, tokenizer, generation settings."""
+"""Sidecar files: small files in the root of a checkpoint, such as configuration, tokenizer, generation settings."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ PATTERNS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "*.model",
     "sentencepiece.bpe.model", "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py",
 )  # fmt: skip
-BESIDE = (
+RESUME_FILES = (
     *PATTERNS, "trainer_state.json", "training_args.bin", "scheduler.pt", "scheduler.bin", "sampler*.bin",
     "custom_checkpoint_*.pkl", "adapter_config.json",
 )  # fmt: skip
-"""What a framework keeps beside a checkpoint, the same for all ranks, to resume from it."""
+"""Sidecar files that a framework resumes from, the same for all ranks."""
 RANDOM = ("rng_state.pth", "rng_state_*.pth", "random_states_*.pkl")
-"""Random number states, one file for each rank: of the Hugging Face Trainer, of Accelerate."""
+"""Random number states, one file for each rank (Hugging Face Trainer, Accelerate)."""
 POSITION = ("dl_state_dict*.bin",)
-"""Where Accelerate's data loaders were, in batches of so many ranks."""
+"""Positions of Accelerate's data loaders, counted in batches of all ranks."""
 STEPS_OF_RANKS = "scheduler.bin"
 """Accelerate's scheduler, which takes a step for each rank (``AcceleratedScheduler.step``) unless it splits batches."""
 OWN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", ".*")
-"""What DeepSpeed or a system puts there, which nothing is resumed from."""
+"""Files of DeepSpeed or of the system, from which no framework resumes."""
 MAX_BYTES = 1 << 28
-"""Larger files are no companions."""
+"""Largest sidecar file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
-    """One file to carry along."""
+class SidecarFile:
+    """One sidecar file."""
 
     name: str
     """File name."""
@@ -51,14 +51,14 @@ class Companion:
     storage: Storage
     """Where it lies."""
     text: str | None
-    """Content of ``config.json``, which is edited; the others are copied."""
+    """Content of ``config.json``, which is edited; None for files that are copied."""
 
 
-def find_companions(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[Companion, ...]:
-    """The companions in a directory.
+def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[SidecarFile, ...]:
+    """List the sidecar files in a directory.
 
     Args:
-        storage: Where it is.
+        storage: Its storage.
         root: The directory.
         patterns: Globs on file names.
 
@@ -73,5 +73,5 @@ def find_companions(storage: Storage, root: str, patterns: Sequence[str] = PATTE
         with storage.open(path) as reader:
             nbytes, version = reader.nbytes, reader.version
         text = storage.read_text(path) if entry.name == "config.json" else None
-        found.append(Companion(entry.name, path, nbytes, version, storage, text))
+        found.append(SidecarFile(entry.name, path, nbytes, version, storage, text))
     return tuple(found)

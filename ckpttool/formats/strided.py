@@ -1,4 +1,4 @@
-"""Slices of a tensor put back where they belong: which box of the whole each box of a slice is."""
+"""Strided boxes: map the slices of a tensor to the whole tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Equal runs of elements at equal distances, in a slice and in the whole; both flattened in C order."""
+    """Runs of equal length at equal distances, in a slice and in the whole tensor; both flattened in C order."""
 
     source: int
     """First element in the slice."""
@@ -38,15 +38,15 @@ class Box:
 def box(
     part: tuple[int, ...], whole: tuple[int, ...], dim: int, *, source: int, target: int, count: int | None = None
 ) -> Box:
-    """The box that a slice is along one dimension of the whole.
+    """Make the box of a slice along one dimension of the whole tensor.
 
     Args:
         part: Shape of the slice.
         whole: Shape of the whole tensor, the same but for ``dim``.
-        dim: The dimension that is cut.
-        source: Where along ``dim`` of the slice the box begins.
-        target: Where along ``dim`` of the whole it belongs.
-        count: How far along ``dim`` it goes; default: all of the slice.
+        dim: The cut dimension.
+        source: First index of the box along ``dim`` of the slice.
+        target: First index of the box along ``dim`` of the whole.
+        count: Length of the box along ``dim``; default: all of the slice.
     """
     count = part[dim] if count is None else count
     inner = math.prod(part[dim + 1 :])
@@ -63,14 +63,14 @@ def box(
 def put_together(
     parts: Sequence[tuple[State, Sequence[Box]]], shape: tuple[int, ...], dtype: str | None = None
 ) -> State:
-    """The state of a whole tensor from those of its slices.
+    """Merge the states of slices into the state of the whole tensor.
 
-    What a slice holds beyond the whole (rows that pad a vocabulary) counts as padding.
+    Elements beyond the whole (rows that pad a vocabulary) count as padding.
 
     Args:
-        parts: Each slice and the boxes in it.
-        shape: The whole tensor.
-        dtype: Its type; default: that of the first slice.
+        parts: Each slice and its boxes.
+        shape: Shape of the whole tensor.
+        dtype: Type of the whole tensor; default: that of the first slice.
     """
     total = math.prod(shape)
     dtype = dtype or parts[0][0].dtype
@@ -95,7 +95,7 @@ def put_together(
 
 
 def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:
-    """Where the part of an extent that lies in a box belongs: at most a cut run, whole runs and a cut run."""
+    """Yield the rows of EXTENT for the part of an extent inside a box: at most a cut run, whole runs, a cut run."""
     first, last = int(extent["start"]), int(extent["start"]) + int(extent["numel"])
     at = max(first, b.source)
     run, within = divmod(at - b.source, b.stride) if b.stride else (0, 0)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ckpttool.containers.values import TensorRef
 
 MAX_STRIDED = 1 << 20
-"""Elements of a tensor that is not contiguous: each may need an extent of its own."""
+"""Largest non-contiguous tensor, in elements: each element may need an extent of its own."""
 
 
 def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
-    """A tensor that lies whole in one file, in whatever order of strides.
+    """Locate a tensor that one file holds whole, with any strides.
 
     Args:
         torch: The file.
@@ -27,7 +27,7 @@ def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
         ref: The tensor.
 
     Raises:
-        LayoutError: Its elements lie scattered, and there are very many.
+        LayoutError: It is not contiguous and too large.
     """
     if ref.contiguous:
         return State(ref.shape, ref.dtype, one_extent(ref.numel, index, torch.locate(ref).start))
@@ -37,7 +37,7 @@ def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
     place = np.zeros(1, dtype=np.int64)
     for size, stride in zip(ref.shape, ref.stride, strict=True):
         place = (place[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    first = np.flatnonzero(np.concatenate([[True], np.diff(place) != 1]))  # where a run of neighbours begins
+    first = np.flatnonzero(np.concatenate([[True], np.diff(place) != 1]))  # start of each contiguous run
     table = extents(len(first))
     table["start"] = first
     table["numel"] = np.diff(np.append(first, len(place)))

@@ -8,33 +8,30 @@ from __future__ import annotations
 
 import math
 import posixpath
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
+from ckpttool.formats.locate import LATEST_UNIVERSAL
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.zero.checks import check_model_ranks, model_names
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.file_set import (
-    MAX_RANKS,
-    RESTORE,
-    Opener,
-    RankFile,
-    ZeroFiles,
-    check_model_ranks,
-    model_names,
-)
 from ckpttool.formats.zero.identity import agreed_facts, check_listed, copied_states, trusted_names
 from ckpttool.formats.zero.module import (
-    carried_storages,
-    client_state,
+    TensorNames,
+    common_facts,
     read_aliases,
     read_buffer_names,
     read_module,
     read_param_shapes,
     zenflow,
 )
+from ckpttool.formats.zero.opener import Opener
 from ckpttool.formats.zero.partitions import check_agreement, read_group
+from ckpttool.formats.zero.rank_files import MAX_RANKS, RankFile, ZeroFiles
 from ckpttool.formats.zero.stage3 import read_frozen
 from ckpttool.model import (
     BY_ROWS,
@@ -44,33 +41,65 @@ from ckpttool.model import (
     Checkpoint,
     Parameter,
     ParamGroup,
+    Replica,
     ScalarState,
     Slicing,
     State,
     Topology,
-    Twin,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.zero.file_set import Report
+    from ckpttool.formats.reports import Report
     from ckpttool.storage import Storage
 
 FOLDER = "zero"
 """Directory of the states."""
 OPTIMIZER = f"{FOLDER}/optimizer_state.pt"
-"""What is kept once for all parameters."""
+"""File of the states that all parameters share."""
 STEP = "step"
-"""The state that is a number."""
+"""The state that is one number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """The trained parameters."""
+
+    states: Mapping[str, Mapping[str, State]]
+    """Name to its states."""
+    steps: Mapping[str, ScalarState]
+    """Name to its step."""
+    slicings: Mapping[str, Slicing]
+    """Name to how tensor parallelism slices it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Module:
+    """The module side: what the model states say of parameters and buffers."""
+
+    tensors: Mapping[str, TensorRef]
+    """Its state dict."""
+    buffers: set[str]
+    """Names of buffers."""
+    frozen: Mapping[str, State]
+    """Frozen parameters whose values are partitioned (stage 3)."""
+    copies: Mapping[str, State]
+    """The model's own copies, where the file has them whole."""
+    aliases: Mapping[str, str]
+    """Tied names."""
+    duplicates: Mapping[str, State]
+    """Second copies of tied tensors, by alias."""
+    names: Sequence[str]
+    """All names but tied ones, in the order of the module."""
 
 
 def read_universal(storage: Storage, location: Location, report: Report) -> Checkpoint:
     """Read the layout of a universal checkpoint; no tensor bytes but the optimizer's numbers.
 
     Raises:
-        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+        CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
     """
     opener = Opener(storage, location, report)
     files = _model_files(opener)
@@ -79,113 +108,153 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         check_agreement(fact.files, fact.name, fact.values, report)
     folders = _folders(opener)
     shapes = [read_param_shapes(f) if _lists_shapes(f) else [] for f in files]
-    slices = {name: shape for groups in shapes for group in groups for name, shape in group.items()}
-    whole = len(files) == 1
-    trained = list(slices) or [name for name, states in folders.items() if set(states) - {MASTER}]
-    opener.missing(
-        [f"{FOLDER}/{name}/{MASTER}.pt" for name in trained if MASTER not in folders.get(name, ())], "a state"
-    )
-    if opener.errors:
-        raise opener.errors[0]
-    states: dict[str, dict[str, State]] = {}
-    steps: dict[str, ScalarState] = {}
-    slicings: dict[str, Slicing] = {}
-    opener.ahead((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in trained for key in folders[name])
-    for name in trained:
-        states[name] = _read_states(opener, name, folders[name], slices.get(name), steps, slicings)
-    moments = [
-        (n, k, f)
-        for n in trained
-        for k in folders[n]
-        if k not in {MASTER, STEP} and (f := opener.files_by_name.get(f"{FOLDER}/{n}/{k}.pt"))
-    ]
-    if not location.trust_names and (error := copied_states(storage, moments)) is not None:
-        opener.report(error)
-    module = read_module(first)
-    if whole and not _lists_shapes(files[0]):
-        check_listed(first, module, (n for n in states if ".experts." not in n))
-    buffer_names = {n for f in files for n in read_buffer_names(f.model[0], read_module(f.model[0]))}
-    own = {*states, *(n for n in module if n not in (first.fields.optional("shared_params", dict) or {}))}
-    experts = Experts(files[0])
-    placeholders = files[0].stage == 3
-    frozen = read_frozen(files[0].model, report) if placeholders and whole else {}
-    aliases, duplicates = read_aliases(first, module, own, states, frozen, buffer_names, placeholders=placeholders)
-    aliases |= experts.router_aliases(module, states)
-    copies = (
-        {}
-        if placeholders or not whole
-        else {n: whole_tensor(first.torch, first.index, ref) for n, ref in module.items()}
-    )
-    _check_shapes(first, states, copies)
-    names = with_experts(list(module), [n for n in states if experts.own(n)])
-    names = list(dict.fromkeys([*names, *states, *folders]))
-    parameters: list[Parameter] = []
-    buffers: list[Buffer] = []
+    trained = _read_trained(opener, folders, shapes)
+    if len(files) == 1 and not _lists_shapes(files[0]):
+        check_listed(first, read_module(first), (n for n in trained.states if ".experts." not in n))
+    module = _read_module_side(files, trained.states, folders, report)
     optimizer = opener.read(OPTIMIZER, "optimizer", numbers=True)
     if optimizer is None:
         raise opener.errors[0]
-    group_of, groups = _groups(optimizer, files, shapes, states, steps, report)
+    group_of, groups = _groups(optimizer, files, shapes, trained, report)
     _check_states_are_there(opener, groups, folders)
-    for name in (n for n in names if n not in aliases):
-        if name in states:
-            held = {**states[name], **({MODULE: copies[name]} if name in copies else {})}
-            parameters.append(Parameter(name, held[MASTER].shape, group_of.get(name), held, slicings[name]))
-        elif name in buffer_names:
-            buffers.append(
-                Buffer(name, whole_tensor(first.torch, first.index, module[name]))
-                if name in module
-                else _cast(opener, name)
-            )
-        elif (state := frozen.get(name) or copies.get(name)) is not None:
-            parameters.append(Parameter(name, state.shape, None, {MODULE: state}))
-        elif name in folders:
-            parameters.append(Parameter(name, (kept := _cast(opener, name).state).shape, None, {MODULE: kept}))
-        elif placeholders and whole and frozen:
-            raise LayoutError(first.path, f"names parameter {name}, but nothing holds its values", "convert again")
+    parameters, buffers = _place(opener, files, trained, module, group_of)
     if opener.errors:
         raise opener.errors[0]
     ahead = zenflow(first)
-    twins = [Twin(n, states[n][MASTER], copies[n]) for n in states if n in copies and not ahead]
-    twins += [
-        Twin(a, copies[aliases[a]] if ahead and aliases[a] in copies else states[aliases[a]][MASTER], copy)
-        for a, copy in duplicates.items()
-        if aliases[a] in states
-    ]
+    computed = (ref.dtype for n, ref in module.tensors.items() if n in trained.states)
     return Checkpoint(
+        **common_facts(first),
         storage=storage,
         location=location.directory,
         root=location.root,
         tag=location.tag,
         format="universal",
+        latest=LATEST_UNIVERSAL,
         stage=None,
         topology=Topology(),
-        dtype=next((ref.dtype for n, ref in module.items() if n in states), None) or _configured_dtype(first),
-        deepspeed_version=first.fields.optional("ds_version", str),
+        dtype=next(computed, None) or _configured_dtype(first),
         step=first.fields.optional("global_steps", int),
-        samples=first.fields.count("global_samples"),
-        skipped_steps=first.fields.optional("skipped_steps", int) or 0,
         parameters=tuple(parameters),
         buffers=tuple(buffers),
-        aliases={a: n for a, n in aliases.items() if n in states or n in names},
+        aliases={a: n for a, n in module.aliases.items() if n in trained.states or n in module.names},
         groups=tuple(groups),
-        scheduler=first.fields.values.get("lr_scheduler"),
         loss_scaler=optimizer.fields.values.get("loss_scaler"),
-        client_state=client_state(first),
-        ds_config=first.fields.optional("ds_config", dict) or {},
-        carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
-        twins=tuple(twins),
+        replicas=tuple(_twins(trained.states, module, ahead=ahead)),
         ahead=ahead,
         files=tuple(opener.files),
         remarks=(*_remarks(files, first), *trusted_names(opener.renamed)),
     )
 
 
+def _read_trained(
+    opener: Opener, folders: Mapping[str, Sequence[str]], shapes: Sequence[list[dict[str, tuple[int, ...]]]]
+) -> _Trained:
+    """Read the states of the trained parameters: those that the model states list, or else those with moments."""
+    slices = {name: shape for groups in shapes for group in groups for name, shape in group.items()}
+    names = list(slices) or [name for name, keys in folders.items() if set(keys) - {MASTER}]
+    masters = [f"{FOLDER}/{name}/{MASTER}.pt" for name in names if MASTER not in folders.get(name, ())]
+    opener.missing(masters, "a state")
+    if opener.errors:
+        raise opener.errors[0]
+    opener.ahead((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in names for key in folders[name])
+    states: dict[str, dict[str, State]] = {}
+    steps: dict[str, ScalarState] = {}
+    slicings: dict[str, Slicing] = {}
+    for name in names:
+        opened = _open_states(opener, name, folders[name])
+        step = opened.pop(STEP, None)
+        if step is not None:
+            steps[name] = _step_of(step)
+        if MASTER in opened:
+            slicings[name] = _slicing(opened[MASTER].torch.root)
+        states[name] = _states_of(opener, name, opened, slices.get(name))
+    moments = [
+        (n, k, f)
+        for n in names
+        for k in folders[n]
+        if k not in {MASTER, STEP} and (f := opener.files_by_name.get(f"{FOLDER}/{n}/{k}.pt"))
+    ]
+    if not opener.location.trust_names and (error := copied_states(opener.storage, moments)) is not None:
+        opener.report(error)
+    return _Trained(states, steps, slicings)
+
+
+def _read_module_side(
+    files: Sequence[ZeroFiles],
+    states: Mapping[str, Mapping[str, State]],
+    folders: Mapping[str, Sequence[str]],
+    report: Report,
+) -> _Module:
+    """Read the module from the model states: of the first model-parallel rank, and whole if there is but one."""
+    first = files[0].model[0]
+    tensors = read_module(first)
+    buffers = {n for f in files for n in read_buffer_names(f.model[0], read_module(f.model[0]))}
+    own = {*states, *(n for n in tensors if n not in (first.fields.optional("shared_params", dict) or {}))}
+    experts = Experts(files[0])
+    placeholders, whole = files[0].stage == 3, len(files) == 1
+    frozen = read_frozen(files[0].model, report) if placeholders and whole else {}
+    ties = read_aliases(first, tensors, TensorNames(own, states, frozen, buffers), placeholders=placeholders)
+    aliases = {**ties.names, **experts.router_aliases(tensors, states)}
+    copies = {}
+    if whole and not placeholders:
+        copies = {n: whole_tensor(first.torch, first.index, ref) for n, ref in tensors.items()}
+        copies = _without_padded(first, states, copies)
+    names = with_experts(list(tensors), [n for n in states if experts.own(n)])
+    ordered = [n for n in dict.fromkeys([*names, *states, *folders]) if n not in aliases]
+    return _Module(tensors, buffers, frozen, copies, aliases, ties.copies, ordered)
+
+
+def _place(
+    opener: Opener, files: Sequence[ZeroFiles], trained: _Trained, module: _Module, group_of: Mapping[str, int]
+) -> tuple[list[Parameter], list[Buffer]]:
+    """Every parameter and buffer, with the values from the states, the model states or a converted copy.
+
+    Raises:
+        LayoutError: The model states name a parameter whose values are nowhere.
+    """
+    first = files[0].model[0]
+    folders = set(_folders(opener))
+    parameters: list[Parameter] = []
+    buffers: list[Buffer] = []
+    for name in module.names:
+        if name in trained.states:
+            states = dict(trained.states[name])
+            if name in module.copies:
+                states[MODULE] = module.copies[name]
+            slicing = trained.slicings[name]
+            parameters.append(Parameter(name, states[MASTER].shape, group_of.get(name), states, slicing))
+        elif name in module.buffers and name in module.tensors:
+            buffers.append(Buffer(name, whole_tensor(first.torch, first.index, module.tensors[name])))
+        elif name in module.buffers:
+            buffers.append(Buffer(name, _converted(opener, name)))
+        elif (state := module.frozen.get(name) or module.copies.get(name)) is not None:
+            parameters.append(Parameter(name, state.shape, None, {MODULE: state}))
+        elif name in folders:
+            state = _converted(opener, name)
+            parameters.append(Parameter(name, state.shape, None, {MODULE: state}))
+        elif module.frozen and len(files) == 1:
+            raise LayoutError(first.path, f"names parameter {name}, but no file holds its values", "convert again")
+    return parameters, buffers
+
+
+def _twins(states: Mapping[str, Mapping[str, State]], module: _Module, *, ahead: bool) -> Iterator[Replica]:
+    """Masters and copies that must be equal, and tied tensors stored twice."""
+    for name in states:
+        if name in module.copies and not ahead:
+            yield Replica(name, states[name][MASTER], module.copies[name])
+    for alias, copy in module.duplicates.items():
+        stored = module.aliases[alias]
+        if stored in states:
+            newest = module.copies.get(stored) if ahead else None
+            yield Replica(alias, newest or states[stored][MASTER], copy)
+
+
 def _model_files(opener: Opener) -> list[ZeroFiles]:
-    """The copied model states: one for each model-parallel rank, and at stage 3 for each data-parallel rank too."""
+    """Open the copied model states: one file for each model-parallel rank, and at stage 3 each data-parallel rank."""
     by_rank: dict[int, list[RankFile]] = {}
     partitioned = False
     names = [n for n in opener.names if n.kind == "model"]
-    # Where both kinds are there, for either stage to load, the one that is of no data-parallel rank is whole.
+    # If files for both stage 1 and stage 3 are there, those without a data-parallel rank are whole.
     names = [n for n in names if n.data_rank is None] or names
     for name in sorted(names, key=lambda n: (n.model_rank, n.data_rank or 0)):
         file = opener.open(name)
@@ -215,7 +284,7 @@ def _lists_shapes(files: ZeroFiles) -> bool:
 
 
 def _folders(opener: Opener) -> dict[str, list[str]]:
-    """Each parameter's states, from the names of folders and files."""
+    """Names of each parameter's states, by the names of folders and files."""
     result: dict[str, list[str]] = {}
     root = posixpath.join(opener.location.directory, FOLDER)
     opener.storage.list_tree(root)
@@ -223,36 +292,35 @@ def _folders(opener: Opener) -> dict[str, list[str]]:
         if entry.is_dir:
             names = [e.name for e in opener.storage.listing(posixpath.join(root, entry.name)) if not e.is_dir]
             states = [name.removesuffix(".pt") for name in names if name.endswith(".pt")]
-            # The master first, as everywhere else.
+            # The master is first, as in other formats.
             result[entry.name] = sorted(states, key=lambda s: (s != MASTER, s))
     return result
 
 
-def _read_states(
-    opener: Opener,
-    name: str,
-    keys: Sequence[str],
-    shape: tuple[int, ...] | None,
-    steps: dict[str, ScalarState],
-    slicings: dict[str, Slicing],
+def _open_states(opener: Opener, name: str, keys: Sequence[str]) -> dict[str, RankFile]:
+    """Open the files of a parameter's states; those that cannot be read are left out, and reported."""
+    files = {key: opener.read(f"{FOLDER}/{name}/{key}.pt", "state", numbers=key == STEP) for key in keys}
+    return {key: file for key, file in files.items() if file is not None}
+
+
+def _step_of(file: RankFile) -> ScalarState:
+    number = file.scalar(file.torch.root)
+    if number is None:
+        raise LayoutError(file.path, "does not hold a number", RESTORE)
+    return number
+
+
+def _states_of(
+    opener: Opener, name: str, files: Mapping[str, RankFile], shape: tuple[int, ...] | None
 ) -> dict[str, State]:
-    """All states of one parameter; its step goes to ``steps``, how it is sliced to ``slicings``."""
-    result: dict[str, State] = {}
-    for key in keys:
-        file = opener.read(f"{FOLDER}/{name}/{key}.pt", "state", numbers=key == STEP)
-        if file is None:
-            continue
-        if key == STEP:
-            number = file.scalar(file.torch.root)
-            if number is None:
-                raise LayoutError(file.path, "holds no number", RESTORE)
-            steps[name] = number
-            continue
-        if key == MODULE:
-            raise LayoutError(file.path, "is a state of no optimizer", "remove it")
-        result[key] = _tensor(file, name, shape)
-        if key == MASTER:
-            slicings[name] = _slicing(file.torch.root)
+    """All states of one parameter.
+
+    Raises:
+        LayoutError: The states have different shapes, or one has a name that no optimizer gives.
+    """
+    if MODULE in files:
+        raise LayoutError(files[MODULE].path, "is not an optimizer state", "remove it")
+    result = {key: _tensor(file, name, shape) for key, file in files.items()}
     shapes = {state.shape for state in result.values()}
     if len(shapes) > 1:
         folder = f"{opener.location.directory}/{FOLDER}/{name}"
@@ -262,19 +330,27 @@ def _read_states(
     return result
 
 
-def _check_shapes(file: RankFile, states: Mapping[str, Mapping[str, State]], copies: dict[str, State]) -> None:
-    """Hold the shapes of states against those of the model's copies; a copy with padding that is gone is dropped."""
+def _without_padded(
+    file: RankFile, states: Mapping[str, Mapping[str, State]], copies: Mapping[str, State]
+) -> dict[str, State]:
+    """The model's copies, less those with padding that the states lack.
+
+    Raises:
+        LayoutError: A copy has another shape than the states.
+    """
+    result = dict(copies)
     for name in [n for n in copies if MASTER in states.get(n, {})]:
         ours, theirs = states[name][MASTER].shape, copies[name].shape
         if ours == theirs:
             continue
         if len(ours) != len(theirs) or ours[1:] != theirs[1:] or ours[0] > theirs[0]:
             raise LayoutError(file.path, f"gives {name} shape {theirs}, but its states have {ours}", "convert again")
-        del copies[name]
+        del result[name]
+    return result
 
 
 def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folders: Mapping[str, Sequence[str]]) -> None:
-    """All parameters of a group have the same states."""
+    """Report states that only some parameters of a group have."""
     for group in groups:
         keys = dict.fromkeys(key for name in group.parameters for key in folders[name])
         gone = [f"{FOLDER}/{n}/{key}.pt" for n in group.parameters for key in keys if key not in folders[n]]
@@ -284,7 +360,7 @@ def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folder
 
 
 def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
-    """The tensor of a file: since 0.7.4 with how it was cut; stage 3's flat, so that its shape must be looked up."""
+    """Locate the tensor of a file; stage 3 saves it flat, so that the model states tell its shape."""
     value = file.torch.root
     if isinstance(value, dict):
         value = value.get("param")
@@ -300,7 +376,7 @@ def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
 
 
 def _slicing(root: object) -> Slicing:
-    """How tensor parallelism slices a parameter; what cannot be meant is left out, as reading needs none of it."""
+    """Read how tensor parallelism slices a parameter; invalid values are ignored: reading does not need it."""
     told = root if isinstance(root, dict) else {}
     dim, parts = told.get("cat_dim"), told.get("param_n_sub_params")
     view: tuple[Any, ...] = ()
@@ -318,23 +394,22 @@ def _slicing(root: object) -> Slicing:
     )
 
 
-def _cast(opener: Opener, name: str) -> Buffer:
-    """What the converter kept of a tensor that is not trained: a copy cast to fp32."""
+def _converted(opener: Opener, name: str) -> State:
+    """The fp32 copy that the converter kept of a tensor that is not trained."""
     file = opener.read(f"{FOLDER}/{name}/{MASTER}.pt", "state")
     if file is None:
         raise opener.errors[0]
-    return Buffer(name, _tensor(file, name, None))
+    return _tensor(file, name, None)
 
 
 def _groups(
     file: RankFile,
     files: Sequence[ZeroFiles],
     shapes: Sequence[list[dict[str, tuple[int, ...]]]],
-    states: Mapping[str, Mapping[str, State]],
-    steps: Mapping[str, ScalarState],
+    trained: _Trained,
     report: Report,
 ) -> tuple[dict[str, int], list[ParamGroup]]:
-    """The parameter groups, as far as the converter kept them."""
+    """Read the parameter groups, as far as the converter kept them."""
     inner = file.fields.values.get("optimizer_state_dict")
     inner = inner if isinstance(inner, dict) else {}
     listed = file.fields.values.get("param_groups", inner.get("param_groups"))
@@ -349,9 +424,9 @@ def _groups(
         numbers = values.get("params")
         numbers = numbers if files[0].stage == 3 and isinstance(numbers, list) else [g]
         if not all(isinstance(i, int) and 0 <= i < len(members) for i in numbers):
-            continue  # the converter of stage 3 and the files of another stage: nothing tells whose it is
+            continue  # the converter of stage 3 wrote it, and the files are of another stage: parameters are unknown
         names = tuple(dict.fromkeys(n for i in numbers for n in members[i]))
-        own = [steps[n] for n in names if n in steps] or _step(file, inner, numbers)
+        own = [trained.steps[n] for n in names if n in trained.steps] or _step(file, inner, numbers)
         if any(step != own[0] for step in own):
             raise LayoutError(file.path, f"the parameters of group {g} took different steps", "convert again")
         scalars = {STEP: own[0]} if own else {}
@@ -359,20 +434,20 @@ def _groups(
         group_of |= dict.fromkeys(names, len(result))
         result.append(read_group([file], [fields], names, scalars, f"group {g}", report))
     if not result:
-        result = [ParamGroup(tuple(states), {}, {})]
-        group_of = dict.fromkeys(states, 0)
+        result = [ParamGroup(tuple(trained.states), {}, {})]
+        group_of = dict.fromkeys(trained.states, 0)
     return group_of, result
 
 
 def _step(file: RankFile, inner: Mapping[Any, Any], numbers: Sequence[int]) -> list[ScalarState]:
-    """At stage 3 the step is in the optimizer's own state."""
+    """The step at stage 3, which the optimizer's own state holds."""
     kept = inner.get("state")
     found = [kept[i].get(STEP) for i in numbers if isinstance(kept, dict) and isinstance(kept.get(i), dict)]
     return [number for value in found if (number := file.scalar(value)) is not None]
 
 
 def _configured_dtype(first: RankFile) -> str:
-    """What the module computed in, where its tensors lie in files that the converter leaves out: a pipeline's."""
+    """Type of a pipeline's module by the configuration: the converter leaves out the files of its tensors."""
     config = first.fields.optional("ds_config", dict) or {}
     for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
         section = config.get(key)

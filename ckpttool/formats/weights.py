@@ -1,4 +1,4 @@
-"""Files of weights alone (safetensors, or state dicts of ``torch.save``) -> Checkpoint, named as Hugging Face does.
+"""Weights-only files (safetensors, or state dicts of ``torch.save``) with Hugging Face's names -> Checkpoint.
 
 Source: transformers 5, modeling_utils.py (``from_pretrained``: names of files and indices).
 """
@@ -16,6 +16,7 @@ from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
+from ckpttool.formats.locate import Location
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
@@ -29,40 +30,41 @@ from ckpttool.model import (
     Topology,
     one_extent,
 )
+from ckpttool.storage import parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.checksums import Record
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.reports import Report
     from ckpttool.storage import Storage
 
 RESTORE = "restore it from a copy"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of file."""
+class WeightsKind:
+    """One kind of weights-only file."""
 
     format: str
-    """What the checkpoint is called."""
+    """Name of the format."""
     stems: tuple[str, ...]
-    """What names of such files begin with, most wanted first; "" is any name."""
+    """Prefixes of the file names, in the order of preference; "" matches any name."""
     suffixes: tuple[str, ...]
-    """What they end with."""
+    """Suffixes of the file names."""
 
 
 KINDS = (
-    Kind("safetensors", ("model", "adapter_model", "diffusion_pytorch_model", ""), (".safetensors",)),
-    Kind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
+    WeightsKind("safetensors", ("model", "adapter_model", "diffusion_pytorch_model", ""), (".safetensors",)),
+    WeightsKind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
 )
 
 
-def find_weights(storage: Storage, src: str) -> tuple[Kind, list[str]] | None:
-    """The files of weights that are meant: one file, or those of a directory, the index deciding which.
+def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | None:
+    """Find the files of weights: the given file, or those of a directory, by its index if there is one.
 
     Raises:
-        LayoutError: An index is broken, or names what is not there.
+        LayoutError: An index is damaged, or names a missing file.
     """
     if not storage.is_dir(src):
         kind = next((k for k in KINDS if src.endswith((*k.suffixes, ".pt", ".pth")) and _fits(src, k)), None)
@@ -83,12 +85,12 @@ def find_weights(storage: Storage, src: str) -> tuple[Kind, list[str]] | None:
     return None
 
 
-def _fits(src: str, kind: Kind) -> bool:
+def _fits(src: str, kind: WeightsKind) -> bool:
     return src.endswith(".safetensors") == (kind.format == "safetensors")
 
 
 def _check_parts(src: str, names: list[str]) -> None:
-    """Each part says of how many it is one."""
+    """Check that all parts are there: each name contains the number of parts."""
     present = set(names)
     for name in names:
         match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\..*)", name)
@@ -105,7 +107,7 @@ def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
         weight_map = json.loads(storage.read_text(path))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is no index of weights", RESTORE) from error
+        raise LayoutError(path, "is not an index of weights", RESTORE) from error
     if not files:
         raise LayoutError(path, "names no file", RESTORE)
     for name in files:
@@ -114,12 +116,24 @@ def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
     return files
 
 
-def read_weights(storage: Storage, location: Location, kind: Kind, names: list[str]) -> Checkpoint:
-    """Read the layout of weights; no tensor bytes.
+def read_weights(storage: Storage, location: Location, _report: Report) -> Checkpoint | None:
+    """Read the layout of a file of weights, or of those in a directory; no tensor bytes.
+
+    Returns:
+        The layout; None if there are no weights.
 
     Raises:
         CkptError: A file is damaged, or two hold the same tensor.
     """
+    found = find_weights(storage, location.directory)
+    if found is None:
+        return None
+    is_dir = storage.is_dir(location.directory)
+    directory = location.directory if is_dir else parent(location.directory)
+    return _read_files(storage, Location(directory, directory, location.tag), *found)
+
+
+def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: list[str]) -> Checkpoint:
     files: list[CheckpointFile] = []
     states: dict[str, State] = {}
     owner: dict[str, str] = {}
@@ -140,7 +154,9 @@ def read_weights(storage: Storage, location: Location, kind: Kind, names: list[s
             else:
                 torch = read_torch_file(reader)
                 found, records = _state_dict(index, torch, aliases), torch.records
-            file = CheckpointFile(name, reader.nbytes, kind_of_file, None, reader.version, records=records)
+            file = CheckpointFile(
+                name, reader.nbytes, kind_of_file, None, reader.version, container=kind.format, records=records
+            )
             files.append(file)
         for tensor, state in found.items():
             if tensor in states:
@@ -152,6 +168,7 @@ def read_weights(storage: Storage, location: Location, kind: Kind, names: list[s
         root=location.root,
         tag=location.tag,
         format=kind.format,
+        tells_buffers=False,
         stage=None,
         topology=Topology(),
         dtype=_dtype(states),
@@ -176,7 +193,7 @@ def _numel(tensor: safetensors.Tensor) -> int:
 
 
 def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:
-    """A state dict; tied tensors are one storage under several names."""
+    """Read a state dict; tied tensors are one storage under several names."""
     root = torch.root
     if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
         root = root["state_dict"]
@@ -195,7 +212,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
 
 
 def _dtype(states: Mapping[str, State]) -> str:
-    """The type that most elements are in."""
+    """The type of most elements."""
     counts: dict[str, int] = {}
     for state in states.values():
         counts[state.dtype] = counts.get(state.dtype, 0) + state.numel

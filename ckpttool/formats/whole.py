@@ -1,4 +1,4 @@
-"""Opens a checkpoint only if all of it is there."""
+"""Open a checkpoint only if it is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_whole(storage: Storage, path: str) -> bool:
-    """Whether a checkpoint can be opened, as far as can be seen without reading all of it."""
+    """Whether a checkpoint can be opened; tensor bytes are not read."""
     try:
         open_whole(storage, path)
     except CkptError:
@@ -25,21 +25,21 @@ def is_whole(storage: Storage, path: str) -> bool:
 
 
 def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False) -> Checkpoint:
-    """The layout of a checkpoint, every file of which is there; what is read of it later is compared with its manifest.
+    """Open a complete checkpoint; bytes that are read later are compared with its manifest.
 
     Args:
-        storage: Where it lies.
+        storage: Its storage.
         path: The directory of its tag.
         key: Its manifest must be signed with this key.
         committed: It must have a manifest.
 
     Raises:
         PlanError: It is not signed with that key, or has no manifest.
-        CkptError: It is torn or damaged, as far as can be seen without reading all of it.
+        CkptError: It is incomplete or damaged; tensor bytes are not checked.
     """
     if is_half_removed(storage, path):
         raise LayoutError(path, "is being removed", "use another tag")
     if committed and not is_commit(storage, path):
-        problem = "has no manifest: ckpttool did not save it to its end, or somebody removed that"
+        problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
         raise PlanError(path, problem, "choose another tag, or restore without require_committed")
     return open_checkpoint(path, storage=guard(storage, path, key))

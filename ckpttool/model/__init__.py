@@ -1,6 +1,6 @@
-"""The layout of a checkpoint: which parameters it holds, and where the bytes of each of their states lie.
+"""The layout of a checkpoint: its parameters, and the place of the bytes of each of their states.
 
-Data only; nothing here opens a file.
+Data only: no function here opens a file.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 EXTENT = np.dtype(
     [
         ("start", "<u8"),  # first element, in elements of the flattened tensor (C order)
-        ("numel", "<u8"),  # elements that lie here in one piece; 0 where a rank holds nothing but padding
+        ("numel", "<u8"),  # elements of one run; 0 where a rank holds only padding
         ("file", "<u4"),  # index into Checkpoint.files
         ("offset", "<u8"),  # first byte, counted from the start of that file
-        ("padding", "<u8"),  # elements of padding stored right behind them
-        ("runs", "<u8"),  # how often that repeats: 1, but for a tensor that is cut across its rows
+        ("padding", "<u8"),  # elements of padding stored after them
+        ("runs", "<u8"),  # number of runs: 1, except for a tensor that is cut across its rows
         ("pitch", "<u8"),  # elements of the tensor from the start of one run to that of the next
         ("stride", "<u8"),  # elements of the file from the start of one run to that of the next
     ]
 )
-"""One row: a run of elements that lies in one piece in one file, or many such runs at equal distances (the columns of a
+"""One row: a contiguous run of elements in one file, or many such runs at equal distances (the columns of a
 tensor-parallel rank). Rows are in ascending ``start``."""
 
 MASTER = "fp32"
-"""The state that the optimizer updates. fp32 unless the run kept its masters in 16 bit; the dtype tells."""
+"""The master weights, which the optimizer updates: fp32, unless the run kept them in 16 bit (see the dtype)."""
 MODULE = "module"
-"""The copy that the model computes with: 16-bit under mixed precision."""
+"""The module's copy, with which the model computes: 16-bit under mixed precision."""
 
 AHEAD = "the module's copies are newer than the masters (ZenFlow)"
-"""What users are told where that is so."""
+"""Note for the user where ``Checkpoint.ahead`` is set."""
 UNKNOWN_GROUP = -1
-"""Instead of a group's index: without ZeRO an optimizer only numbers its parameters."""
+"""Group index of a parameter whose group is unknown: without ZeRO an optimizer only numbers its parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class State:
-    """One state of a parameter (the master, the module's copy, a moment) and where its bytes lie.
+    """One state of a parameter (the master, the module's copy, a moment) and the place of its bytes.
 
     Source: DeepSpeed 0.19, runtime/zero/stage3.py (``fp32_flat_groups``) and runtime/zero/stage_1_and_2.py
     (``single_partition_of_fp32_groups``).
@@ -65,8 +65,8 @@ class State:
     extents: NDArray[np.void]
     """Rows of EXTENT in ascending start; read-only."""
     mean_with: tuple[State, ...] = ()
-    """Other states of the same shape and type, if the values are the mean of all of them: tensor-parallel copies of one
-    parameter that have drifted apart."""
+    """Other states of the same shape and type; the values are the mean of all: the copies of one parameter on
+    tensor-parallel ranks that have drifted apart."""
 
     def __post_init__(self) -> None:
         self.extents.flags.writeable = False
@@ -83,25 +83,25 @@ class State:
 
     @property
     def plain(self) -> bool:
-        """Whether its extents are single runs and hold the values as they are: copying them is all there is to do."""
+        """Whether the values can be copied from single runs as they are."""
         return not self.mean_with and bool((self.extents["runs"] <= 1).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Twin:
-    """Two places of one thing. What they hold must be equal, once ``state`` is cast to the type of ``copy``."""
+class Replica:
+    """A state and its replica: they must be equal once ``state`` is cast to the type of ``copy``."""
 
     name: str
     """The parameter or buffer, by its own or a tied name."""
     state: State
-    """What counts."""
+    """The state that is read."""
     copy: State
-    """The other one: the model's 16-bit copy of a master, a tied tensor stored twice, a tensor-parallel replica."""
+    """The replica: the module's 16-bit copy of a master, a tied tensor stored twice, a tensor-parallel replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How tensor parallelism slices a parameter, whatever the number of ranks.
+    """How tensor parallelism slices a parameter over any number of ranks.
 
     Source: DeepSpeed 0.19, checkpoint/universal_checkpoint.py (``load_hp_checkpoint_state``).
     """
@@ -109,15 +109,15 @@ class Slicing:
     dim: int = 0
     """The dimension along which it is cut."""
     parts: int = 1
-    """Equal parts along that dimension, each cut by itself."""
+    """Number of equal parts along that dimension; each is cut separately."""
     view: tuple[int | tuple[int, ...], ...] = ()
-    """The shape to see it in first; the sizes of its parts, where they differ, stand in the place of ``dim``."""
+    """Shape to view the parameter in before cutting; parts of different sizes are a tuple in the place of ``dim``."""
     vocabulary: bool = False
-    """Whether each number of ranks pads its rows anew."""
+    """Whether its rows are padded to a multiple of the number of ranks."""
 
 
 BY_ROWS = Slicing()
-"""What holds where nothing tells otherwise."""
+"""The default: cut along the first dimension."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +129,7 @@ class Parameter:
     shape: tuple[int, ...]
     """The whole tensor before partitioning."""
     group: int | None
-    """Index of its parameter group; None for a frozen parameter, UNKNOWN_GROUP where that cannot be told."""
+    """Index of its parameter group; None for a frozen parameter, UNKNOWN_GROUP if unknown."""
     states: Mapping[str, State]
     """By name: "fp32" (the master), "module" (the model's copy), and the optimizer's own: "exp_avg", ..."""
     slicing: Slicing = BY_ROWS
@@ -137,13 +137,33 @@ class Parameter:
 
     @property
     def frozen(self) -> bool:
-        """Whether the optimizer leaves it alone."""
+        """Whether no parameter group has it."""
         return self.group is None
 
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a parameter group has it, or it has a master."""
+        return not self.frozen or MASTER in self.states
+
+    @property
+    def master_state(self) -> State:
+        """The master, or the module's copy where there is no master."""
+        return self.states.get(MASTER) or self.states[MODULE]
+
+    @property
+    def module_state(self) -> State:
+        """The module's copy, or the master where there is no copy."""
+        return self.states.get(MODULE) or self.states[MASTER]
+
+    @property
+    def optimizer_states(self) -> dict[str, State]:
+        """The optimizer's own states, such as moments, by name."""
+        return {key: state for key, state in self.states.items() if key not in {MASTER, MODULE}}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,14 +178,14 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class ScalarState:
-    """A state of the optimizer that is one number for a whole group, such as Adam's step."""
+    """An optimizer state that is one number for a whole group, such as Adam's step."""
 
     value: float | int | bool
     """The number."""
     dtype: str | None
     """safetensors' spelling if it was saved as a 0-dim tensor; None for a Python number."""
     shape: tuple[int, ...] = ()
-    """(1,) if that tensor had one dimension."""
+    """(1,) if it was saved as a tensor of one dimension."""
 
 
 class TensorFloat(float):
@@ -189,7 +209,7 @@ class TensorFloat(float):
 
 
 class TensorInteger(int):
-    """The same of an integer.
+    """An integer hyper-parameter that was saved as a 0-dim tensor.
 
     Args:
         value: The number.
@@ -209,7 +229,7 @@ class TensorInteger(int):
 
 
 def tensor_number(scalar: ScalarState) -> float | int | bool:
-    """A number that remembers the type of the tensor that it was, if it was one."""
+    """The number as a Python number, which keeps the type of the tensor that it was saved as."""
     if scalar.dtype is None or isinstance(scalar.value, bool):
         return scalar.value
     if isinstance(scalar.value, float):
@@ -224,9 +244,9 @@ class ParamGroup:
     parameters: tuple[str, ...]
     """Names, in the order of the flat buffer."""
     hyperparameters: Mapping[str, Any]
-    """Learning rate, betas, weight decay and whatever else the optimizer keeps for a group.
+    """Learning rate, betas, weight decay and other values that the optimizer keeps for a group.
 
-    What was a 0-dim tensor is a TensorFloat or a TensorInteger.
+    Values saved as 0-dim tensors are TensorFloat or TensorInteger.
     """
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole group."""
@@ -234,12 +254,12 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Over how many ranks the checkpoint is spread, and how."""
+    """Numbers of ranks that the checkpoint was saved by, for each kind of parallelism."""
 
     data_parallel: int = 1
-    """Ranks that share the optimizer's states (sequence-parallel ranks included)."""
+    """Ranks that partition the optimizer's states (sequence-parallel ranks included)."""
     tensor_parallel: int = 1
-    """Ranks that share each layer."""
+    """Ranks that slice each layer."""
     pipeline_parallel: int = 1
     """Stages of layers."""
     expert_parallel: int = 1
@@ -260,22 +280,25 @@ class CheckpointFile:
     nbytes: int
     """Size in bytes."""
     kind: str
-    """Which states it holds: "model", "optimizer", "layer", "expert", "swapped", "weights"."""
+    """Kind of the states in it: "model", "optimizer", "layer", "expert", "swapped", "weights"."""
     rank: int | None
     """Data-parallel rank that wrote it; None where one file serves all ranks."""
     version: str
     """Differs when the file was written anew; see ``storage.Entry``."""
     model_rank: int | None = None
-    """Tensor- and pipeline-parallel rank that wrote it; None where there is but one, or one file serves all."""
+    """Tensor- and pipeline-parallel rank that wrote it; None if there is only one, or one file serves all."""
+    container: str = "torch"
+    """What the file is: "torch" (one file of ``torch.save``), "safetensors", "raw" (elements of one tensor), "dcp" (a
+    shard or the metadata of ``torch.distributed.checkpoint``)."""
     directory: str | None = None
-    """The directory it lies in, if that is not the checkpoint's location: another node's."""
+    """Its directory if that is another node's; None for the checkpoint's location."""
     records: tuple[Record, ...] = field(default=(), repr=False)
-    """Ranges of its bytes with the CRC-32 that was recorded when they were saved."""
+    """Ranges of its bytes with the CRC-32 that the save recorded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Checkpoint:
-    """What a checkpoint holds.
+    """The layout of a checkpoint.
 
     Raises:
         LayoutError: The extents of a state do not fill its shape exactly once or lie outside their file; names the
@@ -295,15 +318,15 @@ class Checkpoint:
     topology: Topology
     """Ranks."""
     dtype: str
-    """What the module computes in, safetensors' spelling."""
+    """Type that the module computes in, safetensors' spelling."""
     deepspeed_version: str | None
     """As recorded when it was saved."""
     step: int | None
-    """Steps of the engine (``global_steps``), those skipped included; None where nothing tells."""
+    """Steps of the engine (``global_steps``), skipped ones included; None if not recorded."""
     samples: int | None = None
-    """Samples that were trained on (``global_samples``); None where nothing tells."""
+    """Samples trained on (``global_samples``); None if not recorded."""
     skipped_steps: int
-    """Steps that the optimizer did not take because gradients had overflowed."""
+    """Steps that the optimizer skipped because gradients overflowed."""
     parameters: tuple[Parameter, ...]
     """In the order of the module's state dict, tied names left out."""
     buffers: tuple[Buffer, ...]
@@ -313,39 +336,44 @@ class Checkpoint:
     groups: tuple[ParamGroup, ...]
     """The optimizer's parameter groups."""
     unsliceable: tuple[str, ...] = ()
-    """Optimizer states whose shape does not follow the partition, so that they cannot be assigned to parameters."""
+    """Non-partitionable optimizer states: their shape does not follow the partition, so no parameter has them."""
     scheduler: Any = None
     """State of the learning-rate scheduler."""
     loss_scaler: Any = None
     """State of the loss scaler, as pickled."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
-    """What the user's code saved along."""
+    """Values that the user's code saved with the model."""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """DeepSpeed's configuration of the run."""
-    carried: Mapping[str, State] = field(default_factory=dict)
-    """Where the bytes of tensors inside ``client_state`` and ``scheduler`` lie: storage key to the whole storage."""
-    twins: tuple[Twin, ...] = ()
-    """What is stored twice."""
+    embedded: Mapping[str, State] = field(default_factory=dict)
+    """Embedded storages: of the tensors inside ``client_state`` and ``scheduler``, by storage key."""
+    replicas: tuple[Replica, ...] = ()
+    """States that are stored more than once."""
     ahead: bool = False
-    """Whether the module's copies of trained parameters have been trained since they were cast from the masters, as
-    under ZenFlow. Then the copies are the weights."""
+    """Whether the module's copies are newer than the masters, as under ZenFlow. Then the copies are the weights."""
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
     notes: tuple[LayoutError, ...] = ()
-    """What the reader noticed that did not keep it from reading, and may mean that something is wrong."""
+    """Findings that did not stop the reader, and may mean that something is wrong."""
     remarks: tuple[str, ...] = ()
-    """What a user should know of it, though nothing is wrong."""
+    """Remarks for the user; nothing is wrong."""
+    latest: str | None = None
+    """Name of the file in ``root`` that names the newest tag; None for a format without tags."""
+    masters_alone: bool = False
+    """Whether trained parameters have masters and nothing records the type that the module computes in."""
+    tells_buffers: bool = True
+    """Whether the files tell buffers from frozen parameters."""
     storage: Storage = field(default=LOCAL, repr=False, compare=False)
-    """Where its files lie."""
+    """The storage of its files."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():
             raise problem
 
     def problems(self) -> Iterator[LayoutError]:
-        """Every state whose extents do not fill its shape exactly once, or lie outside their file."""
+        """Find states whose extents do not fill their shape exactly once, or reach beyond their file."""
         sizes = np.array([f.nbytes for f in self.files], dtype=np.uint64)
-        copies = ((t.name, "a copy", copy) for t in self.twins for copy in (t.state, t.copy))
+        copies = ((t.name, "a copy", copy) for t in self.replicas for copy in (t.state, t.copy))
         everything = [*self.states(), *copies]
         for i in _suspects([state for _, _, state in everything], sizes):
             name, key, state = everything[i]
@@ -364,7 +392,7 @@ class Checkpoint:
                 )
 
     def states(self) -> Iterator[tuple[str, str, State]]:
-        """(parameter or buffer, state, where it lies) of everything that has bytes."""
+        """(parameter or buffer, name of the state, state) of every tensor."""
         for parameter in self.parameters:
             for key, state in parameter.states.items():
                 yield parameter.name, key, state
@@ -372,9 +400,13 @@ class Checkpoint:
             yield buffer.name, "buffer", buffer.state
 
     def weights(self, parameter: Parameter) -> State:
-        """What counts as a parameter's weights: its master, or the module's copy where that is newer or alone."""
-        first, second = (MODULE, MASTER) if self.ahead else (MASTER, MODULE)
-        return parameter.states.get(first) or parameter.states[second]
+        """A parameter's weights: the master, or the module's copy where that is newer or alone."""
+        return parameter.module_state if self.ahead else parameter.master_state
+
+    @property
+    def native(self) -> bool:
+        """Whether these are the files that DeepSpeed's ``save_checkpoint`` writes and ``load_checkpoint`` reads."""
+        return self.stage is not None
 
     def path(self, file: int) -> str:
         """Full path of a file by its index."""
@@ -388,7 +420,7 @@ class Checkpoint:
 
 
 def _suspects(states: Sequence[State], sizes: NDArray[np.uint64]) -> list[int]:
-    """Indices of the states that are not, at one look at all of them, whole, in order and inside their files."""
+    """Indices of the states that may be incomplete, out of order or beyond their files, by one vectorised check."""
     if not states:
         return []
     number = np.repeat(np.arange(len(states)), [len(s.extents) for s in states])
@@ -398,7 +430,7 @@ def _suspects(states: Sequence[State], sizes: NDArray[np.uint64]) -> list[int]:
     bad = rows["offset"] + rows["numel"] * item[number] > sizes[rows["file"]]
     wrong = np.zeros(len(states), dtype=bool)
     wrong[number[bad]] = wrong[woven] = True
-    # Of what is not empty, each run begins where the one before it ended, and all of them reach the end.
+    # Of the rows with elements, each begins at the end of the one before it, and the last one reaches the end.
     held = rows["numel"] > 0
     number, start, end = number[held], rows["start"][held], (rows["start"] + rows["numel"])[held]
     first = np.diff(number, prepend=-1) > 0
@@ -410,7 +442,7 @@ def _suspects(states: Sequence[State], sizes: NDArray[np.uint64]) -> list[int]:
 
 
 def extents(rows: int) -> NDArray[np.void]:
-    """An empty table of extents to be filled in, each a single run."""
+    """A table of extents to fill in, each a single run."""
     table = np.zeros(rows, dtype=EXTENT)
     table["runs"] = 1
     return table
@@ -425,13 +457,13 @@ def single_runs(table: NDArray[np.void], width: int) -> NDArray[np.void]:
     number = (np.arange(len(rows)) - np.repeat(np.cumsum(runs) - runs, runs)).astype(np.uint64)
     rows["start"] += number * rows["pitch"]
     rows["offset"] += number * rows["stride"] * np.uint64(width)
-    rows["padding"][:-1][np.diff(np.repeat(np.arange(len(table)), runs)) == 0] = 0  # it lies behind the last run
+    rows["padding"][:-1][np.diff(np.repeat(np.arange(len(table)), runs)) == 0] = 0  # it is stored after the last run
     rows["runs"] = 1
     return rows[np.argsort(rows["start"], kind="stable")]
 
 
 def stored_blocks(table: NDArray[np.void], width: int) -> NDArray[np.void]:
-    """The same bytes as blocks that lie in one piece, where in the tensor they belong left aside."""
+    """The same bytes as contiguous blocks of the file, regardless of their place in the tensor."""
     table = table.copy()
     dense = (table["runs"] > 1) & (table["stride"] == table["numel"])
     table["numel"][dense] *= table["runs"][dense]
@@ -440,7 +472,7 @@ def stored_blocks(table: NDArray[np.void], width: int) -> NDArray[np.void]:
 
 
 def one_extent(numel: int, file: int, offset: int) -> NDArray[np.void]:
-    """A table of one row: the whole tensor in one piece."""
+    """A table of one row: the whole tensor, contiguous."""
     table = extents(1 if numel else 0)
     if numel:
         table["numel"], table["file"], table["offset"] = numel, file, offset

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: the weights and the optimizer's states, each by one name."""
+"""The logical tensors of a checkpoint of any format: weights and optimizer states, each by one name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 WEIGHTS = "weights"
-"""A parameter's value (the master, or the model's own copy where that is newer or alone), or a buffer's."""
+"""A parameter's weights (the master, or the module's copy where that is newer or alone), or a buffer's values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,29 +27,29 @@ class Content:
     key: str
     """WEIGHTS, or the optimizer's name for the state: "exp_avg"."""
     state: State
-    """Where it lies."""
+    """The place of its bytes."""
 
 
 def contents(checkpoint: Checkpoint) -> list[Content]:
-    """Every tensor that counts, in the order of the module; second copies and tied names are left out."""
+    """Every logical tensor, in the order of the module, without replicas and tied names."""
     result = []
     for parameter in checkpoint.parameters:
         result.append(Content(parameter.name, WEIGHTS, checkpoint.weights(parameter)))
-        result += [Content(parameter.name, k, s) for k, s in parameter.states.items() if k not in {MASTER, MODULE}]
+        result += [Content(parameter.name, k, s) for k, s in parameter.optimizer_states.items()]
     result += [Content(b.name, WEIGHTS, b.state) for b in checkpoint.buffers]
     return result
 
 
 def find(checkpoint: Checkpoint, name: str, key: str) -> State:
-    """One tensor by its own or a tied name.
+    """Find one tensor by its own or a tied name.
 
     Args:
-        checkpoint: Where to look.
+        checkpoint: The checkpoint.
         name: Parameter or buffer.
-        key: WEIGHTS, or any state that the checkpoint names: "fp32", "module", "exp_avg".
+        key: WEIGHTS, or the name of a state: "fp32", "module", "exp_avg".
 
     Raises:
-        PlanError: There is none.
+        PlanError: The checkpoint has no such tensor.
     """
     stored = checkpoint.aliases.get(name, name)
     held = {k: s for owner, k, s in checkpoint.states() if owner == stored}
@@ -63,8 +63,8 @@ def find(checkpoint: Checkpoint, name: str, key: str) -> State:
 
 
 def matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name is asked for, by globs on the full name; no ``include`` means all."""
-    # A text is a sequence too, of letters; what is meant is one glob.
+    """A function that tells whether a full name matches the globs; no ``include`` means all names."""
+    # A string is a sequence of letters, but means one glob.
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
 
     def matches(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is to be written, as data: which bytes go where, and what must hold before the first is written."""
+"""Copy plans: the bytes of each file to write, and the comparisons to make before the first is written."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ COPY = np.dtype(
         ("cast", "<u2"),  # index into CopyPlan.casts
     ]
 )
-"""One row: a run of elements to copy, cast on the way if its pair of types says so."""
+"""One row: a run of elements to copy, and to cast if its types differ."""
 
-PROOF = np.dtype(
+CHECK = np.dtype(
     [
         ("source", "<u4"),  # where the master lies: index into sources
         ("start", "<u8"),  # its first byte
@@ -49,7 +49,7 @@ PROOF = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read from, as it was when the plan was made."""
+    """A source file, with its size and version at the time of planning."""
 
     path: str
     """Where it is."""
@@ -60,14 +60,14 @@ class SourceFile:
     storage: Storage = field(default=LOCAL, repr=False, compare=False)
     """Where it lies."""
     records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
-    """Ranges of its bytes with the CRC-32 that was recorded when they were saved."""
+    """Ranges of its bytes with the CRC-32 that the save recorded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proofs:
-    """Comparisons that show whether the layout is understood: the module's copy is the cast of the master.
+class ConsistencyChecks:
+    """Consistency checks: each module copy must equal the cast of its master.
 
-    Where it is not, offsets were misread or the checkpoint is a mixture.
+    If one differs, offsets were misread or the files are of two saves.
     """
 
     sources: tuple[SourceFile, ...]
@@ -77,7 +77,7 @@ class Proofs:
     names: tuple[str, ...]
     """Parameters."""
     rows: NDArray[np.void]
-    """Rows of PROOF."""
+    """Rows of CHECK."""
 
     @property
     def nbytes(self) -> int:
@@ -87,12 +87,12 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """A tensor whose elements lie scattered, or must be computed: it is put together in memory, a piece at a time."""
+    """A tensor whose elements are scattered or computed: it is assembled in memory, a chunk at a time."""
 
     state: State
-    """Where its elements come from."""
+    """The state to read."""
     dtype: str
-    """What it is written in."""
+    """Type to write."""
     target: int
     """First byte, counted from the start of the target file."""
     first: int
@@ -119,9 +119,9 @@ class TargetFile:
     copies: NDArray[np.void]
     """Rows of COPY."""
     gathers: tuple[Gather, ...] = ()
-    """What no copy can do."""
+    """Tensors that copies cannot make."""
     zeros: tuple[tuple[int, int], ...] = ()
-    """(offset, bytes) of what stays zero: padding."""
+    """(offset, number of bytes) of padding, which stays zero."""
     mode: int = 0o666
     """Permissions, before the umask."""
 
@@ -139,20 +139,20 @@ class CopyPlan:
     casts: tuple[tuple[str, str], ...]
     """Pairs of types in safetensors' spelling; equal types are a plain copy."""
     files: tuple[TargetFile, ...]
-    """Files to write; the last ones are those that make the rest look whole (an index)."""
-    proofs: Proofs | None = None
-    """What must hold first."""
+    """Files to write; those that make the others look complete (an index) are last."""
+    consistency: ConsistencyChecks | None = None
+    """Comparisons to make before the first byte is written."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():
             raise problem
 
     def problems(self) -> Iterator[PlanError]:
-        """Every target that is not filled exactly once."""
+        """Find target files that are not filled exactly once, or have unsafe names."""
         widths = np.array([itemsize(target) for _, target in self.casts], dtype=np.uint64)
         for file in self.files:
             if "\0" in file.name or any(part in {"", ".", ".."} for part in file.name.split("/")):
-                yield PlanError(file.name, "is no plain file name", "this is a bug in ckpttool")
+                yield PlanError(file.name, "is not a plain file name", "this is a bug in ckpttool")
             starts = [offset for offset, _ in (*file.literals, *file.zeros)] + [g.target for g in file.gathers]
             lengths = [len(data) for _, data in file.literals] + [nbytes for _, nbytes in file.zeros]
             lengths += [g.nbytes for g in file.gathers]
@@ -163,8 +163,8 @@ class CopyPlan:
                 yield PlanError(file.name, f"{gap.kind} at bytes {gap.start} to {gap.end}", "this is a bug in ckpttool")
 
     def fingerprint(self) -> str:
-        """The same for two plans that write the same bytes from the same files."""
-        import hashlib  # which takes longer to import than most plans take to make
+        """A digest that is equal for two plans that write the same bytes from the same files."""
+        import hashlib  # importing it takes longer than making most plans
 
         sha = hashlib.sha256(repr((self.sources, self.casts)).encode())
         for file in self.files:
@@ -191,11 +191,11 @@ class CopyPlan:
         copied = sum(_nbytes(file.copies, widths) for file in self.files)
         for gather in (g for f in self.files for g in f.gathers):
             copied += gather.numel * itemsize(gather.state.dtype) * (1 + len(gather.state.mean_with))
-        return copied + (self.proofs.nbytes if self.proofs else 0)
+        return copied + (self.consistency.nbytes if self.consistency else 0)
 
 
 def ranges_read(plan: CopyPlan, file: TargetFile) -> Iterator[tuple[int, int, int]]:
-    """(source, first byte, byte after the last) of all that a file is made of; ranges may overlap."""
+    """(source, first byte, byte after the last) of every range that a file is made of; ranges may overlap."""
     widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
     ends = file.copies["start"] + file.copies["numel"] * widths[file.copies["cast"]]
     yield from zip(file.copies["source"].tolist(), file.copies["start"].tolist(), ends.tolist(), strict=True)
@@ -211,7 +211,7 @@ def _nbytes(rows: NDArray[np.void], widths: Sequence[int]) -> int:
 
 
 def merge_literals(literals: Iterable[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
-    """Join (offset, bytes) that go on where others end: fewer writes, for a file may have dozens."""
+    """Join adjacent (offset, bytes): a file may have dozens, and fewer writes are faster."""
     merged: list[tuple[int, list[bytes]]] = []
     end = -1
     for offset, data in sorted(literals):
@@ -224,7 +224,7 @@ def merge_literals(literals: Iterable[tuple[int, bytes]]) -> tuple[tuple[int, by
 
 
 def merge_copies(rows: NDArray[np.void], casts: Sequence[tuple[str, str]]) -> NDArray[np.void]:
-    """Join rows that go on where the row before ends, on both sides: fewer, longer copies."""
+    """Join rows that are adjacent in both the source and the target: fewer, longer copies."""
     if len(rows) < 2:
         return rows
     source_width = np.array([itemsize(a) for a, _ in casts], dtype=np.uint64)[rows["cast"]]

@@ -1,4 +1,4 @@
-"""From states to copies: which bytes of a checkpoint's files go where in the files of a target."""
+"""From states to copies: rows of COPY between the files of a checkpoint and the files of a target."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Elements of a state, and where in a target file they go."""
+class Placement:
+    """A range of a state's elements, and its place in a target file."""
 
     state: State
-    """Where they come from."""
+    """The state."""
     dtype: str
-    """What they are written in."""
+    """Type to write."""
     target: int
     """First byte in the target file."""
     first: int = 0
     """First element."""
     numel: int | None = None
-    """Elements; None for all from the first on."""
+    """Number of elements; None for all from ``first``."""
 
 
 class CopyBuilder:
-    """Collects the copies of a plan whose sources are the files of one checkpoint."""
+    """Builds the copies of a plan whose sources are the files of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.sources = source_files(checkpoint)
@@ -47,7 +47,7 @@ class CopyBuilder:
         """Pairs of types used so far."""
         return tuple(self._casts)
 
-    def copies(self, pieces: Iterable[Piece]) -> tuple[NDArray[np.void], tuple[Gather, ...]]:
+    def copies(self, pieces: Iterable[Placement]) -> tuple[NDArray[np.void], tuple[Gather, ...]]:
         """The copies of one target file, and what no copy can do."""
         tables = []
         gathers = []

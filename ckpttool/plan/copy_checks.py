@@ -1,6 +1,6 @@
-"""Checkpoint -> the comparisons that prove its layout: the module's copy must be the cast of the master.
+"""Checkpoint -> consistency checks of its layout: each module copy must be the cast of its master.
 
-At stages 1 and 2 a checkpoint holds both. A layout misread by one element makes nearly all of them differ.
+At stages 1 and 2 a checkpoint holds both. If the layout is misread by one element, nearly all elements differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.casts import castable
 from ckpttool.dtypes import itemsize
 from ckpttool.model import single_runs
-from ckpttool.plan import PROOF, Proofs, SourceFile
+from ckpttool.plan import CHECK, ConsistencyChecks, SourceFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 SAMPLE = 256
-"""Elements compared at each end of every fragment when not all of them are."""
+"""Elements compared at each end of every fragment, if only samples are."""
 DISTANT_ROWS = 64
-"""Of these, how many are looked at where each costs a round trip."""
+"""Rows compared on remote storage, where each costs a round trip."""
 
 
-def full_proofs(checkpoint: Checkpoint) -> Proofs:
+def full_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
     """Compare every element."""
-    return _proofs(checkpoint, None)
+    return _checks(checkpoint, None)
 
 
-def sample_proofs(checkpoint: Checkpoint) -> Proofs:
-    """Compare the first and last elements of every fragment: a few kilobytes for each, and every border is seen.
+def sample_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
+    """Compare the first and last elements of every fragment: a few kilobytes each, and every border is covered.
 
-    Where each costs a round trip, only some of them.
+    On remote storage, where each costs a round trip, compare some of the fragments.
     """
-    proofs = _proofs(checkpoint, SAMPLE)
-    if checkpoint.storage.distant and len(proofs.rows) > DISTANT_ROWS:
-        evenly = np.linspace(0, len(proofs.rows) - 1, DISTANT_ROWS).astype(np.int64)
-        return replace(proofs, rows=proofs.rows[evenly])
-    return proofs
+    checks = _checks(checkpoint, SAMPLE)
+    if checkpoint.storage.distant and len(checks.rows) > DISTANT_ROWS:
+        evenly = np.linspace(0, len(checks.rows) - 1, DISTANT_ROWS).astype(np.int64)
+        return replace(checks, rows=checks.rows[evenly])
+    return checks
 
 
-def _proofs(checkpoint: Checkpoint, window: int | None) -> Proofs:
+def _checks(checkpoint: Checkpoint, window: int | None) -> ConsistencyChecks:
     casts: dict[tuple[str, str], int] = {}
     names: list[str] = []
     tables: list[NDArray[np.void]] = []
-    for twin in checkpoint.twins:
+    for twin in checkpoint.replicas:
         if castable(twin.state.dtype, twin.copy.dtype):
             cast = casts.setdefault((twin.state.dtype, twin.copy.dtype), len(casts))
             tables.append(_rows(twin.state, twin.copy, window, cast, len(names)))
             names.append(twin.name)
-    rows = np.concatenate(tables) if tables else np.zeros(0, dtype=PROOF)
-    return Proofs(source_files(checkpoint), tuple(casts), tuple(names), rows)
+    rows = np.concatenate(tables) if tables else np.zeros(0, dtype=CHECK)
+    return ConsistencyChecks(source_files(checkpoint), tuple(casts), tuple(names), rows)
 
 
 def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
@@ -68,14 +68,14 @@ def _rows(master: State, copy: State, window: int | None, cast: int, name: int) 
     start, numel, left, right = _aligned(master, copy)
     skip = np.zeros(len(start), dtype=np.uint64)
     if window is not None:
-        # Long fragments are looked at from both ends, short ones whole.
+        # Long fragments are compared at both ends, short ones whole.
         long = np.flatnonzero(numel > 2 * window)
         skip = np.concatenate([skip, numel[long] - np.uint64(window)])
         numel[long] = window
         left, right = np.concatenate([left, left[long]]), np.concatenate([right, right[long]])
         start = np.concatenate([start, start[long]])
         numel = np.concatenate([numel, np.full(len(long), window, dtype=np.uint64)])
-    rows = np.zeros(len(start), dtype=PROOF)
+    rows = np.zeros(len(start), dtype=CHECK)
     for side, at, state in ((left, "", master), (right, "copy_", copy)):
         rows[f"{at}source"] = side["file"]
         rows[f"{at}start"] = side["offset"] + (start + skip - side["start"]) * np.uint64(itemsize(state.dtype))
@@ -86,10 +86,10 @@ def _rows(master: State, copy: State, window: int | None, cast: int, name: int) 
 def _aligned(
     master: State, copy: State
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.void], NDArray[np.void]]:
-    """Cut two states at every border of either: (first element, elements, extent of one, extent of the other)."""
+    """Cut two states at every border of either: (first element, elements, extent of master, extent of copy)."""
     sides = [single_runs(s.extents[s.extents["numel"] > 0], itemsize(s.dtype)) for s in (master, copy)]
     left, right = sides
-    # The model's copy is nearly always in one piece.
+    # The module's copy is nearly always contiguous.
     start = left["start"] if len(right) == 1 else np.union1d(left["start"], right["start"])
     numel = np.diff(start, append=np.uint64(master.numel))
     here, there = (side[np.searchsorted(side["start"], start, side="right") - 1] for side in sides)

@@ -1,7 +1,7 @@
-"""Which values that are cast into one file are copied into another as they are: both can be made of one reading.
+"""Find casts whose source bytes are also copied verbatim, so that one read serves both.
 
-The 16-bit weights of a checkpoint are casts of masters that are in it too. Without this a third of what a conversion
-writes would be read twice, the second time from a disk where the checkpoint is larger than memory.
+The 16-bit weights of a target are casts of masters that the target holds too. Without shared reads a conversion reads
+a third of its bytes twice; if the checkpoint is larger than memory, the second read is from disk again.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
     from ckpttool.plan import CopyPlan
 
-RIDER = np.dtype(
+SHARED_READ = np.dtype(
     [
-        ("carrier", "<u8"),  # first byte that the copy which reads the values writes, in its own file
+        ("copy_target", "<u8"),  # first target byte of the copy that reads the values
         ("skip", "<u8"),  # bytes of that copy before the values
         ("numel", "<u8"),  # elements
-        ("file", "<u4"),  # where they are cast to: index into CopyPlan.files
+        ("file", "<u4"),  # file to write the cast to: index into CopyPlan.files
         ("target", "<u8"),  # first byte there
         ("cast", "<u2"),  # index into CopyPlan.casts
     ]
 )
-"""One row: a run of elements that is cast on the way of a copy."""
+"""One row: a run of elements to cast from the bytes that a copy reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Riders:
-    """The rows of a plan, with those casts told apart that need no reading of their own."""
+class SharedReads:
+    """The rows of a plan, and the casts that share the read of a copy."""
 
-    alone: Mapping[int, NDArray[np.void]]
-    """By file: rows of COPY that read for themselves."""
-    carried: Mapping[int, NDArray[np.void]]
-    """By file whose copies carry them: rows of RIDER, by carrier and skip."""
+    separate: Mapping[int, NDArray[np.void]]
+    """By file: rows of COPY with a read of their own."""
+    shared: Mapping[int, NDArray[np.void]]
+    """By the file of the copy: rows of SHARED_READ, in the order of ``copy_target`` and ``skip``."""
 
     @property
     def files(self) -> set[int]:
-        """The files into which some are cast."""
-        return {n for rows in self.carried.values() for n in rows["file"].tolist()}
+        """The files that shared reads write to."""
+        return {n for rows in self.shared.values() for n in rows["file"].tolist()}
 
 
-def find_riders(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> Riders:
-    """Find casts whose values other rows copy, all of them.
+def find_shared_reads(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> SharedReads:
+    """Find casts all of whose source bytes are copied by other rows.
 
     Args:
-        plan: What is written.
-        copies: By file that is still to be written: its rows of COPY.
+        plan: The plan.
+        copies: Rows of COPY of each file that is still to be written.
     """
-    nothing = Riders(copies, {})
+    nothing = SharedReads(copies, {})
     same = np.array([a == b for a, b in plan.casts])
     if same.all() or not copies:
         return nothing
@@ -72,36 +72,36 @@ def find_riders(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) -> Rider
     by, which = _overlaps(begin, end, _apart(begin, end, np.flatnonzero(copied)), casts)
     of = casts[which]
     low, high = np.maximum(begin[by], begin[of]), np.minimum(end[by], end[of])
-    # No element may be cut, neither by the ends of a copy nor by those of the pieces that it is made in.
+    # Neither the ends of a copy nor those of the chunks that it is made in may split an element.
     whole = ((begin[by] - begin[of]) % width[of] == 0) & (rows["target"][by].astype(np.int64) % width[of] == 0)
     found = np.bincount(which, weights=np.where(whole, high - low, 0), minlength=len(casts)).astype(np.int64)
-    rides = found == end[casts] - begin[casts]
-    keep = rides[which]
+    served = found == end[casts] - begin[casts]
+    keep = served[which]
     if not keep.any():
         return nothing
     by, of, low, high = by[keep], of[keep], low[keep], high[keep]
     targets = np.array([itemsize(b) for _, b in plan.casts], dtype=np.int64)[rows["cast"][of]]
-    riders = np.zeros(len(by), dtype=RIDER)
-    riders["carrier"] = rows["target"][by]
-    riders["skip"] = low - begin[by]
-    riders["numel"] = (high - low) // width[of]
-    riders["file"] = files[of]
-    riders["target"] = rows["target"][of].astype(np.int64) + (low - begin[of]) // width[of] * targets
-    riders["cast"] = rows["cast"][of]
-    order = np.lexsort((riders["skip"], riders["carrier"], files[by]))
-    riders, of_file = riders[order], files[by[order]].astype(np.int64)
+    shared = np.zeros(len(by), dtype=SHARED_READ)
+    shared["copy_target"] = rows["target"][by]
+    shared["skip"] = low - begin[by]
+    shared["numel"] = (high - low) // width[of]
+    shared["file"] = files[of]
+    shared["target"] = rows["target"][of].astype(np.int64) + (low - begin[of]) // width[of] * targets
+    shared["cast"] = rows["cast"][of]
+    order = np.lexsort((shared["skip"], shared["copy_target"], files[by]))
+    shared, of_file = shared[order], files[by[order]].astype(np.int64)
     left = np.ones(len(rows), dtype=bool)
-    left[casts[rides]] = False
+    left[casts[served]] = False
     ends = np.cumsum([len(r) for r in copies.values()])[:-1]
     alone = (r[k] for r, k in zip(np.split(rows, ends), np.split(left, ends), strict=True))
     # Not np.unique: it imports numpy.ma, which takes longer than all of this.
     starts = np.flatnonzero(np.diff(of_file, prepend=-1))
-    carried = dict(zip(of_file[starts].tolist(), np.split(riders, starts[1:]), strict=True))
-    return Riders(dict(zip(copies, alone, strict=True)), carried)
+    carried = dict(zip(of_file[starts].tolist(), np.split(shared, starts[1:]), strict=True))
+    return SharedReads(dict(zip(copies, alone, strict=True)), carried)
 
 
 def _apart(begin: NDArray[np.int64], end: NDArray[np.int64], rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Those rows, by their first byte, that read nothing which a row before them has read: one reading is enough."""
+    """The rows, in the order of their first byte, without those that overlap an earlier row."""
     rows = rows[np.argsort(begin[rows], kind="stable")]
     reached = np.maximum.accumulate(end[rows])
     apart: NDArray[np.bool_] = np.concatenate([np.ones(min(1, len(rows)), bool), begin[rows][1:] >= reached[:-1]])
@@ -110,11 +110,11 @@ def _apart(begin: NDArray[np.int64], end: NDArray[np.int64], rows: NDArray[np.in
 
 
 def _overlaps(
-    begin: NDArray[np.int64], end: NDArray[np.int64], carriers: NDArray[np.intp], casts: NDArray[np.intp]
+    begin: NDArray[np.int64], end: NDArray[np.int64], copies: NDArray[np.intp], casts: NDArray[np.intp]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Every carrier that reads bytes of a cast, and the place of that cast among ``casts``."""
-    first = np.searchsorted(end[carriers], begin[casts], side="right")
-    count = np.maximum(np.searchsorted(begin[carriers], end[casts], side="left") - first, 0)
+    """Pairs of a copy and a cast that overlap: (rows of copies, positions in ``casts``)."""
+    first = np.searchsorted(end[copies], begin[casts], side="right")
+    count = np.maximum(np.searchsorted(begin[copies], end[casts], side="left") - first, 0)
     which = np.repeat(np.arange(len(casts)), count)
     number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)  # 0, 1, 2 for each cast
-    return carriers[np.repeat(first, count) + number], which
+    return copies[np.repeat(first, count) + number], which

@@ -20,19 +20,20 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, Size, TorchDType
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
-from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.dcp_shards import METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
+from ckpttool.targets.embedded import without_tensors
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
-from ckpttool.targets.universal import scalar_bytes, without_tensors
+from ckpttool.targets.universal.plan import scalar_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ckpttool.model import Checkpoint, Parameter, State
-    from ckpttool.plan import Proofs
+    from ckpttool.plan import ConsistencyChecks
 
 MAX_FILE_BYTES = 5_000_000_000
 """A file is not made larger, unless by a single tensor."""
@@ -58,7 +59,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _TensorEntry:
     """One thing to write: an archive of its own."""
 
     path: Path
@@ -76,7 +77,9 @@ class _Entry:
         return ".".join(map(str, self.path))
 
 
-def plan_dcp(checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, proofs: Proofs | None = None) -> CopyPlan:
+def plan_dcp(
+    checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, consistency: ConsistencyChecks | None = None
+) -> CopyPlan:
     """Plan ``.metadata`` and the files that it describes.
 
     Trained parameters come from their masters, as FSDP keeps them; frozen parameters and buffers as they are. A step is
@@ -85,13 +88,13 @@ def plan_dcp(checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, pr
     Args:
         checkpoint: What to convert.
         max_file_bytes: When to begin another file.
-        proofs: What must hold first.
+        consistency: Comparisons to make before the first byte is written.
 
     Raises:
         PlanError: It holds nothing, or two things of one name.
     """
     builder = CopyBuilder(checkpoint)
-    entries: list[_Entry] = []
+    entries: list[_TensorEntry] = []
     files: list[TargetFile] = []
     where: dict[str, tuple[str, int, int]] = {}
     shard: list[tuple[int, TargetFile]] = []
@@ -119,13 +122,13 @@ def plan_dcp(checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, pr
             where[tied.fqn] = where[weights[stored].fqn]
             entries.append(tied)
     files.append(plain_file(METADATA, pickle(_metadata(entries, where), path=METADATA)))
-    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
+    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
 
 
 # ------------------------------------------------------------------------------------------------- what is written
 
 
-def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_Entry]:
+def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_TensorEntry]:
     for parameter in checkpoint.parameters:
         state = checkpoint.weights(parameter)
         dtype = "F32" if MASTER in parameter.states and castable(state.dtype, "F32") else state.dtype
@@ -146,7 +149,7 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_Entry]:
                 yield _object(builder, ("optim", "param_groups", g, key), value)
 
 
-def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) -> Iterator[_Entry]:
+def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) -> Iterator[_TensorEntry]:
     path = ("optim", "state", parameter.name)
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE, STEP}:
@@ -159,22 +162,22 @@ def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) 
         yield _number(builder, (*path, key), scalar.value, scalar.dtype or "F32", scalar.shape)
 
 
-def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Entry:
+def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _TensorEntry:
     file = TorchFileBuilder(_ARCHIVE, builder)
-    return _Entry(path, file.build(file.whole(state, dtype)), dtype, state.shape)
+    return _TensorEntry(path, file.build(file.whole(state, dtype)), dtype, state.shape)
 
 
 def _number(
     builder: CopyBuilder, path: Path, value: float | int | bool, dtype: str, shape: tuple[int, ...] = ()
-) -> _Entry:
+) -> _TensorEntry:
     """A tensor of one number."""
     file = TorchFileBuilder(_ARCHIVE, builder)
-    return _Entry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype, shape)), dtype, shape)
+    return _TensorEntry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype, shape)), dtype, shape)
 
 
-def _object(builder: CopyBuilder, path: Path, value: Any) -> _Entry:
+def _object(builder: CopyBuilder, path: Path, value: Any) -> _TensorEntry:
     file = TorchFileBuilder(_ARCHIVE, builder)
-    return _Entry(path, file.build(file.hyperparameters(value)), None, ())
+    return _TensorEntry(path, file.build(file.hyperparameters(value)), None, ())
 
 
 # ------------------------------------------------------------------------------------------------- files
@@ -208,7 +211,7 @@ def _shard(number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
 # ------------------------------------------------------------------------------------------------- metadata
 
 
-def _metadata(entries: Iterable[_Entry], where: dict[str, tuple[str, int, int]]) -> Opaque:
+def _metadata(entries: Iterable[_TensorEntry], where: dict[str, tuple[str, int, int]]) -> Opaque:
     """A ``Metadata``, as pickle would write it."""
     described: dict[str, Opaque] = {}
     paths: dict[str, Path] = {}

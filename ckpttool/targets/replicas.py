@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.plan.builder import CopyBuilder, Piece
+from ckpttool.plan.builder import CopyBuilder, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ def plan_packed(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[C
     for name, state in tensors.items():
         nbytes = state.numel * itemsize(state.dtype)
         packed.append(Packed(name, state.dtype, at, nbytes))
-        pieces.append(Piece(state, state.dtype, at))
+        pieces.append(Placement(state, state.dtype, at))
         end = -(-(at + nbytes) // ALIGNMENT) * ALIGNMENT
         zeros.append((at + nbytes, end - at - nbytes))
         at = end

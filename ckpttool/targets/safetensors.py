@@ -8,7 +8,7 @@ from ckpttool.containers import safetensors
 from ckpttool.errors import PlanError
 from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.plan.builder import CopyBuilder, Piece
+from ckpttool.plan.builder import CopyBuilder, Placement
 from ckpttool.targets.index import index_file
 from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import Proofs
+    from ckpttool.plan import ConsistencyChecks
 
 INDEX = "model.safetensors.index.json"
 """Name of the index over several files."""
@@ -27,7 +27,7 @@ def plan_safetensors(
     selection: WeightSelection,
     *,
     max_shard_bytes: int,
-    proofs: Proofs | None,
+    consistency: ConsistencyChecks | None,
     stem: str = "model",
 ) -> CopyPlan:
     """Plan ``model.safetensors``, or shards and ``model.safetensors.index.json``.
@@ -54,7 +54,7 @@ def plan_safetensors(
         files.append(
             index_file(INDEX if stem == "model" else f"{stem}.safetensors.index.json", names, shards, selection)
         )
-    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
+    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
 
 
 def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:
@@ -62,5 +62,5 @@ def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: W
     here = {w.name for w in shard}
     metadata = {**{a: n for a, n in selection.aliases.items() if n in here}, "format": "pt"}
     header, begin = safetensors.build(tensors, metadata)
-    copies, gathers = builder.copies([Piece(w.state, w.dtype, begin[w.name]) for w in shard])
+    copies, gathers = builder.copies([Placement(w.state, w.dtype, begin[w.name]) for w in shard])
     return TargetFile(name, len(header) + sum(w.nbytes for w in shard), ((0, header),), copies, gathers)

@@ -1,4 +1,4 @@
-"""Companion files of the model -> files of a plan."""
+"""SidecarFile files of the model -> files of a plan."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.execution.read_checks import archive_records
-from ckpttool.formats.sidecars import BESIDE, OWN, POSITION, RANDOM, STEPS_OF_RANKS, find_companions
+from ckpttool.formats.sidecars import OWN, POSITION, RANDOM, RESUME_FILES, STEPS_OF_RANKS, find_sidecars
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.formats.sidecars import Companion
+    from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """What ``config.json`` calls the type of the weights: transformers 5, and before."""
 
 
-def companions_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Companion], list[str]]:
+def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[SidecarFile], list[str]]:
     """What lies beside a checkpoint and goes along to so many ranks, and a sentence on each kind that does not.
 
     Args:
@@ -31,7 +31,7 @@ def companions_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Comp
         ranks: Of the target; None where it is for any number.
     """
     storage, root = checkpoint.storage, checkpoint.root
-    everything = find_companions(storage, root, (*BESIDE, *RANDOM, *POSITION))
+    everything = find_sidecars(storage, root, (*RESUME_FILES, *RANDOM, *POSITION))
     random, position = ([c for c in everything if _is(c.name, kind)] for kind in (RANDOM, POSITION))
     found = [c for c in everything if c not in random and c not in position]
     t = checkpoint.topology
@@ -39,7 +39,7 @@ def companions_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Comp
     notes = []
     if same:
         found += [*(random if len(random) == ranks else ()), *position]
-    kept = {companion.name for companion in found}
+    kept = {sidecar.name for sidecar in found}
     if left := [c.name for c in random if c.name not in kept]:
         notes.append(
             f"random number states are each rank's own and stay behind ({_few(left)}): random numbers begin anew"
@@ -52,7 +52,7 @@ def companions_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Comp
             "splits batches, and stands elsewhere over another number of ranks"
         )
     known = {*kept, *(c.name for c in (*random, *position)), *(f.name for f in checkpoint.files)}
-    if checkpoint.format in {"zero", "universal"}:
+    if checkpoint.latest is not None:
         left = [e.name for e in storage.listing(root) if not e.is_dir and e.name not in known and not _is(e.name, OWN)]
         if left:
             notes.append(f"what else lies beside the checkpoint stays behind: {_few(sorted(left))}")
@@ -67,27 +67,27 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join([*names[:4], f"and {len(names) - 4} more"] if len(names) > 4 else names)
 
 
-def with_companions(plan: CopyPlan, companions: Sequence[Companion], dtype: str | None) -> CopyPlan:
-    """Add companion files to a plan, before the files that make it look whole.
+def with_sidecars(plan: CopyPlan, sidecars: Sequence[SidecarFile], dtype: str | None) -> CopyPlan:
+    """Add sidecar files to a plan, before the files that make it look whole.
 
     ``config.json`` gets the type that the weights are written in, where it names one; with None it stays as it is.
     """
     sources = (
         *plan.sources,
-        *(SourceFile(c.path, c.nbytes, c.version, c.storage, archive_records(c.storage, c.path)) for c in companions),
+        *(SourceFile(c.path, c.nbytes, c.version, c.storage, archive_records(c.storage, c.path)) for c in sidecars),
     )
     casts = (*plan.casts, ("U8", "U8"))
     files = []
-    for number, companion in enumerate(companions):
-        edited = _edit_config(companion.text, dtype) if companion.text is not None and dtype is not None else None
+    for number, sidecar in enumerate(sidecars):
+        edited = _edit_config(sidecar.text, dtype) if sidecar.text is not None and dtype is not None else None
         if edited is not None:
-            files.append(TargetFile(companion.name, len(edited), ((0, edited),), np.zeros(0, dtype=COPY)))
+            files.append(TargetFile(sidecar.name, len(edited), ((0, edited),), np.zeros(0, dtype=COPY)))
         else:
-            copy = np.zeros(1 if companion.nbytes else 0, dtype=COPY)
-            if companion.nbytes:
-                copy[0] = (len(plan.sources) + number, 0, companion.nbytes, 0, len(plan.casts))
-            files.append(TargetFile(companion.name, companion.nbytes, (), copy))
-    return CopyPlan(sources, casts, (*files, *plan.files), plan.proofs)
+            copy = np.zeros(1 if sidecar.nbytes else 0, dtype=COPY)
+            if sidecar.nbytes:
+                copy[0] = (len(plan.sources) + number, 0, sidecar.nbytes, 0, len(plan.casts))
+            files.append(TargetFile(sidecar.name, sidecar.nbytes, (), copy))
+    return CopyPlan(sources, casts, (*files, *plan.files), plan.consistency)
 
 
 def _edit_config(text: str, dtype: str) -> bytes | None:

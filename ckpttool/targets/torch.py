@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import Proofs, TargetFile
+    from ckpttool.plan import ConsistencyChecks, TargetFile
 
 INDEX = "pytorch_model.bin.index.json"
 """Name of the index over several files."""
 
 
 def plan_torch(
-    checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int, proofs: Proofs | None
+    checkpoint: Checkpoint, selection: WeightSelection, *, max_shard_bytes: int, consistency: ConsistencyChecks | None
 ) -> CopyPlan:
     """Plan ``pytorch_model.bin``, or shards and ``pytorch_model.bin.index.json``.
 
@@ -34,7 +34,7 @@ def plan_torch(
     files = [_file(builder, name, shard, selection) for name, shard in zip(names, shards, strict=True)]
     if len(files) > 1:
         files.append(index_file(INDEX, names, shards, selection, aliases=True))
-    return CopyPlan(builder.sources, builder.casts, tuple(files), proofs)
+    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
 
 
 def _file(builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection) -> TargetFile:

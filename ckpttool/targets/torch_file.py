@@ -1,4 +1,4 @@
-"""A file that ``torch.load`` reads, from plain data and pieces of states."""
+"""Plan a file that ``torch.load`` reads, from plain data and ranges of states."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
-from ckpttool.containers.values import StorageRef, TensorRef
+from ckpttool.containers.values import Opaque, StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.plan import TargetFile, merge_literals
-from ckpttool.plan.builder import Piece
+from ckpttool.plan.builder import Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TorchFileBuilder:
-    """Lays out one file: storages as they are asked for, then the structure that refers to them.
+    """Plans one file: its storages in the order of the calls, then the structure that refers to them.
 
     Args:
         name: The file, relative to the output directory.
@@ -32,17 +32,17 @@ class TorchFileBuilder:
     def __init__(self, name: str, copies: CopyBuilder) -> None:
         self.name = name
         self._copies = copies
-        self._storages: dict[str, tuple[StorageRef, list[Piece]]] = {}
+        self._storages: dict[str, tuple[StorageRef, list[Placement]]] = {}
         self._values: dict[str, bytes] = {}
 
     def whole(self, state: State, dtype: str | None = None) -> TensorRef:
-        """A tensor of its own, cast to ``dtype`` if it is given."""
+        """Add a tensor with a storage of its own, cast to ``dtype`` if given."""
         dtype = dtype or state.dtype
-        storage = self.storage(dtype, state.numel, [Piece(state, dtype, 0)])
+        storage = self.storage(dtype, state.numel, [Placement(state, dtype, 0)])
         return view(storage, dtype, 0, state.shape)
 
-    def storage(self, dtype: str, numel: int, pieces: Iterable[Piece]) -> StorageRef:
-        """A storage made of pieces, whose targets count from its start; what they leave out stays zero."""
+    def storage(self, dtype: str, numel: int, pieces: Iterable[Placement]) -> StorageRef:
+        """Add a storage made of ``pieces``, whose targets count from its start; the gaps stay zero."""
         typed = DTYPES[dtype].storage
         key = str(len(self._storages))
         nbytes = numel * itemsize(dtype)
@@ -51,13 +51,13 @@ class TorchFileBuilder:
         return ref
 
     def scalar(self, data: bytes, dtype: str, shape: tuple[int, ...] = ()) -> TensorRef:
-        """A tensor of one value, 0-dim unless ``shape`` says (1,)."""
+        """Add a tensor of one value, 0-dim unless ``shape`` is (1,)."""
         storage = self.storage(dtype, 1, [])
         self._values[storage.key] = data
         return view(storage, dtype, 0, shape)
 
     def hyperparameters(self, value: Any) -> Any:
-        """Hyper-parameters in the form they were saved in: numbers that were 0-dim tensors are tensors again."""
+        """Hyper-parameters in the form they were saved in: TensorFloat and TensorInteger become 0-dim tensors."""
         if isinstance(value, TensorFloat | TensorInteger):
             import numpy as np
 
@@ -91,7 +91,7 @@ class TorchFileBuilder:
                     zeros.append((start + filled, piece.target - filled))
                 numel = piece.state.numel - piece.first if piece.numel is None else piece.numel
                 filled = piece.target + numel * itemsize(piece.dtype)
-                placed.append(Piece(piece.state, piece.dtype, start + piece.target, piece.first, numel))
+                placed.append(Placement(piece.state, piece.dtype, start + piece.target, piece.first, numel))
             if filled < ref.nbytes:
                 zeros.append((start + filled, ref.nbytes - filled))
         copies, gathers = self._copies.copies(placed)
@@ -111,3 +111,10 @@ def plain_file(name: str, data: bytes) -> TargetFile:
     from ckpttool.plan import COPY
 
     return TargetFile(name, len(data), ((0, data),) if data else (), np.zeros(0, dtype=COPY))
+
+
+def opaque_object(module: str, name: str, state: dict[str, Any]) -> Opaque:
+    """Make an object of a class that is not imported, with a state for ``__setstate__``."""
+    made = Opaque(module, name, "new")
+    made.stated, made.state = True, state
+    return made

@@ -1,4 +1,4 @@
-"""Which tensors a file of weights gets, from which state of each parameter, and in how many files."""
+"""Select the tensors of a weights-only file, the state that each is read from, and the split into files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Weight:
     name: str
     """Its name in the module's state dict."""
     state: State
-    """Where its values come from."""
+    """The state to read."""
     dtype: str
-    """What it is written in."""
+    """Type to write."""
 
     def renamed(self, name: str) -> Weight:
         """The same under another name."""
@@ -40,12 +40,12 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightSelection:
-    """What is to be written."""
+    """The tensors to write."""
 
     weights: tuple[Weight, ...]
     """In the order of the module; tied names left out."""
     aliases: Mapping[str, str]
-    """Tied names of what is written: alias to the name it is stored under."""
+    """Tied names of the written tensors: alias to the name it is stored under."""
 
 
 def select_weights(
@@ -58,11 +58,11 @@ def select_weights(
     exclude_frozen: bool,
     only: frozenset[str] | None = None,
 ) -> WeightSelection:
-    """Choose the tensors.
+    """Select the tensors to write.
 
     Trainable parameters come from their masters, frozen ones from the module's copy, both cast to ``dtype``. Buffers
-    keep the type that the model had (narrowing a rotary table or a running variance would lose what nobody asked to
-    lose), and so does what is no floating-point number.
+    keep the type that the model had (narrowing a rotary table or a running variance would lose precision unasked), and
+    so do tensors of other than floating-point types.
 
     Args:
         checkpoint: The source.
@@ -71,10 +71,10 @@ def select_weights(
         include: Globs on full names; empty means all.
         exclude: Globs on full names; they win over ``include``.
         exclude_frozen: Leave out frozen parameters.
-        only: Exactly these, if they are given.
+        only: Names to choose from; None for all.
 
     Raises:
-        PlanError: Nothing is left, or a parameter is of a type that cannot be cast.
+        PlanError: No tensor is left, or a parameter has a type that cannot be cast.
     """
     matches = matcher(include, exclude)
     frozen_out = {p.name for p in checkpoint.parameters if exclude_frozen and p.frozen}
@@ -87,7 +87,7 @@ def select_weights(
         if parameter.name in wanted:
             state = _weights_of(checkpoint, parameter, source)
             if not DTYPES[state.dtype].floating:
-                weights.append(Weight(parameter.name, state, state.dtype))  # codes of a quantised layer, say
+                weights.append(Weight(parameter.name, state, state.dtype))  # such as codes of a quantised layer
                 continue
             if not castable(state.dtype, dtype):
                 problem = f"{parameter.name} is {state.dtype} and cannot be cast to {SHORT_NAMES[dtype]}"

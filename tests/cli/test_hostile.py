@@ -319,8 +319,8 @@ LIES = [
     Lie("tie of two owners", ZERO3, _model("shared_params", {"up.weight": "embed.weight"}), "but the optimizer holds"),
     Lie("tie to a list", ZERO3, _model("shared_params", {"a": [["b"]]}), "shared_params ties "),
     Lie("tie of a number", ZERO3, _model("shared_params", {1: "up.weight"}), "shared_params ties "),
-    Lie("sub-group that is not there", ZERO3, _sub_groups([5]), "params names a sub-group that is not there"),
-    Lie("negative sub-group", ZERO3, _sub_groups([-1]), "params names a sub-group that is not there"),
+    Lie("sub-group that is not there", ZERO3, _sub_groups([5]), "params names a sub-group that does not exist"),
+    Lie("negative sub-group", ZERO3, _sub_groups([-1]), "params names a sub-group that does not exist"),
 ]  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def test_all_ranks_together_read_what_is_needed_once(case: Case, loaded: dict[st
     checkpoint = ckpttool.inspect(source(case.source))
     needed = sum(s.nbytes for p in checkpoint.parameters for k, s in p.states.items() if p.frozen or k != "module")
     needed += sum(b.state.nbytes for b in checkpoint.buffers)
-    structure = sum(s.nbytes for s in checkpoint.carried.values())
+    structure = sum(s.nbytes for s in checkpoint.embedded.values())
     ranks = loaded[f"{case.id}-resumed"].facts["read"]
     told, seen, read = zip(*ranks, strict=True)
     # The first one also compares samples of the 16-bit copies; torch looks for a directory in the end of each file.

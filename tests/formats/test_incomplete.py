@@ -207,7 +207,7 @@ def test_directories_of_two_tags_are_no_checkpoint(checkpoint_copy: Callable[[st
     first, second = _split(checkpoint_copy("zero3-dp4-bf16"), tmp_path / "second", lambda p: "rank_3" in p.name)
     _tag(second).rename(second / "global_step4")
     (second / "latest").write_text("global_step4")
-    with pytest.raises(LayoutError, match="is of another tag than"):
+    with pytest.raises(LayoutError, match="belongs to another tag than"):
         open_checkpoint([str(first), str(second)])
     with pytest.raises(LayoutError, match="holds no checkpoint of tag 'global_step3'"):
         open_checkpoint([str(first), str(second)], tag="global_step3")
@@ -258,7 +258,7 @@ def test_masters_of_a_replica_that_differ_between_tensor_parallel_ranks_are_foun
     root = checkpoint_copy("autotp-zero3-tp2-dp2-bf16")
     checkpoint = open_checkpoint(str(root))
     norm = next(p for p in checkpoint.parameters if p.name == "model.norm.weight").states["exp_avg"]
-    twin = next(t for t in checkpoint.twins if t.name == "model.norm.weight" and t.state.shape == (norm.numel,))
+    twin = next(t for t in checkpoint.replicas if t.name == "model.norm.weight" and t.state.shape == (norm.numel,))
     row = twin.copy.extents[0]
     path = Path(checkpoint.path(int(row["file"])))
     assert "mp_rank_01" in path.name
@@ -282,7 +282,7 @@ def test_a_whole_matrix_of_muon_that_differs_between_its_ranks_is_found(
 ) -> None:
     root = checkpoint_copy("zero1-dp2-bf16-muon")
     checkpoint = open_checkpoint(str(root))
-    (twin,) = [t for t in checkpoint.twins if t.state.dtype == t.copy.dtype == "BF16"]
+    (twin,) = [t for t in checkpoint.replicas if t.state.dtype == t.copy.dtype == "BF16"]
     path = Path(checkpoint.path(int(twin.copy.extents["file"][0])))
     data = bytearray(path.read_bytes())
     data[int(twin.copy.extents["offset"][0]) + 10] ^= 1

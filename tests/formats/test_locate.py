@@ -60,7 +60,7 @@ def test_a_trainers_output_directory_without_a_whole_one_names_what_is_there(tmp
 @pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt"])
 def test_a_single_file_is_told_from_its_folder(kind: str) -> None:
     path = next(Path(tag_directory("zero3-dp2-bf16")).glob(kind))
-    with pytest.raises(CkptError, match=f"only the whole of its folder is; pass {path.parent}"):
+    with pytest.raises(CkptError, match=f"is one file of a checkpoint, not a checkpoint; pass {path.parent}"):
         locate(STORAGE, str(path), None)
 
 

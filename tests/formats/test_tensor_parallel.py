@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.formats.zero.file_set import ZeroFiles
+    from ckpttool.formats.zero.rank_files import ZeroFiles
 
 SECONDS = 10
 
@@ -229,13 +229,13 @@ def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
         ({"x": 1}, [(2, 3), (2,)], "cut along dimension 0"),
         ({"x": 1}, [(), ()], "cut along dimension 0"),
         ({"tp_replicated_parameter_patterns": ["layer", "layer.*"]}, [(2,), (2,)], "twice in tp_replicated"),
-        ({"tp_replicated_parameter_patterns": "layer"}, [(2,), (2,)], "that is no list"),
-        ({"tp_replicated_parameter_patterns": 7}, [(2,), (2,)], "that is no list"),
-        ({"tp_replicated_parameter_patterns": [7]}, [(2,), (2,)], "a pattern that is no text"),
-        ({"tp_replicated_parameter_patterns": ["("]}, [(2,), (2,)], "a pattern that is none"),
-        ({"tp_replicated_parameter_patterns": ["(a+)+$"]}, [(2,), (2,)], "that could take for ever"),
-        ({"tp_replicated_parameter_patterns": ["(a|a)*" * 400]}, [(2,), (2,)], "that could take for ever"),
-        ({"tp_replicated_parameter_patterns": ["a{99999999999}"]}, [(2,), (2,)], "a pattern that is none"),
+        ({"tp_replicated_parameter_patterns": "layer"}, [(2,), (2,)], "that is not a list"),
+        ({"tp_replicated_parameter_patterns": 7}, [(2,), (2,)], "that is not a list"),
+        ({"tp_replicated_parameter_patterns": [7]}, [(2,), (2,)], "a pattern that is not text"),
+        ({"tp_replicated_parameter_patterns": ["("]}, [(2,), (2,)], "an invalid pattern"),
+        ({"tp_replicated_parameter_patterns": ["(a+)+$"]}, [(2,), (2,)], "that could take unlimited time"),
+        ({"tp_replicated_parameter_patterns": ["(a|a)*" * 400]}, [(2,), (2,)], "that could take unlimited time"),
+        ({"tp_replicated_parameter_patterns": ["a{99999999999}"]}, [(2,), (2,)], "an invalid pattern"),
         ({"vocabulary_parameter_patterns": ["layer"]}, [(2, 2), (2, 2)], "None rows of vocabulary"),
         (
             {"vocabulary_parameter_patterns": ["layer"], "original_vocab_size": 5},
@@ -273,7 +273,7 @@ def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
         (_sub([3, 4], dim=2), [(3, 4), (3, 4)], "sub-parameters along dimension 2"),
         (_sub([3, 4], dim=-1), [(3, 4), (3, 4)], "parameter_with_sub_params that cannot be read"),
         ({"parameter_with_sub_params": [7]}, [(3, 4), (3, 4)], "parameter_with_sub_params that cannot be read"),
-        ({"parameter_with_sub_params": 7}, [(3, 4), (3, 4)], "says of layer.weight what cannot be read"),
+        ({"parameter_with_sub_params": 7}, [(3, 4), (3, 4)], "describes layer.weight in an unreadable form"),
         ({**_sub([[3, 3], 4]), "sub_param_shard_widths": 7}, [(3, 4), (3, 4)], "sub_param_shard_widths|layer.weight"),
         (
             {**_sub([[3, 3], 4]), "sub_param_shard_widths": {"layer.*": 7}},
@@ -296,7 +296,7 @@ def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
             "widths",
         ),
         ({**_sub([[2, 4], 4]), "universal_checkpoint_version": 0.4}, [(3, 4), (3, 4)], "does not say how wide"),
-        (_affine([], [], shard=[6, 2], whole=[6, 4], name="("), [(6, 2), (6, 2)], "a pattern that is none"),
+        (_affine([], [], shard=[6, 2], whole=[6, 4], name="("), [(6, 2), (6, 2)], "an invalid pattern"),
         (_affine([], shard=[6, 2], whole=[6, 4]), [(6, 2), (6, 2)], "does not fit 2 ranks"),
         (_affine([], [], shard=[6, 3], whole=[6, 4]), [(6, 2), (6, 2)], "but the shape is"),
         (_affine([], [], shard=[6, 2], whole=[-6, 4]), [(6, 2), (6, 2)], "does not fit 2 ranks"),
@@ -305,7 +305,7 @@ def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
         (
             {"affine_map": {"version": 1, "params": {"layer": {"logical_shape": [2], "ranks": {0: 1, 1: 2}}}}},
             [(2,), (2,)],
-            "says of layer.weight what cannot be read",
+            "describes layer.weight in an unreadable form",
         ),
     ],
 )
@@ -345,5 +345,5 @@ def test_no_pattern_takes_for_ever(pattern: str) -> None:
     try:
         rules.cut(name, [(2,), (2,)])
     except LayoutError as error:
-        assert "take for ever" in error.problem  # noqa: PT017
+        assert "take unlimited time" in error.problem  # noqa: PT017
     assert time.process_time() - began < SECONDS

@@ -251,7 +251,7 @@ def test_a_tied_tensor_stored_twice_must_be_the_same_twice(checkpoint_copy: Call
     root = checkpoint_copy("zero1-dp2-bf16")
     embed = truth("zero1-dp2-bf16").tensors["module/embed.weight"]
     _change_head(root, embed.clone())
-    assert "head.weight" in {t.name for t in open_checkpoint(str(root)).twins}
+    assert "head.weight" in {t.name for t in open_checkpoint(str(root)).replicas}
     assert ckpttool.verify(str(root), deep=True).findings == ()
     _change_head(root, -embed)
     (finding,) = ckpttool.verify(str(root)).findings

@@ -13,7 +13,8 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import PlannedFile, StoredFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import open_storage
-from ckpttool.targets.zero.writer import Shape, plan_rank
+from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.writer import plan_rank
 from tests.deepspeed_engines import Load, load_all
 from tests.storage.large import write_weights
 from tests.truth import source, truth

@@ -16,7 +16,8 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.execution.local import run
 from ckpttool.model import MASTER, MODULE
-from ckpttool.targets.universal import plan_universal, universal_losses
+from ckpttool.targets.universal.losses import universal_losses
+from ckpttool.targets.universal.plan import plan_universal
 from tests.deepspeed_engines import Load, Loaded, load_all
 from tests.truth import NAMES, REPRESENTATIVE, source, tag_directory, truth
 

@@ -16,7 +16,8 @@ from ckpttool.errors import PlanError
 from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
 from ckpttool.model import ScalarState
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
-from ckpttool.targets.zero.writer import Shape, plan_zero
+from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.writer import plan_zero
 from tests.cli.command import ckpttool as command
 from tests.truth import NAMES, source, tag_directory, truth
 
@@ -199,7 +200,7 @@ def test_experts_in_an_order_of_the_users_own_are_not_spread_otherwise(
     [
         ("moe-zero2-dp2-bf16", 3, "spreads 4 experts of first.* over 3 ranks"),
         ("autoep-zero2-dp2-ep2-bf16", 6, "spreads 4 experts of model.layers.0.mlp.experts over 6 ranks"),
-        ("moe-zero2-dp2-bf16", 4, "over 4 ranks each, which 6 is no multiple of"),
+        ("moe-zero2-dp2-bf16", 4, "world size 6 is not divisible by expert-parallel size 4"),
     ],
 )
 def test_experts_that_cannot_be_shared_out_are_refused(name: str, parallel: int, words: str, tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_a_missing_expert_is_told() -> None:
         dataclasses.replace(g, parameters=tuple(n for n in g.parameters if not n.startswith(name)))
         for g in checkpoint.groups
     ]
-    partial = dataclasses.replace(checkpoint, parameters=kept, groups=tuple(groups), twins=())
+    partial = dataclasses.replace(checkpoint, parameters=kept, groups=tuple(groups), replicas=())
     with pytest.raises(PlanError, match="lacks an expert of first"):
         plan_zero(partial, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
 
@@ -268,9 +269,9 @@ def test_stage_3_records_who_shares_the_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "stage", "words"),
     [
-        ("moe-zero2-dp4-ep2-bf16", 3, 2, "over 2 ranks each, which 3 is no multiple of; choose a world_size"),
-        ("autoep-zero3-dp4-ep2-bf16", 1, 3, "over 2 ranks each, which 1 is no multiple of; choose a world_size"),
-        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose stage 1 or 2"),
+        ("moe-zero2-dp4-ep2-bf16", 3, 2, "world size 3 is not divisible by expert-parallel size 2; choose"),
+        ("autoep-zero3-dp4-ep2-bf16", 1, 3, "world size 1 is not divisible by expert-parallel size 2; choose"),
+        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose --stage 1 or 2"),
     ],
 )
 def test_experts_that_cannot_be_spread_so_are_refused(
@@ -489,7 +490,7 @@ def test_plain_words_for_what_is_missing(tmp_path: Path) -> None:
     assert done.code == 2
     assert "--to zero needs --world-size" in done.stderr
     error = command("convert", source("zero0-dp2-bf16"), tmp_path / "out", "--to", "zero", "--world-size", "2").error
-    assert error.endswith("is of no ZeRO stage; choose one with --stage")
+    assert error.endswith("has no ZeRO stage; choose one with --stage")
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 7))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which ranks hold which experts, and where in the whole model they belong.
+"""Mixtures of experts in a source: the ranks of each expert, and its place in the whole model.
 
 Source: DeepSpeed 0.19, moe/layer.py, moe/experts.py, utils/groups.py (``_create_expert_and_data_parallel``),
 runtime/engine.py (``_save_moe_checkpoint``) and, for AutoEP, module_inject/auto_ep.py.
@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.strided import box, put_together
 from ckpttool.formats.torch_tensors import whole_tensor
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.partitions import Partitions, check_same_group
 from ckpttool.model import ParamGroup, State
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from ckpttool.formats.zero.file_set import Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import ZeroFiles
 
 NATIVE = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)\.(?P<rest>.*)")
 
 
 class Experts:
-    """The experts of one model-parallel rank's files."""
+    """The experts in the files of one model-parallel rank."""
 
     def __init__(self, files: ZeroFiles) -> None:
         self._files = files
@@ -38,17 +39,17 @@ class Experts:
         """Experts of each expert-parallel rank, by prefix of the names of an AutoEP layer's experts."""
 
     def ranks(self, count: int) -> list[list[int]]:
-        """The data-parallel ranks that share each part of the experts, in the order of their partitions.
+        """List the data-parallel ranks that share each part of the experts, in the order of their partitions.
 
         Args:
-            count: Ranks over which a group of experts is partitioned.
+            count: Number of ranks over which a group of experts is partitioned.
 
         Returns:
             For each expert-parallel rank, ``count`` data-parallel ranks.
         """
         ranks = self._files.ranks
         if ranks % count:
-            problem = f"partitions experts over {count} of {ranks} ranks, which is no share"
+            problem = f"partitions experts over {count} ranks, which does not divide {ranks} ranks"
             raise LayoutError(self._files.optimizer[0].path, problem, RESTORE)
         parallel = ranks // count
         config = self._files.model[0].fields.optional("ds_config", dict) or {}
@@ -57,32 +58,36 @@ class Experts:
         return [list(range(e, ranks, parallel)) for e in range(parallel)]
 
     def joined(self, parts: Sequence[Partitions], what: str, report: Report) -> Partitions:
-        """One group of experts, from what each expert-parallel rank holds of it.
+        """Merge one group of experts from its part on each expert-parallel rank.
 
         Raises:
-            LayoutError: A parameter is no expert's.
+            LayoutError: A parameter belongs to no expert.
         """
         check_same_group(self._files.optimizer[0], what, [p.groups[0] for p in parts], report)
-        result = Partitions(unsliceable=list(parts[0].unsliceable), twins=[t for p in parts for t in p.twins])
-        stacked: dict[str, list[dict[str, State]]] = {}
+        joined: dict[str, Mapping[str, State]] = {}
+        stacked: dict[str, list[Mapping[str, State]]] = {}
         for rank, part in enumerate(parts):
             renamed = global_names(part.states, rank)
             for name, states in part.states.items():
                 if name in renamed:
-                    result.states[renamed[name]] = states
+                    joined[renamed[name]] = states
                 elif self._experts_of(name) is not None:
                     stacked.setdefault(name, []).append(states)
                 else:
-                    problem = f"partitions {name} over some of the ranks, but it is no expert's"
+                    problem = f"partitions {name} over some of the ranks, but it belongs to no expert"
                     raise LayoutError(self._files.optimizer[0].path, problem, RESTORE)
         for name, ranks in stacked.items():
-            result.states[name] = {key: self._stacked(name, [states[key] for states in ranks]) for key in ranks[0]}
+            joined[name] = {key: self._stacked(name, [states[key] for states in ranks]) for key in ranks[0]}
         group = parts[0].groups[0]
-        result.groups.append(ParamGroup(tuple(result.states), group.hyperparameters, group.scalars))
-        return result
+        return Partitions(
+            states=joined,
+            groups=(ParamGroup(tuple(joined), group.hyperparameters, group.scalars),),
+            unsliceable=parts[0].unsliceable,
+            replicas=tuple(twin for part in parts for twin in part.replicas),
+        )
 
     def modules(self) -> dict[str, State]:
-        """The 16-bit copies of all experts, under their names in the whole model."""
+        """Locate the 16-bit copies of all experts, under their names in the whole model."""
         result: dict[str, State] = {}
         stacked: dict[str, dict[int, State]] = {}
         for expert in self._files.experts:
@@ -106,11 +111,11 @@ class Experts:
         return result
 
     def own(self, name: str) -> bool:
-        """Whether a parameter is an expert's."""
+        """Whether a parameter belongs to an expert."""
         return NATIVE.fullmatch(name) is not None or self._experts_of(name) is not None
 
     def router_aliases(self, module: Iterable[str], trained: Container[str]) -> dict[str, str]:
-        """The second name of each AutoEP router, which nothing else in the checkpoint tells to be tied.
+        """Find the second name of each AutoEP router; no other part of the checkpoint records that it is tied.
 
         Source: DeepSpeed 0.19.8, module_inject/auto_ep_layer.py (``AutoEPMoELayer``), which keeps the router under the
         name it had in the original model too.
@@ -127,7 +132,7 @@ class Experts:
         return result
 
     def _experts_of(self, name: str) -> list[list[int]] | None:
-        """The experts that each expert-parallel rank holds of a parameter with one row for each."""
+        """The numbers of the experts on each expert-parallel rank, of a parameter that stacks experts."""
         return next((p for prefix, p in self._placement.items() if name.startswith(prefix)), None)
 
     def _stacked(self, name: str, parts: Sequence[State]) -> State:
@@ -146,13 +151,13 @@ class Experts:
 
 
 def global_names(names: Iterable[str], expert_rank: int) -> dict[str, str]:
-    """What an expert-parallel rank calls its experts, in the whole model; other names are left out.
+    """Map the names that an expert-parallel rank uses for its experts to names in the whole model.
 
     Each rank counts its experts from 0; in the whole model, those of rank e follow those of rank e - 1.
 
     Args:
-        names: All names of the rank's experts.
-        expert_rank: Its number.
+        names: All names of the rank; names of other parameters are left out.
+        expert_rank: Number of the rank.
     """
     matches = {name: match for name in names if (match := NATIVE.fullmatch(name))}
     count: dict[str, int] = {}
@@ -165,7 +170,7 @@ def global_names(names: Iterable[str], expert_rank: int) -> dict[str, str]:
 
 
 def with_experts(names: Sequence[str], experts: Iterable[str]) -> list[str]:
-    """Put experts among the other names: behind the last one of the same layer."""
+    """Insert the names of experts after the last name of their layer."""
     last: dict[str, int] = {}
     for i, name in enumerate(names):
         parts = name.split(".")
@@ -189,7 +194,7 @@ def _autoep_layers(files: ZeroFiles) -> list[Mapping[str, Any]]:
 
 
 def _placement(layer: Mapping[str, Any]) -> list[list[int]]:
-    """Numbers of the experts of each expert-parallel rank."""
+    """Numbers of the experts on each expert-parallel rank."""
     placement = layer.get("expert_placement")
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
     if isinstance(ranks, list) and all(isinstance(r, dict) and isinstance(r.get("experts"), list) for r in ranks):
@@ -204,12 +209,12 @@ def _placement(layer: Mapping[str, Any]) -> list[list[int]]:
 
 
 def local_names(names: Iterable[str], expert_rank: int, parallel: int) -> dict[str, str]:
-    """The experts of one expert-parallel rank: what it calls each, and the name in the whole model.
+    """Map the names that an expert-parallel rank uses to the names of its experts in the whole model.
 
     Args:
         names: All experts' parameters, under their names in the whole model.
         expert_rank: The rank.
-        parallel: Number of such ranks.
+        parallel: Number of expert-parallel ranks.
     """
     matches = {name: match for name in names if (match := NATIVE.fullmatch(name))}
     count: dict[str, int] = {}

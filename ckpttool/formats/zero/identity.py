@@ -1,7 +1,7 @@
-"""What the files of a checkpoint say of themselves, held against their names and against each other.
+"""Identity of files: compare the names, slices and checksums that files recorded with their names and each other.
 
-A file that was renamed, swapped with another rank's or copied over it still has the shapes that its place asks for. Its
-archive's name, the slices that it recorded and its checksums tell which rank it belongs to.
+A file that was renamed, swapped with another rank's or copied over it still has the expected shapes. Its archive's
+name, its recorded slices and its checksums tell which rank it belongs to.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero.file_set import RankFile, ZeroFiles
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
     from ckpttool.storage import Storage
 
 VERSION, CONFIG = "ds_version", "ds_config"
 CONFIGURED = (("zero_optimization", "stage"), ("bf16", "enabled"), ("fp16", "enabled"), ("train_batch_size",))
-"""Parts of the configuration that are one for all ranks; others, such as the path of an NVMe drive, need not be."""
+"""Parts of the configuration that are equal on all ranks; others, such as the path of an NVMe drive, may differ."""
 UNNAMED = "archive"
-"""What torch calls an archive that it did not write to a path."""
+"""torch's name for an archive that it wrote to a buffer."""
 SAMPLE_BYTES = 1 << 12
-"""Bytes of a tensor that are looked at to tell whether it is one value again and again."""
+"""Bytes of a tensor that are read to tell whether all its values are equal."""
 HINT = "restore the files from a copy; after a deliberate rename, set trust_names=True"
 OPTIONS = ("trust_names",)
 
 
 def archive_name(file: TorchFile) -> str | None:
-    """The name that a file was saved under, without its ending; None if it does not tell.
+    """The name that a file was saved under, without its suffix; None if not recorded.
 
     Source: torch 2.13, caffe2/serialize/inline_container.cc (PyTorchStreamWriter): every record's name begins with the
     archive's, which is the file's own unless it was written to a buffer.
@@ -49,24 +49,24 @@ def archive_name(file: TorchFile) -> str | None:
 
 
 def renamed(name: str, kind: str, file: TorchFile) -> LayoutError | None:
-    """The error of a file that says it was saved under another of DeepSpeed's names.
+    """Make the error for a file that was saved under another of DeepSpeed's names; None if it was not.
 
     Args:
         name: The file, relative to the checkpoint.
-        kind: What it holds, as in ``CheckpointFile``.
+        kind: Kind of its states, as in ``CheckpointFile``.
         file: Its structure.
     """
     saved_as = archive_name(file)
     if saved_as is None or saved_as == posixpath.basename(name).removesuffix(".pt"):
         return None
     if kind != "state" and parse_name(f"{saved_as}.pt") is None:
-        return None  # a name of no rank: it was written under a temporary one
+        return None  # it was written under a temporary name
     problem = f"was saved as {brief(saved_as, 200)}, by the names of its records: files were renamed or swapped"
     return LayoutError(file.path, problem, HINT, OPTIONS)
 
 
 def trusted_names(names: Sequence[str]) -> list[str]:
-    """What to tell of files whose names were trusted."""
+    """Remarks on files whose names were trusted."""
     if not names:
         return []
     shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
@@ -74,10 +74,10 @@ def trusted_names(names: Sequence[str]) -> list[str]:
 
 
 def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
-    """The error of two ranks' optimizer files that hold the same bytes, where ranks hold different partitions.
+    """Make the error for an optimizer file that was copied over another rank's; None if there is none.
 
-    Equal checksums alone prove nothing: before the first step two partitions may be equal. Where two tensors of a rank
-    vary and equal another rank's (a master and a moment, say), one file was copied over the other.
+    Equal checksums alone are no evidence: before the first step two partitions may be equal. If two tensors of a rank
+    vary and equal another rank's (such as a master and a moment), one file was copied over the other.
     """
     seen: dict[tuple[tuple[int, int], ...], RankFile] = {}
     for file in files:
@@ -93,7 +93,7 @@ def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
 
 
 def _varying(storage: Storage, file: RankFile) -> int:
-    """How many tensors with a dimension hold more than one value, by a look at the beginning of each."""
+    """Number of tensors with several different values, by the first bytes of each."""
     count = 0
     refs = {v.storage.key: v for v in walk(file.torch.root) if isinstance(v, TensorRef) and v.shape and v.numel > 1}
     with storage.open(file.path) as reader:
@@ -105,12 +105,12 @@ def _varying(storage: Storage, file: RankFile) -> int:
 
 
 def copied_states(storage: Storage, files: Sequence[tuple[str, str, RankFile]]) -> LayoutError | None:
-    """The error of two parameters' moments that hold the same bytes: one file was copied over the other.
+    """Make the error for a parameter's moment that was copied over another parameter's; None if there is none.
 
-    Masters may be equal before the first step, and where layers are copies of each other; moments that vary are not.
+    Masters may be equal before the first step, and if layers are copies of each other; moments that vary are not.
 
     Args:
-        storage: Where the files lie.
+        storage: Storage of the files.
         files: (parameter, state, file) of a universal checkpoint, masters left out.
     """
     seen: dict[tuple[object, ...], tuple[str, RankFile]] = {}
@@ -128,10 +128,10 @@ def copied_states(storage: Storage, files: Sequence[tuple[str, str, RankFile]]) 
 
 
 def check_listed(file: RankFile, module: Mapping[str, TensorRef], names: Iterable[str]) -> None:
-    """Hold the optimizer's parameters against a module whose file lists no shapes.
+    """Compare the optimizer's parameters with a module whose file lists no shapes.
 
     Raises:
-        LayoutError: It has a module, and lacks one of them.
+        LayoutError: The module lacks one of them.
     """
     odd = next((name for name in names if module and name not in module), None)
     if odd is not None:
@@ -141,18 +141,18 @@ def check_listed(file: RankFile, module: Mapping[str, TensorRef], names: Iterabl
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What files of one save say alike."""
+    """A value that all files of one save record alike."""
 
     name: str
-    """What errors call it."""
+    """Name, for errors."""
     files: Sequence[RankFile]
     """The files."""
     values: Sequence[object]
-    """What each of them says."""
+    """The value in each of them."""
 
 
 def agreed_facts(slices: Sequence[ZeroFiles]) -> Iterator[Fact]:
-    """What all files of one save say alike, whatever rank has written them.
+    """The values that all files of one save record alike, of every rank.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_zero_checkpoint``).
     """
@@ -188,9 +188,9 @@ def _configured(file: RankFile, path: Sequence[str]) -> object:
 
 
 def mixed_types(files: Sequence[RankFile]) -> LayoutError | None:
-    """The error of files of one kind, layers or experts, whose matrices have no floating type in common.
+    """Make the error for layers or experts whose matrices have no floating type in common; None if they have.
 
-    Vectors do not count: buffers keep a type of their own.
+    Vectors do not count: buffers keep their own type.
     """
     tensors = [(f, [v for v in walk(f.torch.root) if isinstance(v, TensorRef) and len(v.shape) > 1]) for f in files]
     held = [(file, {v.dtype for v in refs if DTYPES[v.dtype].floating}) for file, refs in tensors]
@@ -206,7 +206,7 @@ def mixed_types(files: Sequence[RankFile]) -> LayoutError | None:
 def check_recorded_slices(
     states: Sequence[Fields], group: int, fragments: Mapping[str, NDArray[np.void]], *, trust_names: bool
 ) -> None:
-    """Hold the slices that each rank recorded against those that its place among the ranks gives it.
+    """Compare the slices that each rank recorded with those that its position gives it.
 
     Source: DeepSpeed 0.7 to 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
     (``_create_param_mapping``): elements of each parameter that lie in the rank's partition.
@@ -215,10 +215,10 @@ def check_recorded_slices(
         states: ``optimizer_state_dict`` of each rank.
         group: The parameter group.
         fragments: Rows of FRAGMENT of each parameter.
-        trust_names: Whether the names of the files count where they contradict this.
+        trust_names: Skip the comparison.
 
     Raises:
-        LayoutError: A rank's file has recorded the slices of another place.
+        LayoutError: A rank's file has recorded the slices of another rank.
     """
     if trust_names:
         return

@@ -1,4 +1,4 @@
-"""Names for tensors that are only numbered, where their shapes and order leave one possibility."""
+"""Match names to numbered tensors, if their shapes and order leave one possibility."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_STATES = 200_000
-"""Positions that are looked at before the search is given up."""
+"""Positions to examine before the search stops."""
 
 
 def match_names(
     names: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> list[list[str]] | None:
-    """Deal names out to groups so that shapes fit and every group keeps the order of the names.
+    """Assign names to groups so that shapes match and every group keeps the order of the names.
 
-    Names may be left over (frozen parameters); places may not.
+    Names may be left over (frozen parameters); places must all be filled.
 
     Args:
         names: Name to shape, in order.
         groups: The shape of each place of each group, in order; None fits anything.
 
     Returns:
-        Names of each group, or None if none or more than one way exists.
+        Names of each group; None if there is no assignment, or more than one.
     """
     ordered = list(names.items())
     spare = len(ordered) - sum(map(len, groups))
     if spare < 0:
         return None
-    # From the end backwards: in how many ways (0, 1, more) the names from i on fill the groups from these places on.
+    # Backwards: number of ways (0, 1, more) in which the names from i on fill the groups from these places on.
     ways: dict[tuple[int, ...], int] = {tuple(map(len, groups)): 1}
     steps: list[dict[tuple[int, ...], int]] = [ways]
     looked_at = 0
@@ -65,7 +65,7 @@ def match_names(
 
 
 def _filled(places: tuple[int, ...], groups: Sequence[Sequence[object]]) -> int:
-    """Places that the later names fill."""
+    """Number of places that remain for the later names."""
     return sum(len(group) - at for group, at in zip(groups, places, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What one model-parallel rank holds: the whole model, where there is but one."""
+"""The part of the model that one model-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero import stage3, stage12
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.module import (
+    TensorNames,
     read_aliases,
     read_buffer_names,
     read_module,
@@ -19,21 +20,28 @@ from ckpttool.formats.zero.module import (
     zenflow,
 )
 from ckpttool.formats.zero.partitions import Partitions
-from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, State, Twin
+from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import TensorRef
-    from ckpttool.formats.zero.file_set import Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import ZeroFiles
+
+PIPELINE_STAGE0 = (
+    "the optimizer only numbers its parameters, and no file tells which layer each belongs to: masters and moments are "
+    "left out, and weights are the model's own copies"
+)
+"""Remark on a pipeline without ZeRO."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class ModelPart:
     """The part of the model that one model-parallel rank holds."""
 
     files: ZeroFiles
-    """Where it was read from."""
+    """Its files."""
     parameters: dict[str, Parameter]
     """By name, in the order of the module."""
     buffers: dict[str, State]
@@ -44,28 +52,28 @@ class Slice:
     """Parameter groups, of this part only."""
     unsliceable: list[str]
     """States that cannot be assigned to parameters."""
-    twins: list[Twin]
-    """What is stored twice."""
+    replicas: list[Replica]
+    """States that are stored more than once."""
     dtype: str
-    """What the module computes in."""
+    """Type that the module computes in."""
     remarks: list[str]
-    """What a user should know."""
+    """Remarks for the user."""
 
 
-def read_slice(
+def read_model_rank(
     files: ZeroFiles,
     layers: Mapping[str, State],
-    shapes: Mapping[str, tuple[int, ...]],
+    pipeline: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
     report: Report,
-) -> Slice:
+) -> ModelPart:
     """Read the layout of one model-parallel rank.
 
     Args:
         files: Its files.
-        layers: In a pipeline, the tensors of its layers, which are kept apart.
-        shapes: In a pipeline, shapes of the tensors of all its stages.
-        tied: Ties that another tensor-parallel rank knows: only the first of all ranks writes them down.
+        layers: In a pipeline, the tensors of its layers, which have files of their own.
+        pipeline: In a pipeline, shapes of the tensors of all its stages.
+        tied: Ties of the first tensor-parallel rank: only the first of all ranks records them.
         report: Takes findings.
     """
     first = files.model[0]
@@ -76,21 +84,10 @@ def read_slice(
         copies |= {name: whole_tensor(first.torch, first.index, ref) for name, ref in module.items()}
     expert_copies = experts.modules()
     buffer_names = read_buffer_names(first, module)
-    remarks: list[str] = []
-    partitions = _partitions(files, module, layers, shapes, copies, expert_copies, buffer_names, remarks, report)
+    partitions = _partitions(files, module, pipeline, copies, expert_copies, buffer_names, report)
     copies |= expert_copies
     dtype = _module_dtype(module, copies, partitions, buffer_names)
-    own = _stored_names(files, module, partitions, buffer_names)
-    aliases, duplicates = read_aliases(
-        first, module, own, partitions.states, partitions.frozen, buffer_names, placeholders=files.stage == 3
-    )
-    for alias, name in tied.items():
-        if alias in module and alias not in partitions.states and alias not in partitions.frozen:
-            aliases.setdefault(alias, name)
-    for alias, name in experts.router_aliases(module, partitions.states).items():
-        aliases[alias] = name
-        if alias in copies:
-            duplicates[alias] = copies[alias]
+    aliases, duplicates = _aliases(files, module, partitions, copies, buffer_names, tied)
     names = with_experts([*module, *layers], [n for n in [*expert_copies, *partitions.states] if experts.own(n)])
     names = list(dict.fromkeys(n for n in names if n not in aliases))
     frozen = _frozen_names(files, names, copies, partitions, {*buffer_names, *aliases}, dtype)
@@ -98,60 +95,102 @@ def read_slice(
     others = [n for n in names if n in buffer_names or n not in parameters]
     excluded = files.stage >= 2 and not frozen and first.fields.values.get("frozen_param_shapes", ()) is None
     lost = _lost(files, module, others, buffer_names, excluded=excluded)
-    known = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
     others = [n for n in others if n not in set(lost)]
     _check_values_are_there(files, module, others, buffer_names)
-    if excluded:
-        left_out = "were left out when it was saved (exclude_frozen_parameters)"
-        remarks.append(
-            f"frozen parameters {left_out}: {known}" if lost else f"frozen parameters, if there were any, {left_out}"
-        )
-    elif lost:
-        remarks.append(f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {known}")
-    buffers = {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others}
     ahead = zenflow(first) and files.stage != 3
-    remarks += _untied(files, others, buffer_names)
-    twins = [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.twins]
-    if ahead:
-        remarks.append(f"{AHEAD}: the copies are the weights")
-    elif zenflow(first):
-        remarks.append("at stage 3 ZenFlow's masters alone are saved: they are the weights")
-    return Slice(files, parameters, buffers, aliases, partitions.groups, partitions.unsliceable, twins, dtype, remarks)
+    return ModelPart(
+        files,
+        parameters,
+        {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others},
+        aliases,
+        list(partitions.groups),
+        list(partitions.unsliceable),
+        [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.replicas],
+        dtype,
+        [
+            *partitions.remarks,
+            *_lost_remarks(lost, excluded=excluded),
+            *_untied(files, others, buffer_names),
+            *_zenflow_remarks(files),
+        ],
+    )
+
+
+def _lost_remarks(lost: Sequence[str], *, excluded: bool) -> list[str]:
+    """Remarks on frozen parameters that were not saved."""
+    names = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
+    if not excluded:
+        return [f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {names}"] if lost else []
+    left_out = "were left out when it was saved (exclude_frozen_parameters)"
+    if lost:
+        return [f"frozen parameters {left_out}: {names}"]
+    return [f"frozen parameters, if there were any, {left_out}"]
+
+
+def _zenflow_remarks(files: ZeroFiles) -> list[str]:
+    if not zenflow(files.model[0]):
+        return []
+    if files.stage == 3:
+        return ["at stage 3 ZenFlow's masters alone are saved: they are the weights"]
+    return [f"{AHEAD}: the copies are the weights"]
 
 
 def _partitions(
     files: ZeroFiles,
     module: Mapping[str, TensorRef],
-    layers: Mapping[str, State],
-    shapes: Mapping[str, tuple[int, ...]],
+    pipeline: Mapping[str, tuple[int, ...]],
     copies: Mapping[str, State],
     experts: Mapping[str, State],
     buffer_names: set[str],
-    remarks: list[str],
     report: Report,
 ) -> Partitions:
+    """The optimizer's part, read by the reader of its stage."""
     if files.stage == 3:
         return stage3.read_partitions(files, report)
     if files.stage:
-        return stage12.read_partitions(files, module, shapes, report)
-    if shapes:  # of a pipeline
-        remarks.append(
-            "the optimizer only numbers its parameters, and nothing tells which layers are whose: masters and moments "
-            "are left out, and weights are the model's own copies"
-        )
-        return Partitions(unsliceable=["the optimizer"], unassigned=True)
-    from ckpttool.formats.zero import stage0  # what few checkpoints need is imported for them alone
+        return stage12.read_partitions(files, module, pipeline, report)
+    if pipeline:
+        return Partitions(unsliceable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
+    from ckpttool.formats.zero import stage0  # imported only for the few checkpoints that need it
 
-    return stage0.read_partitions(files, module, copies, experts, buffer_names, remarks, report)
+    return stage0.read_partitions(files, module, copies, experts, buffer_names, report)
+
+
+def _aliases(
+    files: ZeroFiles,
+    module: Mapping[str, TensorRef],
+    partitions: Partitions,
+    copies: Mapping[str, State],
+    buffer_names: set[str],
+    tied: Mapping[str, str],
+) -> tuple[dict[str, str], dict[str, State]]:
+    """Tied names, and the second copies that are stored under them; see ``read_aliases``."""
+    found = read_aliases(
+        files.model[0],
+        module,
+        TensorNames(
+            _stored_names(files, module, partitions, buffer_names), partitions.states, partitions.frozen, buffer_names
+        ),
+        placeholders=files.stage == 3,
+    )
+    aliases, duplicates = dict(found.names), dict(found.copies)
+    for alias, name in tied.items():
+        if alias in module and alias not in partitions.states and alias not in partitions.frozen:
+            aliases.setdefault(alias, name)
+    for alias, name in Experts(files).router_aliases(module, partitions.states).items():
+        aliases[alias] = name
+        if alias in copies:
+            duplicates[alias] = copies[alias]
+    return aliases, duplicates
 
 
 def _stored_names(
     files: ZeroFiles, module: Mapping[str, TensorRef], partitions: Partitions, buffer_names: set[str]
 ) -> set[str]:
-    """Names that stand for tensors of their own, so that another name can be tied to them."""
+    """Names under which a tensor is stored, so that another name can be tied to it."""
     shared = files.model[0].fields.optional("shared_params", dict)
     own = set(partitions.states) | set(partitions.frozen) | buffer_names
-    # Other ranks write an empty one, and at stage 3 an old release's may lack what its placeholders tell.
+    # Other ranks write an empty one, and at stage 3 an old release's may lack ties that its placeholders show.
     if shared is not None and files.model_rank == 0:
         own |= {name for name in module if name not in shared}
     return own
@@ -167,8 +206,8 @@ def _frozen_names(
 ) -> set[str]:
     """Names of the frozen parameters.
 
-    Stages 2 and 3 list them (since 0.9.1, unless they were left out); stages 0 and 1 keep them in the module without a
-    word. There, what is of the model's own type is taken for one: a state dict may hold other tensors (scales of a
+    Stages 2 and 3 list them (since 0.9.1, unless they were left out); stages 0 and 1 keep them in the module unmarked.
+    There, tensors of the model's own type count as frozen parameters: a state dict may hold other tensors (scales of a
     quantised layer, ``_extra_state``), which must keep their type.
     """
     listed = files.model[0].fields.optional("frozen_param_shapes", dict)
@@ -181,9 +220,9 @@ def _frozen_names(
 
 
 def _untied(files: ZeroFiles, names: Sequence[str], buffer_names: set[str]) -> list[str]:
-    """What to tell of further names of modules that are registered several times, in a mixture of experts.
+    """Remarks on further names of modules that are registered several times, in a mixture of experts.
 
-    DeepSpeed clones every tensor that it saves beside experts' files, so that no storage tells which are tied.
+    DeepSpeed clones every tensor that it saves with expert files, so that storages do not show ties.
 
     Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``_get_shared_params``).
     """
@@ -206,7 +245,7 @@ def _lost(
     *,
     excluded: bool,
 ) -> list[str]:
-    """Frozen parameters of which stage 3 saved nothing but a placeholder (of one element, up to 0.5.10).
+    """Frozen parameters of which stage 3 saved only a placeholder (of one element, up to 0.5.10).
 
     Releases before 0.9.1 did. With ``exclude_frozen_parameters`` one name of each is taken out of the state dict, and
     the other names of a module that is registered several times under one parent stay.
@@ -222,7 +261,7 @@ def _lost(
 def _check_values_are_there(
     files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]
 ) -> None:
-    """At stage 3 the module holds an empty placeholder for every parameter; each must be found on the ranks."""
+    """Check that the ranks hold the values of every parameter: at stage 3 the module has only placeholders."""
     for name in names:
         if files.stage == 3 and name not in buffer_names and module[name].numel == 0:
             raise LayoutError(
@@ -238,7 +277,7 @@ def _parameters(
     """Every parameter once, in the order of the module."""
     first = files.model[0]
     group_of = {name: g for g, group in enumerate(partitions.groups) for name in group.parameters}
-    # A parameter that the module does not name was excluded there: its masters are still its weights.
+    # A parameter that the module does not name was excluded: its masters are still its weights.
     ordered = [n for n in names if n in partitions.states or n in frozen]
     placed = set(ordered)
     ordered += [n for n in partitions.states if n not in placed]
@@ -262,23 +301,23 @@ def _parameters(
 
 def _twins(
     parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
-) -> Iterator[Twin]:
-    """What must be equal; a copy that is ahead of its master equals only the copies under other names."""
+) -> Iterator[Replica]:
+    """Replicas that must be equal; a copy that is newer than its master equals only copies under other names."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
         if master is not None and copy is not None and not ahead:
-            yield Twin(name, master, copy)
+            yield Replica(name, master, copy)
     for alias, copy in duplicates.items():
         if aliases[alias] in parameters:
             states = parameters[aliases[alias]].states
             own = states.get(MODULE) if ahead else None
-            yield Twin(alias, own or next(iter(states.values())), copy)
+            yield Replica(alias, own or next(iter(states.values())), copy)
 
 
 def _module_dtype(
     module: Mapping[str, TensorRef], copies: Mapping[str, State], partitions: Partitions, buffer_names: set[str]
 ) -> str:
-    """What the trainable weights are in; at stage 3 their empty placeholders still tell."""
+    """Type of the module's trained weights; at stage 3 their placeholders have it."""
     dtypes = {name: ref.dtype for name, ref in module.items()} | {name: s.dtype for name, s in copies.items()}
     for name in partitions.states:
         if name in dtypes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
@@ -13,7 +14,7 @@ from ckpttool.model import State, one_extent
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from ckpttool.formats.zero.file_set import RankFile, ZeroFiles
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 # Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
 ENGINE_KEYS = frozenset(
@@ -25,7 +26,7 @@ ENGINE_KEYS = frozenset(
         "autoep_layers", "universal_checkpoint_info",
     }
 )  # fmt: skip
-"""Keys of a model-states file that are DeepSpeed's; all others are the user's client state."""
+"""DeepSpeed's keys in a model-states file; all others are the user's client state."""
 
 
 def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
@@ -113,76 +114,102 @@ def read_buffer_names(file: RankFile, module: Mapping[str, TensorRef] | None = N
 
 
 def own_name(name: str) -> str:
-    """What a tensor is called in the module that holds it."""
+    """The last part of a tensor's name: its name in its own module."""
     return name.rpartition(".")[2]
 
 
-def read_aliases(
-    file: RankFile,
-    module: Mapping[str, TensorRef],
-    known: set[str],
-    trained: Container[str],
-    frozen: Container[str],
-    buffers: Container[str],
-    *,
-    placeholders: bool,
-) -> tuple[dict[str, str], dict[str, State]]:
-    """Tied names, and where a tied tensor is stored a second time.
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of tensors, by the part of the checkpoint that stores their values."""
 
-    ``shared_params`` tells them since 0.9.2, though not on every rank; two names of one tensor also show by sharing its
-    bytes.
+    stored: Container[str]
+    """Names under which a tensor is stored, so that another name can be tied to it."""
+    trained: Container[str]
+    """Names that the optimizer holds."""
+    frozen: Container[str]
+    """Names of the frozen parameters whose values are partitioned (stage 3)."""
+    buffers: Container[str]
+    """Names of buffers, which may share bytes and yet be stored each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aliases:
+    """Tied names."""
+
+    names: Mapping[str, str]
+    """Alias to the name that the tensor is stored under."""
+    copies: Mapping[str, State]
+    """Alias to its own copy of the tensor, which must equal the other."""
+
+
+def read_aliases(file: RankFile, module: Mapping[str, TensorRef], known: TensorNames, *, placeholders: bool) -> Aliases:
+    """Tied names, and the places where a tied tensor is stored a second time.
+
+    ``shared_params`` has them since 0.9.2, though not on every rank. Two names of one tensor also share its bytes, or
+    at stage 3 its placeholder.
 
     Args:
         file: The model-states file.
         module: Its state dict.
-        known: Names that stand for tensors of their own.
-        trained: Names that the optimizer holds.
-        frozen: Names of the frozen parameters whose values are partitioned (stage 3).
-        buffers: Names of buffers, which may share bytes and yet be stored each.
-        placeholders: Whether the module holds an empty tensor in the place of each parameter (stage 3).
-
-    Returns:
-        Alias to the name the parameter is stored under; alias to its own copy, which must equal the other.
+        known: Names of tensors by the part that stores them.
+        placeholders: Whether the module holds an empty tensor for each parameter (stage 3).
 
     Raises:
-        LayoutError: ``shared_params`` ties tensors of different shapes, or names nothing.
+        LayoutError: ``shared_params`` ties tensors of different shapes, or names that are nowhere.
     """
+    recorded = _recorded_ties(file, module, known, placeholders=placeholders)
+    names = dict(recorded.names)
+    if placeholders:
+        for alias, name in _ties_by_placeholder(module, known.trained, known.frozen).items():
+            if alias not in known.buffers:
+                names.setdefault(alias, name)
+    return Aliases(names | _ties_by_storage(module, known, names), recorded.copies)
+
+
+def _recorded_ties(
+    file: RankFile, module: Mapping[str, TensorRef], known: TensorNames, *, placeholders: bool
+) -> Aliases:
+    """The ties in ``shared_params``."""
     excluded = file.fields.values.get("frozen_param_shapes") is None
-    aliases: dict[str, str] = {}
-    duplicates: dict[str, State] = {}
+    names: dict[str, str] = {}
+    copies: dict[str, State] = {}
     for alias, name in (file.fields.optional("shared_params", dict) or {}).items():
         if not isinstance(alias, str) or not isinstance(name, str):
-            raise file.fields.error("shared_params", "ties what are no names")
-        if excluded and alias not in module and name not in module and name not in trained:
-            continue  # both were left out when it was saved
-        if name not in known:
-            raise file.fields.error("shared_params", f"ties {brief(alias)} to {brief(name)}, which is not there")
-        if alias in trained:
-            raise file.fields.error(
-                "shared_params", f"ties {brief(alias)} to {brief(name)}, but the optimizer holds both"
-            )
+            raise file.fields.error("shared_params", "ties keys that are not names")
         ours, theirs = module.get(alias), module.get(name)
-        if not placeholders and ours is not None and theirs is not None and ours.numel == theirs.numel == 0:
-            continue  # tensors without elements all have the same address, which is what DeepSpeed goes by
-        aliases[alias] = name
-        if ours is None or theirs is None or ours == theirs:
+        if excluded and ours is None and theirs is None and name not in known.trained:
+            continue  # both were left out when it was saved
+        if name not in known.stored:
+            raise file.fields.error("shared_params", f"ties {brief(alias)} to {brief(name)}, which is not there")
+        if alias in known.trained:
+            problem = f"ties {brief(alias)} to {brief(name)}, but the optimizer holds both"
+            raise file.fields.error("shared_params", problem)
+        if ours is None or theirs is None:
+            names[alias] = name
+            continue
+        if not placeholders and ours.numel == theirs.numel == 0:
+            continue  # DeepSpeed ties by address, and tensors without elements all have the same one
+        names[alias] = name
+        if ours == theirs:
             continue
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             raise file.fields.error("shared_params", f"ties {alias} {ours.shape} to {name} {theirs.shape}")
         if ours.numel:
-            duplicates[alias] = whole_tensor(file.torch, file.index, ours)
-    if placeholders:
-        for alias, name in _ties_by_placeholder(module, trained, frozen).items():
-            if alias not in buffers:
-                aliases.setdefault(alias, name)
+            copies[alias] = whole_tensor(file.torch, file.index, ours)
+    return Aliases(names, copies)
+
+
+def _ties_by_storage(module: Mapping[str, TensorRef], known: TensorNames, aliases: Container[str]) -> dict[str, str]:
+    """Names that share the bytes of another name; to the trained one of them, or the first."""
     stored: dict[tuple[object, ...], list[str]] = {}
     for name, ref in module.items():
-        if ref.numel and name not in aliases and name not in buffers:  # empty tensors share nothing that matters
+        if ref.numel and name not in aliases and name not in known.buffers:
             stored.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), []).append(name)
+    result: dict[str, str] = {}
     for names in stored.values():
-        own = next((n for n in names if n in trained), names[0])
-        aliases |= {n: own for n in names if n != own and n not in trained}
-    return aliases, duplicates
+        own = next((n for n in names if n in known.trained), names[0])
+        result |= {n: own for n in names if n != own and n not in known.trained}
+    return result
 
 
 def _ties_by_placeholder(
@@ -208,8 +235,8 @@ def _ties_by_placeholder(
     return result
 
 
-def carried_storages(file: RankFile, *values: object) -> dict[str, State]:
-    """The storages of the tensors inside plain data of a file, by key."""
+def embedded_storages(file: RankFile, *values: object) -> dict[str, State]:
+    """Locate the storages of the tensors inside plain data of a file, by key."""
     result: dict[str, State] = {}
     for item in walk(list(values)):
         if isinstance(item, TensorRef):
@@ -220,7 +247,7 @@ def carried_storages(file: RankFile, *values: object) -> dict[str, State]:
 
 
 def zenflow(file: RankFile) -> bool:
-    """Whether the run used ZenFlow, which trains the module's copies of selected columns ahead of their masters.
+    """Whether the run used ZenFlow, which updates the module's copies of selected columns before their masters.
 
     Source: DeepSpeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py (``selective_optimizer_step``,
     ``sync_fp32_param_from_gpu``).
@@ -231,5 +258,36 @@ def zenflow(file: RankFile) -> bool:
 
 
 def client_state(file: RankFile) -> dict[str, Any]:
-    """What the user's code saved along with the model."""
+    """Values that the user's code saved with the model."""
     return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
+
+
+class CommonFacts(TypedDict):
+    """Fields of ``Checkpoint`` that a model-states file holds in every format of DeepSpeed."""
+
+    deepspeed_version: str | None
+    samples: int | None
+    skipped_steps: int
+    scheduler: Any
+    client_state: Mapping[str, Any]
+    ds_config: Mapping[str, Any]
+    embedded: Mapping[str, State]
+
+
+def common_facts(first: RankFile) -> CommonFacts:
+    """Read the fields of a checkpoint that only the first model-states file tells.
+
+    Args:
+        first: The file of the first model-parallel rank.
+    """
+    scheduler = first.fields.values.get("lr_scheduler")
+    client = client_state(first)
+    return CommonFacts(
+        deepspeed_version=first.fields.optional("ds_version", str),
+        samples=first.fields.count("global_samples"),
+        skipped_steps=first.fields.optional("skipped_steps", int) or 0,
+        scheduler=scheduler,
+        client_state=client,
+        ds_config=first.fields.optional("ds_config", dict) or {},
+        embedded=embedded_storages(first, client, scheduler),
+    )

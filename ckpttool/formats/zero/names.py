@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 MAX_DIGITS = 6
-"""Of the number of a rank, layer or expert: nobody has had a million of them."""
+"""Most digits of the number of a rank, layer or expert."""
 _NAMES = (
     # In the number behind "pp_rank" DeepSpeed counts data-parallel ranks; up to 0.3.13 there was no "_" before "optim".
     (
@@ -27,7 +27,7 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class ZeroName:
-    """What a file name says."""
+    """A parsed file name."""
 
     name: str
     """The name itself."""
@@ -46,14 +46,14 @@ class ZeroName:
 
 
 def parse_name(name: str) -> ZeroName | None:
-    """Read a file name, or None if DeepSpeed does not write such files."""
+    """Parse a file name; None if DeepSpeed does not write such files."""
     for kind, pattern in _NAMES:
         match = pattern.fullmatch(name)
         if match:
             found = match.groupdict()
             data = found.get("dp")
             if any(len(n or "") > MAX_DIGITS for key, n in found.items() if key != "prefix"):
-                return None  # whatever counts from 0 to there would take all memory
+                return None  # counting from 0 to there would take all memory
             model, layer, expert = (int(found.get(key) or 0) for key in ("mp", "layer", "expert"))
             return ZeroName(
                 name, kind, None if data is None else int(data), model, found.get("prefix") or "", layer, expert

@@ -1,7 +1,7 @@
 """The optimizer side of a ZeRO checkpoint: flat buffers split over the ranks, and the parameters' fragments in them.
 
-Stages 1 and 2 split one flat buffer for each parameter group; stage 3 splits every parameter and lays the pieces into
-flat buffers, its sub-groups. Where the fragments lie is for ``stage12`` and ``stage3`` to say; the rest is here.
+Stages 1 and 2 split one flat buffer for each parameter group; stage 3 splits every parameter and puts the parts into
+flat buffers, its sub-groups. ``stage12`` and ``stage3`` compute the fragments; this module does the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
-from ckpttool.formats.zero.file_set import RESTORE
-from ckpttool.model import MASTER, MODULE, ParamGroup, ScalarState, State, Twin, extents, tensor_number
+from ckpttool.formats.reports import RESTORE
+from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, extents, tensor_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.zero.file_set import RankFile, Report, SwappedFile, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import RankFile, SwappedFile, ZeroFiles
 
 FRAGMENT = np.dtype(
     [
         ("start", "<u8"),  # first element, in elements of the flattened parameter
-        ("numel", "<u8"),  # elements of the parameter that lie here
-        ("rank", "<u4"),  # data-parallel rank that holds them
+        ("numel", "<u8"),  # elements of the parameter in this run
+        ("rank", "<u4"),  # data-parallel rank of the partition
         ("position", "<u8"),  # first element, counted from the start of the rank's partition
-        ("padding", "<u8"),  # elements of padding behind them
+        ("padding", "<u8"),  # elements of padding after the run
     ]
 )
 """One row: a run of a parameter's elements in one rank's partition of a flat buffer."""
@@ -57,12 +58,12 @@ class SwappedTensor:
 
 
 Stored = TensorRef | SwappedTensor
-"""A rank's partition, in its optimizer file or beside it."""
+"""A rank's partition, in its optimizer file or in a file of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
-    """One flat buffer and what the optimizer keeps for it."""
+    """One flat buffer and the optimizer's states of it."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """The parameters in it, in order."""
@@ -71,34 +72,40 @@ class FlatBuffer:
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole buffer."""
     odd: Mapping[str, Sequence[object]]
-    """States whose shape does not follow the partition: name to what each rank holds."""
+    """Non-partitionable states: name to the value on each rank."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Partitions:
-    """What the optimizer files hold."""
+    """The content of the optimizer files, or of some of their groups."""
 
-    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    states: Mapping[str, Mapping[str, State]] = field(default_factory=dict)
     """Trainable parameter to its partitioned states."""
-    frozen: dict[str, State] = field(default_factory=dict)
+    frozen: Mapping[str, State] = field(default_factory=dict)
     """Frozen parameter to its 16-bit copy, where it is partitioned or listed; the others are in the module."""
-    groups: list[ParamGroup] = field(default_factory=list)
+    groups: tuple[ParamGroup, ...] = ()
     """Parameter groups."""
-    unsliceable: list[str] = field(default_factory=list)
+    unsliceable: tuple[str, ...] = ()
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
-    twins: list[Twin] = field(default_factory=list)
-    """What several ranks hold."""
+    replicas: tuple[Replica, ...] = ()
+    """States that several ranks hold."""
     unassigned: bool = False
-    """Whether there are groups whose parameters cannot be told."""
+    """Whether the parameters of some groups are unknown."""
+    remarks: tuple[str, ...] = ()
+    """Remarks for the user."""
 
-    def add(self, other: Partitions) -> None:
-        """Take in what another one holds."""
-        self.states.update(other.states)
-        self.frozen.update(other.frozen)
-        self.groups.extend(other.groups)
-        self.unsliceable.extend(u for u in other.unsliceable if u not in self.unsliceable)
-        self.twins.extend(other.twins)
-        self.unassigned |= other.unassigned
+
+def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
+    """Merge the partitions of several groups; of a parameter in several parts, the last one counts."""
+    return Partitions(
+        states={name: states for part in parts for name, states in part.states.items()},
+        frozen={name: state for part in parts for name, state in part.frozen.items()},
+        groups=tuple(group for part in parts for group in part.groups),
+        unsliceable=tuple(dict.fromkeys(key for part in parts for key in part.unsliceable)),
+        replicas=tuple(twin for part in parts for twin in part.replicas),
+        unassigned=any(part.unassigned for part in parts),
+        remarks=tuple(remark for part in parts for remark in part.remarks),
+    )
 
 
 def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
@@ -118,10 +125,10 @@ def read_flat_buffer(
     what: str,
     report: Report,
 ) -> FlatBuffer:
-    """Sort the optimizer's states of one flat buffer by how they follow the partition.
+    """Sort the optimizer's states of one flat buffer by form.
 
     A 1-D tensor as long as the partition (in elastic checkpoints, as the master's) can be sliced; a number or 0-dim
-    tensor belongs to the whole buffer; all else is particular to the optimizer (Muon's whole matrices, 8-bit blocks).
+    tensor belongs to the whole buffer; other values are particular to the optimizer (Muon's matrices, 8-bit blocks).
 
     Args:
         files: The checkpoint.
@@ -129,7 +136,7 @@ def read_flat_buffer(
         masters: The master partition of each rank.
         states: The optimizer's states of each rank, as ``torch.optim`` keeps them.
         partition: Elements of each rank's partition, padding included.
-        what: What to call the buffer in errors.
+        what: Name of the buffer, for errors.
         report: Takes findings.
     """
     tensors: dict[str, Sequence[Stored]] = {MASTER: masters}
@@ -142,7 +149,7 @@ def read_flat_buffer(
             check_agreement(files.optimizer, f"{key} of {what}", [n and n.value for n in numbers], report)
             scalars[str(key)] = numbers[0]
         elif key in {MASTER, MODULE} or not isinstance(key, str):
-            odd[f"{key} (the optimizer's)"] = values  # a name that stands for something else here
+            odd[f"{key} (the optimizer's)"] = values  # ckpttool uses this name for another state
         elif all(
             isinstance(v, TensorRef | SwappedTensor) and v.shape in {(partition,), (own.numel,)}
             for v, own in zip(values, masters, strict=True)
@@ -158,7 +165,7 @@ def read_flat_buffer(
 
 
 def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
-    """A number that every rank holds as a tensor of shape (1,); None if it is no such state, or ranks differ.
+    """A number that every rank holds as a tensor of shape (1,); None for other states, or if ranks differ.
 
     Source: DeepSpeed 0.19, tests/unit/checkpoint/common.py (``HybridStateOptimizer``: ``tensor_step``).
     """
@@ -169,10 +176,10 @@ def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
 def locate_states(
     files: ZeroFiles, buffer: FlatBuffer, fragments: Mapping[str, NDArray[np.void]]
 ) -> dict[str, dict[str, State]]:
-    """Where the bytes of every state of every parameter of a flat buffer lie.
+    """Locate every state of every parameter of a flat buffer.
 
     Raises:
-        LayoutError: A partition ends before a fragment in it does.
+        LayoutError: A partition is too short for a fragment in it.
     """
     result: dict[str, dict[str, State]] = {name: {} for name in buffer.shapes}
     for key, pieces in buffer.tensors.items():
@@ -204,7 +211,7 @@ def locate_states(
 
 
 def _place(file: RankFile, piece: Stored) -> tuple[int, int]:
-    """The file that holds a partition, and its first byte there."""
+    """Index of the file that holds a partition, and its first byte there."""
     if isinstance(piece, SwappedTensor):
         return piece.file.index, 0
     return file.index, file.torch.locate(piece).start
@@ -213,7 +220,7 @@ def _place(file: RankFile, piece: Stored) -> tuple[int, int]:
 def find_swapped(
     files: ZeroFiles, masters: Sequence[TensorRef], states: Sequence[Mapping[Any, Any]], partition: int
 ) -> tuple[list[Stored], list[Mapping[Any, Any]]]:
-    """Replace what is empty because it was offloaded to NVMe by the file it was copied to.
+    """Replace empty tensors that were offloaded to NVMe by the files that they were copied to.
 
     Source: DeepSpeed 0.19, runtime/swap_tensor/optimizer_utils.py (``OptimizerStateSwapInfo``) and runtime/engine.py
     (``save_checkpoint``): the master is ``<ds_id>.tensor.swp``, another state ``<state>-<ds_id>.tensor.swp``, where
@@ -234,7 +241,7 @@ def find_swapped(
 
 
 def _swapped_state(master: SwappedTensor, name: str, value: object, rank: Mapping[str, SwappedFile]) -> object:
-    """A state whose master was offloaded: its file, if it is empty here."""
+    """The file of a state whose master was offloaded, if the state is empty in the optimizer file."""
     if not isinstance(value, TensorRef) or value.numel:
         return value
     held = _swapped(rank.get(f"{name}.tensor.swp"), value.dtype, master.numel)
@@ -261,7 +268,7 @@ def read_group(
     what: str,
     report: Report,
 ) -> ParamGroup:
-    """A parameter group, its hyper-parameters the same on every rank."""
+    """Read a parameter group, and report hyper-parameters that differ between ranks."""
     values = [_hyperparameters(g, f) for g, f in zip(groups, files, strict=True)]
     check_agreement(files, f"hyper-parameters of {what}", list(values), report)
     return ParamGroup(parameters, values[0], scalars)
@@ -272,9 +279,9 @@ def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
 
 
 def _plain(value: Any, file: RankFile) -> Any:
-    """A hyper-parameter with numbers in the place of 0-dim tensors: torch takes some for lr and betas.
+    """Replace 0-dim tensors in a hyper-parameter by numbers: torch accepts tensors for lr and betas.
 
-    No deeper than that: lists that hold one list twice, again and again, are read in no time and copied in no end.
+    Only at the top level: a list that nests one list twice, again and again, is small in a pickle and huge if copied.
     """
     if type(value) in {list, tuple} and any(isinstance(v, TensorRef) for v in value):
         return type(value)(_number(v, file) for v in value)
@@ -287,10 +294,10 @@ def _number(value: Any, file: RankFile) -> Any:
 
 
 def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], report: Report) -> None:
-    """Report a parameter group that one part of the model has otherwise than another."""
+    """Report a parameter group that differs between parts of the model."""
     for group in groups[1:]:
         same = fingerprint(dict(group.hyperparameters)) == fingerprint(dict(groups[0].hyperparameters))
-        # A part that has no parameter of the group takes no steps.
+        # A part without parameters of the group takes no steps.
         if not same or (group.parameters and groups[0].parameters and dict(group.scalars) != dict(groups[0].scalars)):
             problem = f"{what} is not the same in all parts of the model: two saves are mixed"
             report(LayoutError(file.path, problem, RESTORE))
@@ -310,7 +317,7 @@ def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[objec
 
 
 def _both(ours: object, theirs: object) -> str:
-    """The two values, where they are short enough to say."""
+    """Both values, if they are short."""
     if all(isinstance(v, int | float | str) and len(str(v)) <= 40 for v in (ours, theirs)):
         return f" ({ours} here, {theirs} there)"
     return ""

@@ -1,4 +1,4 @@
-"""The layers of a pipeline: whose they are, and what their tensors are called in the whole model.
+"""The layers of a pipeline: their stages, and the names of their tensors in the whole model.
 
 Source: DeepSpeed 0.19, runtime/pipe/module.py (``PipelineModule``, ``ckpt_layer_path``, ``save_state_dict``).
 """
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.module import mapped_sizes, read_buffer_names, read_param_shapes
-from ckpttool.model import Twin
+from ckpttool.model import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.formats.zero.file_set import LayerFile, ZeroFiles
+    from ckpttool.formats.zero.rank_files import LayerFile, ZeroFiles
     from ckpttool.model import State
 
 TIED = "tied_modules."
@@ -38,11 +38,11 @@ class Layers:
 
     def __init__(self, layers: Sequence[LayerFile], stages: Sequence[ZeroFiles], tensor_rank: int) -> None:
         self.of_stage: list[dict[str, State]] = [{} for _ in stages]
-        """Names and places of the tensors of each stage."""
-        self.twins: list[Twin] = []
+        """The tensors of each stage, by name."""
+        self.replicas: list[Replica] = []
         """Tied layers, which several stages save."""
         self.remarks: list[str] = []
-        """What a user should know."""
+        """Remarks for the user."""
         sizes = [_sizes(s) for s in stages]
         trained = {name: numel for stage in sizes for name, numel in stage.items()}
         named = [
@@ -54,7 +54,7 @@ class Layers:
         for layer in layers:
             if layer.tensor_rank != tensor_rank:
                 continue
-            # A layer without trained parameters tells no stage; it lies behind the one before it.
+            # A layer without trained parameters shows no stage; it is in the stage of the layer before it.
             stage = next((i for i, numbers in enumerate(named) if str(layer.layer) in numbers), stage)
             tensors = {
                 str(name): whole_tensor(layer.file.torch, layer.file.index, ref)
@@ -65,7 +65,7 @@ class Layers:
             for local, state in tensors.items():
                 name = prefix + local
                 if name in first:
-                    self.twins.append(Twin(name, first[name], state))
+                    self.replicas.append(Replica(name, first[name], state))
                 else:
                     first[name] = self.of_stage[stage][name] = state
         wanted = dict.fromkeys([*trained, *(n for files in stages for n in sorted(read_buffer_names(files.model[0])))])
@@ -81,7 +81,7 @@ class Layers:
         """Shapes of the tensors of all stages."""
 
     def _prefix(self, number: int, tensors: Mapping[str, State], trained: Mapping[str, int]) -> str:
-        """What the names of a layer begin with: its number, or the key that ties it to others."""
+        """Prefix of the names of a layer: its number, or the key that ties it to others."""
         own = f"{number}."
         if any(own + local in trained for local in tensors):
             return own
@@ -102,12 +102,12 @@ class Layers:
 
 
 def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Hold the layers against an optimizer that numbers its parameters: each needs a tensor of its shape.
+    """Compare the layers with an optimizer that numbers its parameters: each needs a tensor of its shape.
 
-    That finds not every layer that is missing, as frozen tensors and those of other stages may have its shapes.
+    This does not find every missing layer: frozen tensors and those of other stages may have the same shapes.
 
     Raises:
-        LayoutError: There are fewer.
+        LayoutError: The layers have too few tensors of a shape.
     """
     optimizer = files.model[0].fields.optional("optimizer", dict) or {}
     if files.expert_optimizer or "fp32_groups_flat" in optimizer:
@@ -119,7 +119,7 @@ def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
         tensors = values.values() if isinstance(values, dict) else ()
         own = {ref.shape for ref in tensors if isinstance(ref, TensorRef) and ref.shape}
         if len(own) != 1:
-            continue  # none, or what is not of its parameter's shape
+            continue  # none, or a tensor of another shape than its parameter
         left.subtract(own)
         if left[shape := own.pop()] < 0:
             directory, name = posixpath.split(files.model[0].path)
@@ -128,7 +128,7 @@ def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
 
 
 def _missing(name: str, layers: Sequence[LayerFile], files: ZeroFiles, tensor_rank: int) -> LayoutError:
-    """The error that the layer of a parameter or buffer is not there."""
+    """Make the error for the missing layer of a parameter or buffer."""
     number, directory = name.partition(".")[0], posixpath.dirname(files.model[0].path)
     if not number.isdecimal():
         return LayoutError(directory, f"has no file of the layer that holds {name}", RESTORE)
@@ -140,7 +140,7 @@ def _missing(name: str, layers: Sequence[LayerFile], files: ZeroFiles, tensor_ra
 
 
 def _sizes(files: ZeroFiles) -> dict[str, int]:
-    """Elements of each trained parameter of a stage; nothing where no file names them."""
+    """Elements of each trained parameter of a stage; empty if no file names them."""
     if not files.optimizer:
         return {}
     if files.model[0].fields.values.get("param_shapes") is None:

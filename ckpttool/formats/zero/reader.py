@@ -1,4 +1,4 @@
-"""A directory of DeepSpeed's files -> Checkpoint: every model-parallel rank's part, put together."""
+"""A directory of DeepSpeed's files -> Checkpoint: reads every model-parallel rank's part and merges them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit.manifest import is_commit, read_manifest
 from ckpttool.errors import LayoutError
-from ckpttool.formats.zero.file_set import RESTORE, AllFiles, ZeroFiles, read_zero_files
+from ckpttool.formats.locate import LATEST
+from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
-from ckpttool.formats.zero.model_rank import Slice, read_slice
-from ckpttool.formats.zero.module import carried_storages, client_state, zenflow
+from ckpttool.formats.zero.model_rank import ModelPart, read_model_rank
+from ckpttool.formats.zero.module import common_facts, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.messages import brief
-from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State, Topology, Twin
+from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, Replica, State, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.zero.file_set import RankFile, Report
+    from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.pipeline import Layers
+    from ckpttool.formats.zero.rank_files import AllFiles, RankFile, ZeroFiles
     from ckpttool.storage import Storage
 
 
@@ -28,62 +31,53 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     """Read the layout of a checkpoint that DeepSpeed saved; no tensor bytes but the optimizer's numbers.
 
     Raises:
-        CkptError: What is wrong, unless ``report`` collects it and reading can go on.
+        CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
     """
     found = read_zero_files(storage, location, report)
     _check_ranks_agree(found.slices, report)
     if (mixed := mixed_types([layer.file for layer in found.layers])) is not None:
         report(mixed)
     pipeline, tensor = _degrees(found)
-    names = _recorded(storage, location) if not found.slices[0].stage else ()
-    stages = []
-    twins: list[Twin] = []
-    remarks: list[str] = []
+    recorded = _recorded(storage, location) if not found.slices[0].stage else ()
     layers = [_layers(found, rank, tensor) for rank in range(tensor)]
+    stages = []
     for stage in range(pipeline):
-        ranks = found.slices[stage * tensor : (stage + 1) * tensor]
-        slices: list[Slice] = []
-        for rank, f in enumerate(ranks):
-            tied = slices[0].aliases if slices else {}
-            own = layers[rank]
-            in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
-            slices.append(read_slice(replace(f, recorded=names), in_stage, shapes, tied, report))
+        ranks = [replace(f, recorded=recorded) for f in found.slices[stage * tensor : (stage + 1) * tensor]]
+        slices = _read_slices(ranks, layers, stage, report)
         stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
-    for own in layers:
-        twins += own.twins if own else []
-        remarks += own.remarks if own else []
+    replicas = [twin for own in layers if own for twin in own.replicas]
+    remarks = [remark for own in layers if own for remark in own.remarks]
     whole = stages[0] if pipeline == 1 else _merge_pipeline(stages, report)
     files = found.slices[0]
     first = files.model[0]
     step = first.fields.optional("global_steps", int) or 0
-    skipped = first.fields.optional("skipped_steps", int) or 0
+    facts = common_facts(first)
     return Checkpoint(
+        **facts,
         storage=storage,
         location=location.directory,
         root=location.root,
         tag=location.tag,
         format="zero",
+        latest=LATEST,
         stage=files.stage,
         topology=Topology(_data_parallel(files), tensor, pipeline, _expert_parallel(files)),
         dtype=whole.dtype,
-        deepspeed_version=first.fields.optional("ds_version", str),
         step=step,
-        samples=first.fields.count("global_samples"),
-        skipped_steps=skipped,
         parameters=tuple(whole.parameters.values()),
         buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
         aliases=whole.aliases,
         groups=tuple(whole.groups),
         unsliceable=tuple(whole.unsliceable),
-        scheduler=first.fields.values.get("lr_scheduler"),
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
-        client_state=client_state(first),
-        ds_config=first.fields.optional("ds_config", dict) or {},
-        carried=carried_storages(first, client_state(first), first.fields.values.get("lr_scheduler")),
-        twins=(*whole.twins, *twins),
+        replicas=(*whole.replicas, *replicas),
         ahead=zenflow(first) and files.stage != 3,
         files=found.files,
-        notes=(*found.notes, *_step_notes(files, whole.groups, step - skipped), *_group_notes(files, whole.groups)),
+        notes=(
+            *found.notes,
+            *_step_notes(files, whole.groups, step - facts["skipped_steps"]),
+            *_group_notes(files, whole.groups),
+        ),
         remarks=(
             *dict.fromkeys((*whole.remarks, *remarks, *_data_remarks(first))),
             *trusted_names(found.renamed),
@@ -91,24 +85,36 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     )
 
 
+def _read_slices(
+    ranks: Sequence[ZeroFiles], layers: Sequence[Layers | None], stage: int, report: Report
+) -> list[ModelPart]:
+    """Read the tensor-parallel ranks of one pipeline stage."""
+    slices: list[ModelPart] = []
+    for files, own in zip(ranks, layers, strict=True):
+        tied = slices[0].aliases if slices else {}
+        in_stage, shapes = (own.of_stage[stage], own.shapes) if own else ({}, {})
+        slices.append(read_model_rank(files, in_stage, shapes, tied, report))
+    return slices
+
+
 def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
     """The layer files of one tensor-parallel rank; None outside pipelines."""
     if not found.layers and found.slices[0].model[0].fields.values.get("module", ()) is not None:
         return None
-    from ckpttool.formats.zero.pipeline import Layers  # what few checkpoints need is imported for them alone
+    from ckpttool.formats.zero.pipeline import Layers  # imported only for the few checkpoints that need it
 
     return Layers(found.layers, found.slices[rank::tensor], rank)
 
 
 def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each group by the checkpoint's manifest; none without one."""
+    """The parameters of each group by the checkpoint's manifest; empty without a manifest."""
     if not is_commit(storage, location.directory):
         return ()
     return read_manifest(storage, location.directory).groups
 
 
 def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:
-    """What every file of a save says alike, whatever rank has written it."""
+    """Report values that differ between the files of a save."""
     for fact in agreed_facts(slices):
         check_agreement(fact.files, fact.name, fact.values, report)
 
@@ -128,7 +134,7 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
     in_layers = len({layer.tensor_rank for layer in found.layers})
     tensor = in_layers or recorded.get("tp_degree") or ranks
     if not isinstance(tensor, int):
-        raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is no number")
+        raise fields.error("checkpoint_parallel_dimensions", "has a tp_degree that is not a number")
     alone = ranks == 1 and fields.optional("mp_world_size", int) == 1
     if alone and tensor > 1 and _data_parallel(found.slices[0]) % tensor == 0:
         # Under sequence parallelism (Ulysses) the sequence's ranks are called model-parallel: tp_degree counts them,
@@ -137,7 +143,9 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
         tensor = 1
     if tensor < 1 or ranks % tensor:
         raise LayoutError(
-            fields.path, f"is one of {ranks} model-parallel ranks, in columns of {brief(tensor, 40)}", RESTORE
+            fields.path,
+            f"is one of {ranks} model-parallel ranks, which {brief(tensor, 40)} tensor-parallel ranks do not divide",
+            RESTORE,
         )
     return ranks // tensor, tensor
 
@@ -161,7 +169,7 @@ def _expert_parallel(files: ZeroFiles) -> int:
 
 
 def _scaler(file: RankFile) -> object:
-    """At stage 0 the loss scale is kept in the optimizer's own mapping."""
+    """The loss scale at stage 0, which the optimizer's own mapping holds."""
     optimizer = file.fields.values.get("optimizer")
     keys = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     found = {k: optimizer[k] for k in keys if k in optimizer} if isinstance(optimizer, dict) else {}
@@ -171,13 +179,13 @@ def _scaler(file: RankFile) -> object:
 # --------------------------------------------------------------------------------------------------------- merging
 
 
-def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
-    """One pipeline stage, whole, from its tensor-parallel slices."""
+def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> ModelPart:
+    """Merge the tensor-parallel ranks of one pipeline stage."""
     from ckpttool.formats.zero.tensor_parallel import TensorParallel, merge
 
     first = slices[0]
     rules = TensorParallel([s.files for s in slices])
-    twins = [twin for s in slices for twin in s.twins]
+    replicas = [twin for s in slices for twin in s.replicas]
     _check_same_names(slices, "parameters", [list(s.parameters) for s in slices], report)
     parameters: dict[str, Parameter] = {}
     for name, parameter in first.parameters.items():
@@ -186,14 +194,14 @@ def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
         states = {}
         for key in parameter.states:
             held = [p.states.get(key) for p in own]
-            # Where copies have drifted apart the mean of the masters counts, and nobody holds its 16-bit copy.
+            # If copies have drifted apart, the weights are the mean of the masters, and no rank has its 16-bit copy.
             if any(h is None for h in held) or (cut.averaged and key == MODULE and MASTER in parameter.states):
                 continue
             states[key], pairs = merge(cut, [h for h in held if h is not None])
-            twins += [Twin(name, a, b) for a, b in pairs]
+            replicas += [Replica(name, a, b) for a, b in pairs]
         parameters[name] = Parameter(name, cut.shape, parameter.group, states, cut.slicing)
-    twins += [
-        Twin(name, state, s.buffers[name])
+    replicas += [
+        Replica(name, state, s.buffers[name])
         for name, state in first.buffers.items()
         for s in slices[1:]
         if name in s.buffers
@@ -201,13 +209,15 @@ def _merge_tensor_parallel(slices: Sequence[Slice], report: Report) -> Slice:
     groups = _merge_groups(slices, report)
     unsliceable = list(dict.fromkeys(u for s in slices for u in s.unsliceable))
     aliases = {a: n for s in reversed(slices) for a, n in s.aliases.items()}
-    return replace(first, parameters=parameters, twins=twins, groups=groups, unsliceable=unsliceable, aliases=aliases)
+    return replace(
+        first, parameters=parameters, replicas=replicas, groups=groups, unsliceable=unsliceable, aliases=aliases
+    )
 
 
-def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
-    """The whole model from the stages of a pipeline; a module that several stages share is tied, and must be equal."""
+def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
+    """Merge the stages of a pipeline; a module that several stages share is tied, and must be equal."""
     first = stages[0]
-    twins = [twin for s in stages for twin in s.twins]
+    replicas = [twin for s in stages for twin in s.replicas]
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, State] = {}
     for stage in stages:
@@ -219,7 +229,7 @@ def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
                 if key not in known.states:
                     known = parameters[name] = replace(known, states={**known.states, key: state})
                 elif known.shape == state.shape:
-                    twins.append(Twin(name, known.states[key], state))
+                    replicas.append(Replica(name, known.states[key], state))
                 else:
                     problem = f"{name} has shape {known.shape} on one pipeline stage and {state.shape} on another"
                     raise LayoutError(stage.files.model[0].path, problem, RESTORE)
@@ -229,13 +239,13 @@ def _merge_pipeline(stages: Sequence[Slice], report: Report) -> Slice:
     aliases = {a: n for s in stages for a, n in s.aliases.items()}
     remarks = list(dict.fromkeys(r for s in stages for r in s.remarks))
     return replace(
-        first, parameters=parameters, buffers=buffers, twins=twins, groups=groups, unsliceable=unsliceable,
+        first, parameters=parameters, buffers=buffers, replicas=replicas, groups=groups, unsliceable=unsliceable,
         aliases=aliases, remarks=remarks,
     )  # fmt: skip
 
 
-def _merge_groups(parts: Sequence[Slice], report: Report) -> list[ParamGroup]:
-    """The parameter groups of the whole model: each part has some of every group."""
+def _merge_groups(parts: Sequence[ModelPart], report: Report) -> list[ParamGroup]:
+    """Merge the parameter groups of the parts of the model."""
     first = parts[0]
     counts = [len(p.groups) for p in parts]
     if len(set(counts)) > 1:
@@ -249,11 +259,11 @@ def _merge_groups(parts: Sequence[Slice], report: Report) -> list[ParamGroup]:
     return result
 
 
-def _check_same_names(slices: Sequence[Slice], what: str, names: Sequence[list[str]], report: Report) -> None:
+def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[list[str]], report: Report) -> None:
     for s, own in zip(slices, names, strict=True):
         if set(own) != set(names[0]):
             odd = sorted(set(own) ^ set(names[0]))
-            problem = f"its {what} are not those of the first tensor-parallel rank ({brief(odd[0], 200)})"
+            problem = f"its {what} differ from those of the first tensor-parallel rank ({brief(odd[0], 200)})"
             error = LayoutError(s.files.model[0].path, problem, RESTORE)
             report(error)
             raise error
@@ -263,12 +273,12 @@ def _check_same_names(slices: Sequence[Slice], what: str, names: Sequence[list[s
 
 
 def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -> list[LayoutError]:
-    """The optimizer's own count of steps held against the engine's.
+    """Compare the optimizer's own count of steps with the engine's.
 
     DeepSpeed writes model states first: a save that was killed under a tag that is used again and again (Lightning's
     and Accelerate's are) leaves new model states beside old optimizer files.
     """
-    if zenflow(files.model[0]):  # which counts micro steps
+    if zenflow(files.model[0]):  # ZenFlow counts micro steps
         return []
     for i, group in enumerate(groups):
         step = group.scalars.get("step")
@@ -281,7 +291,7 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
 
 
 def _data_remarks(first: RankFile) -> list[str]:
-    """States of DeepSpeed's data pipeline, which stay where they are.
+    """Remarks on states of DeepSpeed's data pipeline, which are not read.
 
     Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``data_sampler``, ``random_ltd``).
     """
@@ -291,7 +301,7 @@ def _data_remarks(first: RankFile) -> list[str]:
 
 
 def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
-    """Parameter groups without hyper-parameters, which DeepSpeed loads, and then fails at the first step.
+    """Notes on parameter groups without hyper-parameters: DeepSpeed loads them and fails at the first step.
 
     Elastic checkpoints (a list in the place of the optimizer's state dict) have no groups, and the run's own are kept.
 

@@ -1,4 +1,4 @@
-"""The order of a flat buffer under ``round_robin_gradients``, and the way back to the optimizer's own.
+"""The order of a flat buffer under ``round_robin_gradients``, and its inverse.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_round_robin_reorder``).
 """
@@ -17,7 +17,7 @@ def round_robin(names: Sequence[str], ranks: int) -> list[str]:
 
 
 def undo_round_robin(stored: Sequence[str], ranks: int) -> list[str]:
-    """The optimizer's order, from that of a flat buffer."""
+    """Convert the order of a flat buffer to the optimizer's order."""
     order = round_robin([str(i) for i in range(len(stored))], ranks)
     result = [""] * len(stored)
     for name, place in zip(stored, order, strict=True):

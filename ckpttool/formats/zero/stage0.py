@@ -8,26 +8,61 @@ from __future__ import annotations
 
 import math
 import posixpath
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
-from ckpttool.formats.zero.file_set import RESTORE
 from ckpttool.formats.zero.matching import match_names
-from ckpttool.formats.zero.partitions import Partitions, read_group
+from ckpttool.formats.zero.partitions import Partitions, merge_partitions, read_group
 from ckpttool.model import MASTER, MODULE, ScalarState, State, one_extent
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 UNASSIGNED = "optimizer"
-"""What ``unsliceable`` calls an optimizer whose parameters cannot be told."""
+"""Name of the states in ``unsliceable`` where the names of the parameters are unknown."""
+SEVERAL_ORDERS = (
+    "the optimizer numbers its parameters, and several orders of names would fit; weights are the model's own"
+)
+"""Remark where the names of the parameters are unknown."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Optimizer:
+    """The optimizer's part of one file, its form checked."""
+
+    fields: Fields
+    """DeepSpeed's own part."""
+    base: Fields
+    """The state dict of the optimizer that DeepSpeed wraps."""
+    states: Fields
+    """Its states by number."""
+    groups: list[dict[str, Any]]
+    """Its parameter groups, each with the numbers of its parameters."""
+    flat: list[TensorRef] | None
+    """Masters of the fused optimizer: one flat tensor for each group."""
+    masters: list[Sequence[object]] | None
+    """Masters of the unfused optimizer: the tensors of each group."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupStates:
+    """The states of one group."""
+
+    states: Mapping[str, Mapping[str, State]]
+    """By parameter and name of the state."""
+    scalars: Mapping[str, ScalarState]
+    """States that are one number for the group."""
+    odd: list[str]
+    """Names of all other states."""
 
 
 def read_partitions(
@@ -36,10 +71,9 @@ def read_partitions(
     copies: Mapping[str, State],
     experts: Mapping[str, State],
     buffer_names: set[str],
-    remarks: list[str],
     report: Report,
 ) -> Partitions:
-    """Join the optimizer's numbered states with the names of the module.
+    """Assign the optimizer's numbered states to the names of the module.
 
     The optimizer has no names, only shapes in the order of its groups; each group lists its parameters in the order of
     the module. Often that leaves one possibility. Where it leaves several, the states stay unassigned.
@@ -49,36 +83,43 @@ def read_partitions(
         module: The state dict.
         copies: The same, as states.
         experts: The experts of a mixture, as states.
-        buffer_names: Names that are no parameters.
-        remarks: Takes what a user should know.
+        buffer_names: Names of buffers.
         report: Takes findings.
+
+    Raises:
+        LayoutError: The optimizer's state dict contradicts itself or the module.
     """
-    result = Partitions()
     candidates = _candidates(module, copies, buffer_names)
     if not files.expert_optimizer:
         recorded = [[n for n in names if n in candidates] for names in files.recorded]
-        _join(files.model[0], candidates, {}, module, recorded, result, remarks, report)
-        return result
-    # Each expert-parallel rank saves its own experts and, over and over, what all of them share.
+        return _read_optimizer(files.model[0], candidates, {}, module, recorded, report)
+    # Each expert-parallel rank saves its own experts, and a replica of all other parameters.
     parallel = len(files.expert_optimizer)
     _check_experts_are_there(files, experts)
+    parts = []
     for rank, file in enumerate(files.expert_optimizer):
-        own = local_names(experts, rank, parallel)
-        part = Partitions()
-        _join(file, candidates, {n: experts[g] for n, g in own.items()}, module, (), part, remarks, report)
+        own = {n: experts[g] for n, g in local_names(experts, rank, parallel).items()}
+        part = _read_optimizer(file, candidates, own, module, (), report)
         renamed = global_names(part.states, rank)
-        for name, states in part.states.items():
-            result.states.setdefault(renamed.get(name, name), states)
+        groups = (replace(g, parameters=tuple(renamed.get(n, n) for n in g.parameters)) for g in part.groups)
+        states = {renamed.get(name, name): states for name, states in part.states.items()}
+        parts.append(replace(part, states=states, groups=tuple(groups)))
+    return _merge_expert_ranks(parts)
+
+
+def _merge_expert_ranks(parts: Sequence[Partitions]) -> Partitions:
+    """Merge the optimizers of the expert-parallel ranks: their groups are the same, but for the experts in them."""
+    merged = merge_partitions(parts)
+    states: dict[str, Mapping[str, State]] = {}
+    for part in parts:
+        for name, own in part.states.items():
+            states.setdefault(name, own)  # the first rank's replica counts
+    groups = list(parts[0].groups)
+    for part in parts[1:]:
         for g, group in enumerate(part.groups):
-            names = tuple(renamed.get(n, n) for n in group.parameters)
-            if rank == 0:
-                result.groups.append(replace(group, parameters=names))
-            else:
-                joined = dict.fromkeys((*result.groups[g].parameters, *names))
-                result.groups[g] = replace(result.groups[g], parameters=tuple(joined))
-        result.unassigned |= part.unassigned
-        result.unsliceable.extend(u for u in part.unsliceable if u not in result.unsliceable)
-    return result
+            names = dict.fromkeys((*groups[g].parameters, *group.parameters))
+            groups[g] = replace(groups[g], parameters=tuple(names))
+    return replace(merged, states=states, groups=tuple(groups))
 
 
 def _check_experts_are_there(files: ZeroFiles, experts: Mapping[str, State]) -> None:
@@ -120,90 +161,102 @@ def _candidates(
     return result
 
 
-def _join(
+def _read_optimizer(
     file: RankFile,
     candidates: Mapping[str, State],
     experts: Mapping[str, State],
     module: Mapping[str, TensorRef],
     recorded: Sequence[list[str]],
-    result: Partitions,
-    remarks: list[str],
     report: Report,
-) -> None:
-    """Read the optimizer of one file into ``result``.
+) -> Partitions:
+    """Read the optimizer of one file.
 
     Args:
         file: The file.
-        candidates: What may be a parameter.
+        candidates: Tensors that may be parameters.
         experts: The experts of a mixture.
         module: The state dict.
         recorded: The names of each group, if they are known.
-        result: Takes what is found.
-        remarks: Takes what a user should know.
         report: Takes findings.
     """
+    optimizer = _parse(file)
+    if isinstance(optimizer, str):
+        return Partitions(remarks=(optimizer,))
+    names = _names_of_groups(optimizer, candidates, experts, module, recorded)
+    known = {**candidates, **experts}
+    states: dict[str, Mapping[str, State]] = {}
+    groups = []
+    odd: list[str] = []
+    for g, (group, members) in enumerate(zip(optimizer.groups, names, strict=True)):
+        if optimizer.flat is not None:
+            items = _items(optimizer.states, g)
+            found = _flat_states(file, items, optimizer.flat[g], members or [], known)
+        else:
+            found = _listed_states(file, optimizer, g, members or [], known)
+        states |= found.states
+        odd += [f"group {g}: {key}" for key in ([UNASSIGNED] if members is None else []) + found.odd]
+        fields = Fields(file.path, f"{optimizer.base.place} > param_groups[{g}]", group)
+        groups.append(read_group([file], [fields], tuple(members or ()), found.scalars, f"group {g}", report))
+    unassigned = None in names
+    return Partitions(
+        states=states,
+        groups=tuple(groups),
+        unsliceable=tuple(dict.fromkeys(odd)),
+        unassigned=unassigned,
+        remarks=(SEVERAL_ORDERS,) if unassigned else (),
+    )
+
+
+def _parse(file: RankFile) -> _Optimizer | str:
+    """Check the form of a file's optimizer.
+
+    Returns:
+        The optimizer, or a remark that says why it cannot be read.
+
+    Raises:
+        LayoutError: The parts of it do not fit together.
+    """
     if file.fields.values.get("optimizer") is None:
-        remarks.append("the optimizer was not saved")
-        return
+        return "the optimizer was not saved"
     optimizer = file.fields.child("optimizer")
     base = optimizer.child("optimizer_state_dict") if "optimizer_state_dict" in optimizer else optimizer
     if "param_groups" not in base:
-        remarks.append("the optimizer's state is of no known form")
-        return
+        return "the optimizer's state has an unknown form"
     groups = base.get("param_groups", list)
     for g, group in enumerate(groups):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             raise base.error("param_groups", f"lacks the parameters of group {g}")
         if not all(isinstance(n, int) for n in group["params"]):
-            raise base.error("param_groups", f"numbers the parameters of group {g} otherwise")
+            raise base.error("param_groups", f"does not number the parameters of group {g} by integers")
     flat = optimizer.tensors("fp32_groups_flat") if "fp32_groups_flat" in optimizer else None
     masters = optimizer.get("fp32_groups", list) if "fp32_groups" in optimizer else None
-    for key, held in (("fp32_groups_flat", flat), ("fp32_groups", masters)):
-        if held is not None and len(held) != len(groups):
+    for key, tensors in (("fp32_groups_flat", flat), ("fp32_groups", masters)):
+        if tensors is not None and len(tensors) != len(groups):
             raise optimizer.error(key, f"does not fit {len(groups)} groups")
     if masters is not None and not all(isinstance(m, list | tuple) for m in masters):
         raise optimizer.error("fp32_groups", "is not a list of lists")
-    states = base.child("state")
-    names: list[list[str] | None]
-    if _fit_recorded(recorded, groups, flat, candidates):
-        names = [*recorded]
-    elif flat is not None:
-        names = [_in_storage(module, f, candidates) for f in flat]
-    else:
-        possible = {state.shape for state in (*candidates.values(), *experts.values())}
-        shapes = [
-            _shapes(states, group["params"], masters[g] if masters else None, possible)
-            for g, group in enumerate(groups)
-        ]
-        found = _match(groups, shapes, candidates, experts)
-        names = [None for _ in groups] if found is None else [*found]
-    known = {**candidates, **experts}
-    for g, group in enumerate(groups):
-        members = names[g] if g < len(names) else None
-        if members is None:
-            result.unsliceable.append(f"group {g}: {UNASSIGNED}")
-            members = []
-        scalars: dict[str, ScalarState] = {}
-        if flat is not None:
-            _add_flat(file, states, g, flat[g], members, known, result, scalars)
-        else:
-            own = masters[g] if masters else [None] * len(members)
-            if members and len(own) != len(members):
-                raise optimizer.error("fp32_groups", f"does not fit the {len(members)} parameters of group {g}")
-            for name, number, master in zip(members, group["params"], own, strict=False):
-                weights = known[name] if master is None else _whole(file, master)
-                odd: list[str] = []
-                own_states = _states_of(file, states, number, weights.shape, scalars, odd)
-                result.states[name] = {MASTER: weights, **own_states}
-                named = (f"group {g}: {key}" for key in odd)
-                result.unsliceable.extend(u for u in named if u not in result.unsliceable)
-        fields = Fields(base.path, f"{base.place} > param_groups[{g}]", group)
-        result.groups.append(read_group([file], [fields], tuple(members), scalars, f"group {g}", report))
-    if None in names:
-        result.unassigned = True
-        remarks.append(
-            "the optimizer numbers its parameters, and several orders of names would fit; weights are the model's own"
-        )
+    return _Optimizer(optimizer, base, base.child("state"), groups, flat, masters)
+
+
+def _names_of_groups(
+    optimizer: _Optimizer,
+    candidates: Mapping[str, State],
+    experts: Mapping[str, State],
+    module: Mapping[str, TensorRef],
+    recorded: Sequence[list[str]],
+) -> list[list[str] | None]:
+    """Names of the parameters of every group; None for a group whose names are unknown."""
+    if _fit_recorded(recorded, optimizer.groups, optimizer.flat, candidates):
+        return [*recorded]
+    if optimizer.flat is not None:
+        return [_in_storage(module, flat, candidates) for flat in optimizer.flat]
+    possible = {state.shape for state in (*candidates.values(), *experts.values())}
+    shapes = [
+        _shapes(optimizer.states, group["params"], optimizer.masters[g] if optimizer.masters else None, possible)
+        for g, group in enumerate(optimizer.groups)
+    ]
+    found = _match(optimizer.groups, shapes, candidates, experts)
+    return [None for _ in optimizer.groups] if found is None else [*found]
 
 
 def _fit_recorded(
@@ -275,19 +328,14 @@ def _in_storage(module: Mapping[str, TensorRef], flat: TensorRef, candidates: Ma
     return full[0] if len(full) == 1 else None
 
 
-def _add_flat(
-    file: RankFile,
-    states: Fields,
-    group: int,
-    flat: TensorRef,
-    names: Sequence[str],
-    known: Mapping[str, State],
-    result: Partitions,
-    scalars: dict[str, ScalarState],
-) -> None:
-    """Cut a group's flat buffers at the borders of its parameters."""
+def _flat_states(
+    file: RankFile, items: Sequence[tuple[str, Any]], flat: TensorRef, names: Sequence[str], known: Mapping[str, State]
+) -> _GroupStates:
+    """Cut the flat buffers of a group at the borders of its parameters."""
     tensors = {MASTER: flat}
-    for key, value in _items(states, group):
+    scalars: dict[str, ScalarState] = {}
+    odd = []
+    for key, value in items:
         number = file.scalar(value)
         if number is not None:
             scalars[key] = number
@@ -296,45 +344,70 @@ def _add_flat(
         elif (single := file.single(value)) is not None:
             scalars[key] = single
         elif value is not None:
-            result.unsliceable.append(f"group {group}: {key}")
-    at = 0
+            odd.append(key)
+    states = {}
+    first = 0
     for name in names:
         shape = known[name].shape
-        result.states[name] = {
-            key: State(
-                shape, t.dtype, one_extent(math.prod(shape), file.index, file.torch.locate(t).start + at * _width(t))
-            )
+        numel = math.prod(shape)
+        states[name] = {
+            key: State(shape, t.dtype, one_extent(numel, file.index, file.torch.locate(t).start + first * _width(t)))
             for key, t in tensors.items()
         }
-        at += math.prod(shape)
+        first += numel
+    return _GroupStates(states, scalars, odd)
+
+
+def _listed_states(
+    file: RankFile, optimizer: _Optimizer, group: int, names: Sequence[str], known: Mapping[str, State]
+) -> _GroupStates:
+    """Read the states of a group whose parameters have tensors of their own.
+
+    Raises:
+        LayoutError: The parameters of the group have different numbers in common states.
+    """
+    numbers = optimizer.groups[group]["params"]
+    masters = optimizer.masters[group] if optimizer.masters else [None] * len(names)
+    if names and len(masters) != len(names):
+        raise optimizer.fields.error("fp32_groups", f"does not fit the {len(names)} parameters of group {group}")
+    states = {}
+    scalars: dict[str, ScalarState] = {}
+    odd: list[str] = []
+    for name, number, master in zip(names, numbers, masters, strict=False):
+        weights = known[name] if master is None else _whole(file, master)
+        own, own_scalars, own_odd = _states_of(file, _items(optimizer.states, number), weights.shape)
+        for key, scalar in own_scalars.items():
+            if (expected := scalars.setdefault(key, scalar)) != scalar:
+                problem = f"has parameters of one group at {key} {expected.value} and {scalar.value}"
+                raise LayoutError(file.path, problem, RESTORE)
+        states[name] = {MASTER: weights, **own}
+        odd += own_odd
+    return _GroupStates(states, scalars, odd)
 
 
 def _states_of(
-    file: RankFile,
-    states: Fields,
-    number: object,
-    shape: tuple[int, ...],
-    scalars: dict[str, ScalarState],
-    odd: list[str],
-) -> dict[str, State]:
-    """The optimizer's states of one parameter; numbers go to ``scalars``, names of all others to ``odd``.
+    file: RankFile, items: Sequence[tuple[str, Any]], shape: tuple[int, ...]
+) -> tuple[dict[str, State], dict[str, ScalarState], list[str]]:
+    """Sort the optimizer's states of one parameter by form.
 
     1-bit Adam, for one, keeps errors of the compression that are padded for the number of ranks.
 
     Source: DeepSpeed 0.3.16 to 0.19.6, runtime/fp16/onebit/adam.py (``worker_error``, ``server_error``).
+
+    Returns:
+        States of the parameter's shape; numbers; names of all others.
     """
-    result: dict[str, State] = {}
-    for key, value in _items(states, number):
+    states: dict[str, State] = {}
+    scalars: dict[str, ScalarState] = {}
+    odd: list[str] = []
+    for key, value in items:
         if isinstance(value, TensorRef) and value.shape == shape and key not in {MASTER, MODULE, "step"}:
-            result[key] = whole_tensor(file.torch, file.index, value)
+            states[key] = whole_tensor(file.torch, file.index, value)
         elif (scalar := file.scalar(value) or file.single(value)) is not None:
-            expected = scalars.setdefault(key, scalar)
-            if expected != scalar:
-                problem = f"has parameters of one group at {key} {expected.value} and {scalar.value}"
-                raise LayoutError(file.path, problem, RESTORE)
+            scalars[key] = scalar
         elif value is not None:
             odd.append(key)
-    return result
+    return states, scalars, odd
 
 
 def _items(states: Fields, number: object) -> list[tuple[str, Any]]:

@@ -15,8 +15,9 @@ import numpy as np
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
+from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.zero.checks import partition_counts
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.file_set import RESTORE, partition_counts
 from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
 from ckpttool.formats.zero.partitions import (
@@ -25,19 +26,21 @@ from ckpttool.formats.zero.partitions import (
     check_agreement,
     flat_state,
     locate_states,
+    merge_partitions,
     read_flat_buffer,
     read_group,
 )
 from ckpttool.formats.zero.round_robin import undo_round_robin
 from ckpttool.messages import brief
-from ckpttool.model import State, Twin, one_extent
+from ckpttool.model import Replica, State, one_extent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
+    from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 Shapes = "Mapping[str, tuple[int, ...]]"
 
@@ -82,15 +85,15 @@ def read_partitions(
     if len(counts) != len(param_shapes):
         raise files.states(0).error("partition_count", f"does not fit {len(param_shapes)} groups")
     experts = Experts(files)
-    result = Partitions()
+    groups: list[Partitions] = []
     for g, (shapes, count) in enumerate(zip(param_shapes, counts, strict=True)):
         if count == files.ranks:
-            result.add(_read_group(files, module, g, shapes, report))
+            groups.append(_read_group(files, module, g, shapes, report))
         else:
             parts = [replace(files, optimizer=[files.optimizer[r] for r in ranks]) for ranks in experts.ranks(count)]
             read = [_read_group(part, {}, g, shapes, report) for part in parts]
-            result.add(experts.joined(read, f"group {g}", report))
-    return result
+            groups.append(experts.joined(read, f"group {g}", report))
+    return merge_partitions(groups)
 
 
 def _check_order_of_elements(
@@ -122,7 +125,7 @@ def _grouped(
     The 16-bit copies are views of one flat storage for each group, in the order of the masters.
 
     Raises:
-        LayoutError: They are not.
+        LayoutError: The copies are not such views.
     """
     storages: dict[str, list[str]] = {}
     for name in shapes:
@@ -168,29 +171,36 @@ def _read_group(
     slack = 0 if end_paddings[0] is not None else 2 * files.ranks
     _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, slack, group)
     fragments = _fragments(shapes, offsets, partition, files.ranks)
-    if not _round_robin(files):  # which records them in another order than it saves the elements in
+    if not _round_robin(files):  # it records them in another order than it saves the elements
         check_recorded_slices(states, group, fragments, trust_names=files.location.trust_names)
-    groups = [_param_group(s, group) for s in states]
-    # Every other reader knows the optimizer's own order, and it is the one that another number of ranks starts from.
+    # Other readers give the optimizer's own order, from which another number of ranks is partitioned.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
-    result = Partitions(
-        states=locate_states(files, buffer, fragments),
-        groups=[read_group(files.optimizer, groups, tuple(names), buffer.scalars, what, report)],
-    )
+    located = locate_states(files, buffer, fragments)
+    replicas: list[Replica] = []
+    unsliceable = []
     for key, values in buffer.odd.items():
-        if not _locate_whole(files, key, values, shapes, fragments, result):
-            result.unsliceable.append(f"{what}: {key}")
-    return result
+        whole = _locate_whole(files, values, shapes, fragments)
+        if whole is None:
+            unsliceable.append(f"{what}: {key}")
+            continue
+        for name, copies in whole.items():
+            located[name][key], *others = copies
+            replicas += [Replica(name, located[name][key], other) for other in others]
+    group_fields = [_param_group(s, group) for s in states]
+    return Partitions(
+        states=located,
+        groups=(read_group(files.optimizer, group_fields, tuple(names), buffer.scalars, what, report),),
+        unsliceable=tuple(unsliceable),
+        replicas=tuple(replicas),
+    )
 
 
 def _locate_whole(
     files: ZeroFiles,
-    key: str,
     values: Sequence[object],
     shapes: Mapping[str, tuple[int, ...]],
     fragments: Mapping[str, NDArray[np.void]],
-    result: Partitions,
-) -> bool:
+) -> dict[str, list[State]] | None:
     """Locate a state of which every rank holds the whole of each parameter that its partition touches.
 
     Muon works on whole matrices: a parameter cut by the border of two partitions is kept by both ranks.
@@ -198,29 +208,22 @@ def _locate_whole(
     Source: DeepSpeed 0.17.6 to 0.19.8, runtime/zero/stage_1_and_2.py (``get_flat_partition``, ``_apply_muon_update``).
 
     Returns:
-        False if the state is of another form.
+        The copies of each parameter's state, one for each rank that holds it; None if the state has another form.
     """
     touching: list[list[str]] = [[] for _ in values]
     for name, rows in fragments.items():
         for rank in rows["rank"].tolist():
             touching[rank].append(name)
-    if not all(
-        isinstance(v, TensorRef) and v.shape == (sum(math.prod(shapes[n]) for n in names),)
-        for v, names in zip(values, touching, strict=True)
-    ):
-        return False
+    result: dict[str, list[State]] = {}
     for file, value, names in zip(files.optimizer, values, touching, strict=True):
-        if not isinstance(value, TensorRef):
-            continue
+        if not isinstance(value, TensorRef) or value.shape != (sum(math.prod(shapes[n]) for n in names),):
+            return None
         at = file.torch.locate(value).start
         for name in names:
-            numel = math.prod(shapes[name])
-            state = State(shapes[name], value.dtype, one_extent(numel, file.index, at))
+            state = State(shapes[name], value.dtype, one_extent(math.prod(shapes[name]), file.index, at))
             at += state.nbytes
-            known = result.states[name].setdefault(key, state)
-            if known is not state:
-                result.twins.append(Twin(name, known, state))
-    return True
+            result.setdefault(name, []).append(state)
+    return result
 
 
 # ------------------------------------------------------------------------------------------------- what is recorded
@@ -289,14 +292,14 @@ def _partition_size(
     flat_states: Sequence[Mapping[Any, Any]],
     total: int,
 ) -> int:
-    """Elements of each rank's partition, padding included; everything about lengths must agree.
+    """Elements of each rank's partition, padding included, checked against all recorded lengths.
 
     DeepSpeed pads the buffer at its end so that it splits evenly (2 elements a rank since 0.5.2, 1 before), and saves
     masters without that padding. BF16_Optimizer, which records no ``zero_stage``, saves them with it. Releases that do
     not record the padding (up to 0.6) save some of it.
 
     Raises:
-        LayoutError: A rank's length is not what the shapes and the other ranks say.
+        LayoutError: A rank's length contradicts the shapes or the other ranks.
     """
     ranks = files.ranks
     padded = "zero_stage" not in states[0]
@@ -334,7 +337,7 @@ def _partition_size(
     return partition
 
 
-# ------------------------------------------------------------------------------------------------- where things lie
+# ------------------------------------------------------------------------------------------------- fragments
 
 
 def _fragments(
@@ -371,10 +374,10 @@ def _check_storage_offsets(
     slack: int,
     group: int,
 ) -> None:
-    """Hold ``param_shapes`` against where the 16-bit copies lie in their group's flat storage.
+    """Compare ``param_shapes`` with the offsets of the 16-bit copies in their group's flat storage.
 
     DeepSpeed makes every parameter a view of one flat buffer, and saving keeps that. Copies that were cloned one by one
-    (fine-tuning tools do it) prove nothing and are left to the comparison of values.
+    (fine-tuning tools do it) show no order; the consistency checks compare their values.
 
     Raises:
         LayoutError: The two orders differ.

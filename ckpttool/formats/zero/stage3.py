@@ -1,4 +1,4 @@
-"""The layout of ZeRO stage 3: every parameter split over all ranks, the pieces laid into sub-groups.
+"""The layout of ZeRO stage 3: every parameter is split over all ranks, and its parts are put into sub-groups.
 
 Source: DeepSpeed 0.19, runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``, ``_rigid_state_dict``)
 and utils/zero_to_fp32.py (``zero3_partitioned_param_info``).
@@ -14,9 +14,10 @@ import numpy as np
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields, shape_of
+from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.file_set import RESTORE, SWAPPED
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
+from ckpttool.formats.zero.opener import SWAPPED
 from ckpttool.formats.zero.partitions import (
     FRAGMENT,
     Partitions,
@@ -24,11 +25,12 @@ from ckpttool.formats.zero.partitions import (
     find_swapped,
     flat_state,
     locate_states,
+    merge_partitions,
     read_flat_buffer,
     read_group,
 )
 from ckpttool.messages import brief
-from ckpttool.model import ParamGroup, ScalarState, State, extents
+from ckpttool.model import ParamGroup, State, extents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,8 +38,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.containers.values import TensorRef
-    from ckpttool.formats.zero.file_set import RankFile, Report, ZeroFiles
+    from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.partitions import Stored
+    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 
 def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
@@ -59,22 +62,15 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
             f"param_shapes lists {len(param_shapes)} sub-groups, but the optimizer files hold {len(masters[0])}",
             RESTORE,
         )
-    base = [s.child("optimizer_state_dict") for s in states]
-    result = Partitions()
-    names: list[tuple[str, ...]] = []
-    scalars: list[Mapping[str, ScalarState]] = []
+    sub_groups: list[Partitions] = []
     for i, shapes in enumerate(param_shapes):
-        ranks = _sharing_ranks(states, i)
-        parts = [_part(files, members) for members in ranks]
+        parts = [_part(files, ranks) for ranks in _sharing_ranks(states, i)]
         read = [_read_sub_group(part, i, shapes, report) for part in parts]
-        joined = read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report)
-        names.append(joined.groups[0].parameters)
-        scalars.append(joined.groups[0].scalars)
-        joined.groups.clear()
-        result.add(joined)
-    result.groups.extend(_groups(files, base, names, scalars, report))
-    result.frozen.update(read_frozen(files.model, report))
-    return result
+        sub_groups.append(read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report))
+    in_sub_groups = [part.groups[0] for part in sub_groups]
+    base = [s.child("optimizer_state_dict") for s in states]
+    groups = _groups(files, base, in_sub_groups, report)
+    return replace(merge_partitions(sub_groups), groups=tuple(groups), frozen=read_frozen(files.model, report))
 
 
 def _in_sub_groups(
@@ -83,7 +79,7 @@ def _in_sub_groups(
     """The parameters of each sub-group, for releases that list all of them, frozen ones too, in one mapping.
 
     Raises:
-        LayoutError: There are several parameter groups, or frozen parameters, so that nothing tells.
+        LayoutError: There are several parameter groups, or frozen parameters, so the layout is unknown.
     """
     result: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
@@ -105,7 +101,7 @@ def _in_sub_groups(
 
 
 def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
-    """The files of some ranks only."""
+    """The files of some of the ranks."""
     if len(ranks) == files.ranks:
         return files
     return replace(
@@ -116,7 +112,7 @@ def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
 
 
 def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
-    """The ranks over which a sub-group is partitioned: all of them, but for experts.
+    """The ranks over which a sub-group is partitioned: all of them, except for experts.
 
     Source: DeepSpeed 0.19, runtime/zero/stage3.py (``ds_zero_partition_groups``, since 0.19.3 with AutoEP).
     """
@@ -128,7 +124,7 @@ def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
         entry = entries[sub_group] if sub_group < len(entries) else None
         ranks = entry.get("partition_ranks") if isinstance(entry, dict) else None
         if not isinstance(ranks, list) or not all(isinstance(r, int) and 0 <= r < len(states) for r in ranks):
-            raise fields.error("ds_zero_partition_groups", f"does not say who shares sub-group {sub_group}")
+            raise fields.error("ds_zero_partition_groups", f"does not say which ranks share sub-group {sub_group}")
         if rank not in ranks or not entry or entry.get("partition_rank") != ranks.index(rank):
             raise fields.error("ds_zero_partition_groups", f"puts rank {rank} elsewhere")
         if ranks not in found:
@@ -152,13 +148,13 @@ def _read_sub_group(
     buffer = read_flat_buffer(files, shapes, found, flat_states, partition, what, report)
     return Partitions(
         states=locate_states(files, buffer, fragments),
-        groups=[ParamGroup(tuple(shapes), {}, buffer.scalars)],
-        unsliceable=[f"{what}: {key}" for key in buffer.odd],
+        groups=(ParamGroup(tuple(shapes), {}, buffer.scalars),),
+        unsliceable=tuple(f"{what}: {key}" for key in buffer.odd),
     )
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:
-    """Cut every parameter into one piece a rank, of ceil(numel / ranks) elements, the last ones padded."""
+    """Cut every parameter into one part a rank, of ceil(numel / ranks) elements, the last ones padded."""
     result: dict[str, NDArray[np.void]] = {}
     rank = np.arange(ranks, dtype=np.int64)
     position = 0
@@ -196,11 +192,10 @@ def _check_lengths(optimizer: Sequence[RankFile], pieces: Sequence[Stored], part
 def _groups(
     files: ZeroFiles,
     base: Sequence[Fields],
-    in_sub_group: Sequence[tuple[str, ...]],
-    scalars: Sequence[Mapping[str, ScalarState]],
+    sub_groups: Sequence[ParamGroup],
     report: Report,
 ) -> list[ParamGroup]:
-    """The user's parameter groups: each lists the sub-groups it was cut into."""
+    """Read the user's parameter groups: each lists the sub-groups it was cut into."""
     lists = [b.get("param_groups", list) for b in base]
     result: list[ParamGroup] = []
     for g in range(len(lists[0])):
@@ -210,20 +205,20 @@ def _groups(
                 raise b.error("param_groups", f"lacks group {g}")
             fields.append(Fields(b.path, f"{b.place} > param_groups[{g}]", groups[g]))
         members = fields[0].integers("params")
-        if not all(0 <= i < len(in_sub_group) for i in members):
-            raise fields[0].error("params", "names a sub-group that is not there")
-        names = tuple(name for i in members for name in in_sub_group[i])
+        if not all(0 <= i < len(sub_groups) for i in members):
+            raise fields[0].error("params", "names a sub-group that does not exist")
+        names = tuple(name for i in members for name in sub_groups[i].parameters)
         for i in members[1:]:
-            if scalars[i] != scalars[members[0]]:
+            if sub_groups[i].scalars != sub_groups[members[0]].scalars:
                 problem = f"joins sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
                 raise fields[0].error("params", problem)
-        shared = scalars[members[0]] if members else {}
+        shared = sub_groups[members[0]].scalars if members else {}
         result.append(read_group(files.optimizer, fields, names, shared, f"group {g}", report))
     return result
 
 
 def read_frozen(model: Sequence[RankFile], report: Report) -> dict[str, State]:
-    """Frozen parameters: one piece of the model's dtype on each rank, in its model-states file."""
+    """Read frozen parameters: one part of the model's dtype on each rank, in its model-states file."""
     shapes = model[0].fields.optional("frozen_param_shapes", dict)
     if shapes is None:
         return {}

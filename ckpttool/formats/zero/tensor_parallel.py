@@ -1,4 +1,4 @@
-"""How tensor-parallel slices make whole tensors, from what the checkpoint says of it.
+"""How tensor-parallel slices form whole tensors, by the checkpoint's ``universal_checkpoint_info``.
 
 Source: DeepSpeed 0.7.4 to 0.19.8, checkpoint/ds_to_universal.py (``merge_tp_slices``), checkpoint/constants.py and
 checkpoint/affine.py (``ParamAffineMap``, since 0.19.8).
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import Opaque
-    from ckpttool.formats.zero.file_set import ZeroFiles
+    from ckpttool.formats.zero.rank_files import ZeroFiles
 
 NEWEST_VERSION = 0.4
-"""Of ``universal_checkpoint_info``; what a later one means cannot be known."""
+"""Newest known version of ``universal_checkpoint_info``."""
 MAX_BOXES = 1 << 16
-"""Pieces that one entry of an affine map may have."""
+"""Most boxes in one entry of an affine map."""
 MAX_TRIES = 1 << 24
-"""Ways to fit a name that a pattern may have; those of frameworks have a few hundred."""
+"""Most ways to match a name that a pattern may have; those of frameworks have a few hundred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one parameter is spread over the tensor-parallel ranks."""
+    """How one parameter is sliced over the tensor-parallel ranks."""
 
     shape: tuple[int, ...]
     """The whole tensor."""
     boxes: tuple[tuple[Box, ...], ...]
-    """What each rank gives to it."""
+    """The boxes of each rank in the whole tensor."""
     copies: tuple[tuple[int, Box, int, Box], ...] = ()
-    """What a rank holds that another one holds too: (rank, its box, the other rank, its box)."""
+    """Replicas: (rank, its box, other rank, box of that rank)."""
     averaged: bool = False
-    """Every rank has all of it, and the mean counts."""
+    """Whether every rank has the whole tensor, and the values are the mean."""
     slicing: Slicing = BY_ROWS
-    """The same for other numbers of ranks."""
+    """How to slice it over other numbers of ranks."""
 
 
 class TensorParallel:
-    """What a checkpoint says about its tensor-parallel slices.
+    """The checkpoint's description of its tensor-parallel slices.
 
     Args:
         files: The files of the tensor-parallel ranks of one pipeline stage.
@@ -78,14 +78,14 @@ class TensorParallel:
             raise self._error(f"has an affine map of version {brief(affine.get('version'), 40)}, which is not known")
 
     def cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Cut:
-        """How a parameter is cut.
+        """Compute how a parameter is sliced.
 
         Args:
             name: Its name.
             shapes: Its slice on each rank.
 
         Raises:
-            LayoutError: The checkpoint says what does not fit the slices, or says two things.
+            LayoutError: The description contradicts the slices or itself.
         """
         reason = self._matched("autotp_unsupported_parameter_patterns", name)
         if reason is not None:
@@ -96,7 +96,7 @@ class TensorParallel:
         try:
             cut = self._cut(name, shapes)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise self._error(f"says of {name} what cannot be read") from error
+            raise self._error(f"describes {name} in an unreadable form") from error
         if self._matched("vocabulary_parameter_patterns", name) is not None:
             size = self._info.get("original_vocab_size")
             if not isinstance(size, int) or not cut.shape or not 0 < size <= cut.shape[0]:
@@ -243,25 +243,25 @@ class TensorParallel:
 
     def _matched_in(self, patterns: Any, name: str, key: str) -> str | None:
         if not isinstance(patterns, list | tuple | dict):
-            raise self._error(f"has a {key} that is no list")
+            raise self._error(f"has a {key} that is not a list")
         found = [p for p in patterns if self._match(p, name)]
         if len(found) > 1:
             raise self._error(f"matches {name} twice in {key}: {brief(found[0], 80)} and {brief(found[1], 80)}")
         return found[0] if found else None
 
     def _match(self, pattern: object, name: str) -> bool:
-        # AutoTP's patterns are escaped names; as a plain text they cost no compiling, and there is one for each.
+        # AutoTP has one pattern a parameter, an escaped name; comparing names saves compiling it.
         if not isinstance(pattern, str):
-            raise self._error("has a pattern that is no text")
+            raise self._error("has a pattern that is not text")
         if (plain := _plain(pattern)) is not None:
             return plain == name
         if _costly(pattern, name):
-            raise self._error(f"has a pattern that could take for ever: {brief(pattern, 80)}")
+            raise self._error(f"has a pattern that could take unlimited time: {brief(pattern, 80)}")
         take(OBJECTS, 1 + len(pattern) + len(name), self._path)
         try:
             return _compiled(pattern).match(name) is not None
         except (re.error, OverflowError, RecursionError) as error:
-            raise self._error(f"has a pattern that is none ({error}): {brief(pattern, 80)}") from error
+            raise self._error(f"has an invalid pattern ({error}): {brief(pattern, 80)}") from error
 
     def _error(self, problem: str) -> LayoutError:
         hint = "it was written by an unknown framework, or is damaged"
@@ -269,7 +269,7 @@ class TensorParallel:
 
 
 def merge(cut: Cut, states: Sequence[State]) -> tuple[State, list[tuple[State, State]]]:
-    """The whole state, and what of it is stored twice: pairs that must be equal."""
+    """Merge the slices of a state; also returns the pairs of replicas, which must be equal."""
     if cut.averaged:
         first = State(cut.shape, states[0].dtype, _rows(states[0], cut))
         others = tuple(State(cut.shape, s.dtype, _rows(s, cut)) for s in states[1:])
@@ -314,7 +314,7 @@ def _boxes(piece: Mapping[str, Any], slice_numel: int, whole_numel: int) -> Iter
 
 @functools.lru_cache(maxsize=1 << 14)
 def _plain(pattern: str) -> str | None:
-    """The only name that a pattern fits, if it is an escaped name."""
+    """The only name that a pattern matches, if it is an escaped name; else None."""
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     inner = pattern[1:-1]
@@ -327,7 +327,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _costly(pattern: str, name: str) -> bool:
-    """Whether a regular expression may try very many ways to fit a name: it backtracks."""
+    """Whether a regular expression may try very many ways to match a name, by backtracking."""
     loops, choices = (sum(map(pattern.count, signs)) for signs in ("*+{", "?|"))
     nested = re.search(r"\)[*+{]", pattern) is not None
     return nested or len(pattern) > 1000 or len(name) ** loops << choices > MAX_TRIES

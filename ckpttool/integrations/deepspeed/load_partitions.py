@@ -15,10 +15,11 @@ from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
 from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
-from ckpttool.plan.copy_checks import sample_proofs, source_files
+from ckpttool.plan.copy_checks import sample_checks, source_files
 from ckpttool.targets.replicas import ALIGNMENT, plan_packed
 from ckpttool.targets.zero.layout import piece
-from ckpttool.targets.zero.writer import Shape, plan_rank, zero_losses
+from ckpttool.targets.zero.shape import Shape, zero_losses
+from ckpttool.targets.zero.writer import plan_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +89,7 @@ def read_partitions(
     read = []
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
-            for problem in failed_proofs(sample_proofs(checkpoint), advance=lambda _: None, sources=sources):
+            for problem in failed_proofs(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem
         if own:
             with PlannedFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
@@ -166,7 +167,7 @@ def _complete(live: LiveEngine, checkpoint: Checkpoint, states: dict[str, Any]) 
     base = states.get("optimizer_state_dict") or states["base_optimizer_state"]
     groups = zip(base["param_groups"], live.hyperparameters, strict=True)
     base["param_groups"] = [{**own, **saved} for saved, own in groups]
-    if checkpoint.format != "zero":
+    if not checkpoint.native:
         states.pop("clip_grad", None)
     if not keeps_loss_scale(live, checkpoint):
         states["loss_scaler"] = getattr(live.optimizer, "loss_scaler", states["loss_scaler"])

@@ -15,7 +15,8 @@ from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
 from ckpttool.targets.zero.layout import sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
-from ckpttool.targets.zero.writer import SUB_GROUP_SIZE, held_by
+from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
+from ckpttool.targets.zero.writer import held_by
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -79,7 +80,7 @@ def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Whether the engine saves such files; stages 1 and 2 share one layout."""
     groups = {0: 0, 1: 1, 2: 1, 3: 3}
     same_stage = checkpoint.stage is not None and groups[checkpoint.stage] == groups[live.stage]
-    return checkpoint.format == "zero" and same_stage and checkpoint.dtype == live.dtype
+    return checkpoint.native and same_stage and checkpoint.dtype == live.dtype
 
 
 def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, weights_only: bool) -> str:

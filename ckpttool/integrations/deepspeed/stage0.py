@@ -113,9 +113,8 @@ def fit_whole(
     parameters = []
     for p in checkpoint.parameters:
         states = {k: v for k, v in p.states.items() if k != MODULE}
-        weights = p.states.get(MASTER) or p.states.get(MODULE)
-        if p.name in groups and weights is not None:
-            parameters.append(replace(p, group=groups[p.name], states={MASTER: weights, **states}))
+        if p.name in groups and (MASTER in p.states or MODULE in p.states):
+            parameters.append(replace(p, group=groups[p.name], states={MASTER: p.master_state, **states}))
         else:
             parameters.append(replace(p, group=None))
     known = replace(

@@ -15,7 +15,7 @@ from ckpttool.execution.streaming import MEMORY
 from ckpttool.execution.virtual_file import PlannedFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.plan.builder import CopyBuilder, Piece
+from ckpttool.plan.builder import CopyBuilder, Placement
 from ckpttool.targets.weights import select_weights
 from ckpttool.targets.zero.match import listed
 
@@ -193,7 +193,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
 
         dtype = DTYPES[weight.dtype]
         tensor = torch.empty(weight.state.shape, dtype=getattr(torch, dtype.torch))
-        copies, gathers = self._builder.copies([Piece(weight.state, weight.dtype, 0)])
+        copies, gathers = self._builder.copies([Placement(weight.state, weight.dtype, 0)])
         file = TargetFile("tensor", weight.nbytes, (), copies, gathers)
         plan = CopyPlan(self._builder.sources, self._builder.casts, (file,))
         if weight.nbytes:

@@ -1,4 +1,4 @@
-"""Which ranks of a target hold which experts, and the files that experts have to themselves.
+"""Experts of a target: the ranks that hold each, and their own files.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_moe_checkpoint``, ``load_moe_state_dict``), utils/groups.py
 (``_create_expert_and_data_parallel``), checkpoint/autoep_zero3_metadata.py and, for stage 3, runtime/zero/stage3.py
@@ -26,15 +26,15 @@ _STACKED = re.compile(r"(?P<prefix>(?P<module>.*)\.experts)\.w[123]")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank holds of a parameter before it is partitioned."""
+class LocalParameter:
+    """The part of a parameter that a rank holds before partitioning."""
 
     name: str
     """The parameter in the whole model."""
     first: int
     """First element."""
     shape: tuple[int, ...]
-    """Of what it holds."""
+    """Shape of the part."""
 
     @property
     def numel(self) -> int:
@@ -44,12 +44,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """The ranks that partition a group among themselves, and what of it."""
+    """The ranks that partition a group among themselves, and their parameters of it."""
 
     ranks: Sequence[int]
     """In the order of their partitions."""
-    held: Mapping[str, Held]
-    """By the names that these ranks have for it, in the optimizer's order."""
+    held: Mapping[str, LocalParameter]
+    """Parameters by the names on these ranks, in the optimizer's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,24 @@ class Layer:
     """A layer of experts."""
 
     number: int
-    """Of its files."""
+    """Number of the layer in the names of its files."""
     module: str
     """The module; "" if it is DeepSpeed's own, whose experts are modules by themselves."""
     prefix: str
-    """What the names of its experts begin with."""
+    """Prefix of the names of its experts."""
     experts: int
-    """Experts of all ranks."""
+    """TargetExperts of all ranks."""
     parallel: int
-    """Ranks that they are spread over."""
+    """Number of ranks that the experts are spread over."""
 
 
-class Experts:
+class TargetExperts:
     """The experts of a target.
 
     Args:
         checkpoint: What is converted.
         ranks: Data-parallel ranks of the target.
-        parallel: Ranks that experts are to be spread over; None for as many as they were.
+        parallel: Number of ranks to spread experts over; None for the source's number.
     """
 
     def __init__(self, checkpoint: Checkpoint, ranks: int, parallel: int | None = None) -> None:
@@ -90,7 +90,7 @@ class Experts:
         """In the order of the model."""
         for p in checkpoint.parameters:
             if p.frozen and self.owns(p.name):
-                problem = f"freezes {p.name}, an expert's, which cannot be written for ZeRO"
+                problem = f"freezes expert parameter {p.name}, which cannot be written for ZeRO"
                 raise PlanError(self._location, problem, "consolidate the weights")
 
     def _layers(self, checkpoint: Checkpoint) -> list[Layer]:
@@ -117,7 +117,7 @@ class Experts:
         return result
 
     def parallel(self, group: ParamGroup) -> int:
-        """Ranks that a group's experts are to be spread over; 1 for a group of anything else."""
+        """Number of ranks to spread a group's experts over; 1 for a group without experts."""
         return (self._parallel or self._were_over(group)) if _of_experts(group) else 1
 
     def _were_over(self, group: ParamGroup) -> int:
@@ -131,35 +131,37 @@ class Experts:
         return {**group.hyperparameters, "name": f"ep_size_{self.parallel(group)}"}
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor is an expert's, or has a layer's experts stacked."""
+        """Whether a tensor belongs to an expert, or stacks the experts of a layer."""
         return name in self._stacked or NATIVE.fullmatch(name) is not None
 
-    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Held]]:
-        """What each expert's file has of a tensor: (layer, expert, what); nothing of one that is no expert's."""
+    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, int, LocalParameter]]:
+        """Yield the parts of a tensor in expert files: (layer, expert, part); none if it belongs to no expert."""
         if name in self._stacked:
             layer = next(x for x in self.layers if name.startswith(f"{x.prefix}."))
             for expert in range(layer.experts):
                 numel = math.prod(shape[1:])
-                yield layer.number, expert, Held(f"{name}.{expert}", expert * numel, shape[1:])
+                yield layer.number, expert, LocalParameter(f"{name}.{expert}", expert * numel, shape[1:])
         elif match := NATIVE.fullmatch(name):
             layer = next(x for x in self.layers if x.prefix == match["layer"])
-            yield layer.number, int(match["expert"]), Held(name, 0, shape)
+            yield layer.number, int(match["expert"]), LocalParameter(name, 0, shape)
 
     def shares(self, group: ParamGroup, names: Sequence[str]) -> list[Share]:
-        """Who holds what of a group.
+        """List the ranks that share a group, and their parameters of it.
 
         Args:
             group: The group.
             names: Its parameters, in the optimizer's order.
 
         Raises:
-            PlanError: The ranks cannot be shared so, or the ranks' experts differ.
+            PlanError: The number of ranks is not divisible, or the ranks would hold different experts.
         """
         parallel, everyone = self.parallel(group), range(self._ranks)
         if not _of_experts(group):
-            return [Share(everyone, {n: Held(n, 0, self._parameters[n].shape) for n in names})]
+            return [Share(everyone, {n: LocalParameter(n, 0, self._parameters[n].shape) for n in names})]
         if self._ranks % parallel:
-            problem = f"spreads experts over {parallel} ranks each, which {self._ranks} is no multiple of"
+            problem = (
+                f"cannot spread experts: world size {self._ranks} is not divisible by expert-parallel size {parallel}"
+            )
             raise PlanError(
                 self._location, problem, f"choose a world_size that is a multiple of {parallel}", ("world_size",)
             )
@@ -172,14 +174,14 @@ class Experts:
             result.append(Share(ranks, self._held(names, e, parallel)))
         shapes = [[(own, held.shape) for own, held in share.held.items()] for share in result]
         if any(s != shapes[0] for s in shapes) or sum(map(len, shapes)) != self._pieces(names, parallel):
-            raise PlanError(self._location, "has not the same experts on each rank", "consolidate the weights")
+            raise PlanError(self._location, "has different experts on different ranks", "consolidate the weights")
         return result
 
     def _in_order(self, group: ParamGroup, names: Sequence[str]) -> list[str]:
-        """The parameters as an optimizer has them whose ranks hold other experts: layer by layer, expert by expert.
+        """Sort parameters by layer, then by expert: the order of an optimizer with other experts on its ranks.
 
         Raises:
-            PlanError: They were not in the order of the model, so that nobody knows it.
+            PlanError: The source does not have them in the order of the model, so the order is unknown.
         """
         layers = {x.prefix: x.number for x in self.layers}
         rest: dict[str, int] = {}
@@ -200,21 +202,21 @@ class Experts:
     def _pieces(self, names: Iterable[str], parallel: int) -> int:
         return sum(parallel if n in self._stacked else 1 for n in names)
 
-    def _held(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, Held]:
-        """What an expert-parallel rank holds, under its own names."""
+    def _held(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, LocalParameter]:
+        """The parameters of an expert-parallel rank, under its own names."""
         own = {whole: local for local, whole in local_names(names, rank, parallel).items()}
         held = {}
         for name in names:
             p = self._parameters[name]
             if name in self._stacked:
                 shape = (p.shape[0] // parallel, *p.shape[1:])
-                held[name] = Held(name, rank * math.prod(shape), shape)
+                held[name] = LocalParameter(name, rank * math.prod(shape), shape)
             elif name in own:
-                held[own[name]] = Held(name, 0, p.shape)
+                held[own[name]] = LocalParameter(name, 0, p.shape)
         return held
 
     def metadata(self, rank: int, stage: int) -> dict[str, Any]:
-        """What the model states of a rank say of experts."""
+        """The entries on experts in the model states of a rank."""
         if not self.layers:
             return {}
         stacked = [self._described(x, rank, stage) for x in self.layers if x.module]
@@ -248,7 +250,7 @@ class Experts:
         }
 
     def partition_group(self, group: ParamGroup, share: Share, rank: int, number: int) -> dict[str, Any]:
-        """What stage 3 records of who shares a sub-group, which must be as the loading engine has it."""
+        """Stage 3's record of the ranks that share a sub-group; it must match the loading engine."""
         experts = _of_experts(group)
         return {
             "sub_group": number,

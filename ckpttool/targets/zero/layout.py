@@ -1,4 +1,4 @@
-"""Where DeepSpeed puts each parameter when it partitions over so many ranks.
+"""Compute where DeepSpeed puts each parameter for a number of ranks.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``__init__``,
 ``get_data_parallel_partitions``) and runtime/zero/stage3.py (``_create_fp16_sub_groups``).
@@ -73,7 +73,7 @@ class FlatGroup:
         return result
 
     def fragments(self) -> list[list[Fragment]]:
-        """What each rank's partition holds."""
+        """The fragments in each rank's partition."""
         result: list[list[Fragment]] = [[] for _ in range(self.ranks)]
         size = self.partition
         for name, offset in self.offsets().items():
@@ -101,11 +101,11 @@ class SubGroup:
         return sum(piece(n, self.ranks) for n in self.sizes.values())
 
     def fragments(self) -> list[list[Fragment]]:
-        """What each rank holds."""
+        """The fragments on each rank."""
         return [self.held(rank) for rank in range(self.ranks)]
 
     def held(self, rank: int) -> list[Fragment]:
-        """What one rank holds."""
+        """The fragments on one rank."""
         result: list[Fragment] = []
         position = 0
         for name, numel in self.sizes.items():

@@ -1,6 +1,6 @@
-"""A checkpoint as a live model wants it: its parameters by name, in the model's own groups.
+"""Match a checkpoint with a live model: its parameters by name, in the model's own groups.
 
-What comes out is a checkpoint again, so that the plan of native files serves for it too. Nothing is read.
+The result is a checkpoint again, so that the planner of native files can use it. No file is read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """Names and shapes of what a model holds."""
+    """Names and shapes of a model's parameters and buffers."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Every parameter by its first name, in the order of the module, before ZeRO partitions it."""
     groups: Sequence[Sequence[str]]
-    """What the optimizer trains, group by group in its own order."""
+    """Names of the trained parameters, by group in the optimizer's order."""
     buffers: Mapping[str, tuple[int, ...]]
     """Shapes of persistent buffers."""
     aliases: Mapping[str, str]
@@ -35,21 +35,21 @@ class LiveModel:
 
     @property
     def frozen(self) -> list[str]:
-        """Parameters that the optimizer leaves alone."""
+        """Parameters that no group of the optimizer has."""
         trained = {name for group in self.groups for name in group}
         return [name for name in self.shapes if name not in trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """What of a checkpoint goes where in a model."""
+    """A checkpoint matched with a model."""
 
     checkpoint: Checkpoint
-    """The parameters that the model holds, in its groups. Of those in ``missing`` there are no states."""
+    """The model's parameters, in its groups. Those in ``missing`` have no states."""
     fresh: frozenset[str] = frozenset()
-    """Parameters of which it lacks some or all states."""
+    """Parameters of which the checkpoint lacks some or all states."""
     buffers: Mapping[str, State] = field(default_factory=dict)
-    """Of the model's buffers, those that the checkpoint has."""
+    """The model's buffers that the checkpoint has."""
     missing: tuple[str, ...] = ()
     """Parameters and buffers of the model that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Fitted:
     regrouped: bool = False
     """Whether the model's groups are not the checkpoint's."""
     notes: tuple[str, ...] = ()
-    """What is not as it was."""
+    """Notes on differences from the checkpoint."""
 
 
 def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: bool) -> Fitted:
@@ -69,7 +69,7 @@ def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: 
         checkpoint: Any source.
         live: The model.
         strict: Whether all names must be on both sides.
-        weights_only: Leave out what the optimizer keeps.
+        weights_only: Leave out the optimizer's states.
 
     Raises:
         PlanError: A shape differs; or with ``strict`` a name is missing; or there is no optimizer.
@@ -133,7 +133,7 @@ class _Fit:
             aliases={},
             groups=tuple(groups),
             unsliceable=(),
-            twins=(),
+            replicas=(),
         )
         return Fitted(
             checkpoint=checkpoint,
@@ -183,7 +183,7 @@ class _Fit:
 
     @staticmethod
     def _has_moments(found: Parameter | State | None) -> bool:
-        return isinstance(found, Parameter) and not found.frozen and bool(found.states.keys() - {MASTER, MODULE})
+        return isinstance(found, Parameter) and not found.frozen and bool(found.optimizer_states)
 
     def _trained(self, name: str, found: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
         weights = self._weights(found)

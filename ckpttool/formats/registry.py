@@ -1,0 +1,64 @@
+"""The source formats, and how a directory of each is known.
+
+To add a format, write a module with a function of the type of ``Format.read`` and add a line to ``FORMATS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import posixpath
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpttool.formats.locate import Location
+    from ckpttool.formats.reports import Report
+    from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One source format."""
+
+    reader: str
+    """Module and function of the reader, imported when a checkpoint of the format is read."""
+    tagged: bool
+    """Whether a root holds several checkpoints, each in the directory of its tag."""
+    marker: str = ""
+    """A file, or with a slash at the end a directory, that only this format has; "" if its file names tell."""
+    last: tuple[str, ...] = ()
+    """Files to write last, because they make the others look whole."""
+
+    def matches(self, storage: Storage, directory: str) -> bool:
+        """Whether the directory has the format's marker."""
+        path = posixpath.join(directory, self.marker.rstrip("/"))
+        return bool(self.marker) and (storage.is_dir(path) if self.marker.endswith("/") else storage.exists(path))
+
+    def read(self, storage: Storage, location: Location, report: Report) -> Checkpoint | None:
+        """Read the layout of a checkpoint; None if there is none of this format.
+
+        Raises:
+            CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
+        """
+        module, _, function = self.reader.partition(":")
+        found: Checkpoint | None = getattr(importlib.import_module(module), function)(storage, location, report)
+        return found
+
+
+FORMATS = (
+    Format("ckpttool.formats.dcp:read_dcp", tagged=False, marker=".metadata", last=(".metadata",)),
+    Format(
+        "ckpttool.formats.weights:read_weights",
+        tagged=False,
+        last=("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    ),
+    Format("ckpttool.formats.universal:read_universal", tagged=True, marker="zero/"),
+    Format("ckpttool.formats.zero.reader:read_zero", tagged=True),
+)
+"""In the order in which they are tried: a format without a marker after those with one."""
+
+
+def formats_with_tags(*, tagged: bool) -> list[Format]:
+    """The formats whose checkpoints have a tag, or those whose checkpoints have none."""
+    return [f for f in FORMATS if f.tagged == tagged]

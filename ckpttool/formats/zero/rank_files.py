@@ -1,0 +1,138 @@
+"""The opened files of a checkpoint, by rank: structure and numbers, no tensor bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckpttool.containers.values import TensorRef
+from ckpttool.model import ScalarState
+
+if TYPE_CHECKING:
+    from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.errors import LayoutError
+    from ckpttool.formats.fields import Fields
+    from ckpttool.formats.locate import Location
+    from ckpttool.model import CheckpointFile
+
+MAX_RANKS = 1 << 20
+"""Largest number of ranks that a file may name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFile:
+    """The structure of one file."""
+
+    index: int
+    """Index into the checkpoint's files."""
+    torch: TorchFile
+    """Its structure."""
+    fields: Fields
+    """Its top-level mapping."""
+    numbers: dict[tuple[str, int], ScalarState]
+    """Values of tensors of one element, by (storage key, element)."""
+
+    @property
+    def path(self) -> str:
+        """Its path, for errors."""
+        return self.torch.path
+
+    def scalar(self, value: object) -> ScalarState | None:
+        """The value of a Python number or a 0-dim tensor of this file; None for other values."""
+        if isinstance(value, bool | int | float):
+            return ScalarState(value, None)
+        if isinstance(value, TensorRef) and value.shape == ():
+            return self.numbers.get((value.storage.key, value.offset))
+        return None
+
+    def single(self, value: object) -> ScalarState | None:
+        """The value of a tensor of shape (1,) of this file; None for other values."""
+        if not isinstance(value, TensorRef) or value.shape != (1,):
+            return None
+        number = self.numbers.get((value.storage.key, value.offset))
+        return None if number is None else replace(number, shape=(1,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwappedFile:
+    """Raw elements of one tensor, copied from an NVMe swap folder."""
+
+    index: int
+    """Index into the checkpoint's files."""
+    path: str
+    """Its path, for errors."""
+    nbytes: int
+    """Its size; may be rounded up."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertFile:
+    """One expert of one MoE layer."""
+
+    layer: int
+    """Number of the MoE layer; 0 in the releases that did not write it."""
+    expert: int
+    """Number of the expert among all of the layer."""
+    file: RankFile
+    """Its weights."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerFile:
+    """One layer of a pipeline."""
+
+    layer: int
+    """Number of the layer in the whole pipeline."""
+    tensor_rank: int
+    """Tensor-parallel rank."""
+    file: RankFile
+    """Its state dict."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZeroFiles:
+    """The files of one model-parallel rank; of the whole model if there is only one."""
+
+    location: Location
+    """Their directory."""
+    stage: int
+    """0, 1, 2 or 3."""
+    model_rank: int
+    """Pipeline stage times tensor-parallel ranks plus tensor-parallel rank."""
+    model: list[RankFile]
+    """Model states: one file at stages 0 to 2, one for each rank at stage 3."""
+    optimizer: list[RankFile]
+    """Optimizer states, one file for each rank; none at stage 0."""
+    experts: tuple[ExpertFile, ...] = ()
+    """Experts' weights, which MoE saves in files of their own."""
+    expert_optimizer: tuple[RankFile, ...] = ()
+    """At stage 0 with MoE: the whole optimizer of each expert-parallel rank."""
+    swapped: tuple[dict[str, SwappedFile], ...] = ()
+    """Tensors that were offloaded to NVMe: for each rank, file by name."""
+    recorded: tuple[tuple[str, ...], ...] = ()
+    """At stage 0 the parameters of each group in the optimizer's order, if the manifest has them."""
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks over which the optimizer is partitioned."""
+        return len(self.optimizer)
+
+    def states(self, rank: int) -> Fields:
+        """The ``optimizer_state_dict`` of a rank's optimizer file."""
+        return self.optimizer[rank].fields.child("optimizer_state_dict")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllFiles:
+    """The files of a whole checkpoint."""
+
+    slices: tuple[ZeroFiles, ...]
+    """One for each model-parallel rank."""
+    layers: tuple[LayerFile, ...]
+    """The layers of a pipeline."""
+    files: tuple[CheckpointFile, ...]
+    """All of them."""
+    notes: tuple[LayoutError, ...]
+    """Findings after which the checkpoint can still be read."""
+    renamed: tuple[str, ...] = ()
+    """Files that were saved under other names, and were accepted (``trust_names``)."""

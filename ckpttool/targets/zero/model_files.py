@@ -1,0 +1,174 @@
+"""Model-states files of a native checkpoint: one, or at stage 3 one for each rank; and one for each expert.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.containers.values import OrderedDict, Size, TensorRef
+from ckpttool.dtypes import itemsize
+from ckpttool.plan.builder import Placement
+from ckpttool.targets.embedded import copy_embedded
+from ckpttool.targets.torch_file import TorchFileBuilder, view
+from ckpttool.targets.zero.layout import piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ckpttool.model import Parameter
+    from ckpttool.plan import TargetFile
+    from ckpttool.plan.builder import CopyBuilder
+    from ckpttool.targets.zero.experts import LocalParameter
+    from ckpttool.targets.zero.groups import TargetGroups
+
+
+class ModelFiles:
+    """Plans the model-states files.
+
+    Args:
+        groups: What each rank holds.
+        builder: Collects the copies.
+        tag: Directory of the files.
+    """
+
+    def __init__(self, groups: TargetGroups, builder: CopyBuilder, tag: str) -> None:
+        self._groups = groups
+        self._builder = builder
+        self._tag = tag
+
+    def _name(self, rank: int) -> str:
+        own = f"zero_pp_rank_{rank}_" if self._groups.shape.stage == 3 else ""
+        return f"{self._tag}/{own}mp_rank_00_model_states.pt"
+
+    def files(self) -> list[TargetFile]:
+        """One, or at stage 3 one for each rank; below stage 3 one for each expert too."""
+        files = [self.file(rank) for rank in range(self._groups.shape.ranks if self._groups.shape.stage == 3 else 1)]
+        return files if self._groups.shape.stage == 3 else [*files, *self._expert_files()]
+
+    def _expert_files(self) -> Iterator[TargetFile]:
+        experts = [(layer.number, expert) for layer in self._groups.experts.layers for expert in range(layer.experts)]
+        files = {
+            (layer, expert): TorchFileBuilder(
+                f"{self._tag}/layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt", self._builder
+            )
+            for layer, expert in experts
+        }
+        modules: dict[tuple[int, int], OrderedDict] = {key: OrderedDict() for key in files}
+        tensors = [
+            (p.name, self._groups.checkpoint.weights(p), self._groups.shape.dtype)
+            for p in self._groups.checkpoint.parameters
+        ]
+        tensors += [(b.name, b.state, b.state.dtype) for b in self._groups.checkpoint.buffers]
+        for name, state, dtype in tensors:
+            for layer, expert, held in self._groups.experts.parts(name, state.shape):
+                file = files[layer, expert]
+                storage = file.storage(dtype, held.numel, [Placement(state, dtype, 0, held.first, held.numel)])
+                modules[layer, expert][held.name] = view(storage, dtype, 0, held.shape)
+        for key, file in files.items():
+            yield file.build(modules[key])
+
+    def file(self, rank: int, *, shared: bool = True) -> TargetFile:
+        """The model states of a rank; ``shared`` for those that all ranks hold alike too."""
+        c = self._groups.checkpoint
+        file = TorchFileBuilder(self._name(rank), self._builder)
+        frozen = [p for p in c.parameters if p.frozen]
+        module = self._shared(file) if shared else OrderedDict()
+        # Of weights alone nobody knows which will be frozen: the engine must find all in the module.
+        # Where none is kept (exclude_frozen_parameters) it must not be looked for either.
+        listed = self._groups.shape.stage >= (2 if shared else 3) and bool(c.groups) and bool(frozen)
+        step = {"skipped_steps": c.skipped_steps, "global_steps": c.step or 0}
+        if c.samples is not None:  # left out, DeepSpeed computes it
+            step["global_samples"] = c.samples
+        client = copy_embedded(file, c, c.client_state)
+        root = {
+            "module": module,
+            "buffer_names": [b.name for b in c.buffers],
+            "optimizer": None,
+            "param_shapes": [OrderedDict((n, Size(held[n].shape)) for n in names) for names, held in self._buffers()],
+            "frozen_param_shapes": OrderedDict((p.name, Size(p.shape)) for p in frozen) if listed else None,
+            "shared_params": dict(c.aliases) if rank == 0 else {},
+            "frozen_param_fragments": self._frozen(file, frozen, module, rank) if listed else None,
+            "lr_scheduler": copy_embedded(file, c, c.scheduler),
+            "data_sampler": None,
+            "random_ltd": None,
+            **step,
+            "dp_world_size": self._groups.shape.ranks,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": self._groups.config(),
+            "ds_version": self._groups.release,
+            **self._groups.experts.metadata(rank, self._groups.shape.stage),
+            **client,
+        }
+        return file.build(root)
+
+    def _shared(self, file: TorchFileBuilder) -> OrderedDict:
+        """The module's state dict, tied names and buffers included."""
+        module = self._placeholders(file) if self._groups.shape.stage == 3 else self._module(file)
+        for buffer in self._groups.checkpoint.buffers:
+            if not self._groups.experts.owns(buffer.name):
+                module[buffer.name] = file.whole(buffer.state)
+        for alias, name in self._groups.checkpoint.aliases.items():
+            if name in module:
+                module[alias] = module[name]
+        return module
+
+    def _buffers(self) -> list[tuple[list[str], Mapping[str, LocalParameter]]]:
+        """Names in every flat buffer, and what they stand for."""
+        if self._groups.shape.stage == 3:
+            return [
+                (list(sub.sizes), shares[0].held)
+                for subs, shares in zip(self._groups.subs, self._groups.shares, strict=True)
+                for sub in subs
+            ]
+        return [(names, shares[0].held) for names, shares in zip(self._groups.groups, self._groups.shares, strict=True)]
+
+    def _module(self, file: TorchFileBuilder) -> OrderedDict:
+        """Whole weights: those of a group are views of one flat storage, as DeepSpeed has them."""
+        dtype = self._groups.shape.dtype
+        views: dict[str, TensorRef] = {}
+        # Of weights alone nothing tells which are buffers: all keep their type, and loading casts the others.
+        for names, flat in (
+            zip(self._groups.groups, self._groups.flat, strict=True) if self._groups.checkpoint.groups else ()
+        ):
+            if any(name not in self._groups.parameters or self._groups.experts.owns(name) for name in names):
+                continue  # experts have files of their own
+            offsets = flat.offsets()
+            width = itemsize(dtype)
+            pieces = [
+                Placement(self._groups.checkpoint.weights(self._groups.parameters[n]), dtype, offsets[n] * width)
+                for n in names
+            ]
+            storage = file.storage(dtype, flat.partition * flat.ranks, pieces)
+            views |= {n: view(storage, dtype, offsets[n], self._groups.parameters[n].shape) for n in names}
+        module = OrderedDict()
+        for p in self._groups.checkpoint.parameters:
+            if not self._groups.experts.owns(p.name):
+                module[p.name] = views[p.name] if p.name in views else file.whole(p.module_state)
+        return module
+
+    def _placeholders(self, file: TorchFileBuilder) -> OrderedDict:
+        module = OrderedDict()
+        for p in self._groups.checkpoint.parameters:
+            if self._groups.experts.owns(p.name):
+                continue
+            dtype = self._groups.shape.dtype if not p.frozen else p.module_state.dtype
+            module[p.name] = view(file.storage(dtype, 0, []), dtype, 0, (0,))
+        return module
+
+    def _frozen(
+        self, file: TorchFileBuilder, frozen: Sequence[Parameter], module: Mapping[str, TensorRef], rank: int
+    ) -> OrderedDict:
+        """Frozen weights: at stage 3 a rank's piece of each, padded; at stage 2 what the module has."""
+        result = OrderedDict()
+        for p in frozen:
+            if self._groups.shape.stage < 3:
+                result[p.name] = module[p.name]
+                continue
+            state, size = p.module_state, piece(p.numel, self._groups.shape.ranks)
+            first = min(p.numel, rank * size)
+            held = [Placement(state, state.dtype, 0, first, min(size, p.numel - first))]
+            result[p.name] = view(file.storage(state.dtype, size, held), state.dtype, 0, (size,))
+        return result
