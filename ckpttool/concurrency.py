@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 MAX_JOBS = 4
 """Threads that are used unasked for work that keeps a core busy."""
-DISTANT_JOBS = 16
+REMOTE_JOBS = 16
 """Threads that are used unasked for work that waits for round trips."""
 
 
-def default_jobs(*, distant: bool = False) -> int:
+def default_jobs(*, remote: bool = False) -> int:
     """Threads that are used unasked."""
-    return DISTANT_JOBS if distant else min(MAX_JOBS, os.cpu_count() or 1)
+    return REMOTE_JOBS if remote else min(MAX_JOBS, os.cpu_count() or 1)
 
 
 class Once(Generic[T]):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class BytesReader:
     """A file that is a bytes object; it counts what is read of it."""
 
-    def __init__(self, data: bytes, path: str = "run/file.pt", *, distant: bool = False) -> None:
-        self.distant = distant
+    def __init__(self, data: bytes, path: str = "run/file.pt", *, remote: bool = False) -> None:
+        self.remote = remote
         self.data = data
         self.path = path
         self.nbytes = len(data)

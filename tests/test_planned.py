@@ -31,7 +31,7 @@ class Windowed(RangeFile):
     """Bytes in memory that are told to be far away."""
 
     def __init__(self, data: bytes, window: int) -> None:
-        super().__init__("windowed", len(data), distant=True, memory=MEMORY)
+        super().__init__("windowed", len(data), remote=True, memory=MEMORY)
         self._window = window
         self._data = data
         self.asked: list[tuple[int, int]] = []

@@ -112,9 +112,7 @@ def compare(
             for k, p in partner.items()
             if matches(k[0])
         )
-        with contextlib.closing(
-            in_threads(tasks, jobs or default_jobs(distant=left.distant or right.distant))
-        ) as results:
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=left.remote or right.remote))) as results:
             found = {(d.name, d.state): d for d in results}
         for sources in (left, right):
             sources.finish_checks(jobs=jobs)

@@ -79,7 +79,7 @@ def digest_of(
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
         tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
-        with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=sources.distant))) as results:
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=sources.remote))) as results:
             parts = sorted(results)
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()

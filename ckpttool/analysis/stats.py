@@ -66,7 +66,7 @@ def statistics(
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
         tasks = (partial(_one, sources, i, content, advance) for i, content in enumerate(tensors))
-        with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=sources.distant))) as results:
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=sources.remote))) as results:
             ready: dict[int, TensorStats] = {}
             following = 0
             for number, result in results:

@@ -161,7 +161,7 @@ def _compare(
     meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
     checked = unrecorded = 0
     if deep:
-        workers = jobs or default_jobs(distant=checkpoint.storage.distant)
+        workers = jobs or default_jobs(remote=checkpoint.storage.remote)
         found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
         errors += found
     try:

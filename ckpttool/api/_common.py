@@ -37,7 +37,7 @@ def open_for(destination: Destination, src: Source, options: Options) -> Checkpo
     def opened() -> Checkpoint:
         return options.open(paths)
 
-    if destination.distant and is_url(paths[0]):  # round trips to two stores: together they take as long as one
+    if destination.remote and is_url(paths[0]):  # round trips to two stores: together they take as long as one
         opened = _in_background(opened)
     destination.check_target(overwrite=options.overwrite)
     checkpoint = opened()

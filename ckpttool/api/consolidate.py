@@ -182,7 +182,7 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
     began = time.perf_counter()
     chosen.check()
     destination = Destination(out, options.storage_options)
-    if options.prove and options.overwrite and destination.distant:
+    if options.prove and options.overwrite and destination.remote:
         problem = "cannot be combined with overwrite=True on a remote storage: replaced files could not be put back"
         raise ArgumentError("prove", problem, "write to another directory, or leave out one", ("prove", "overwrite"))
     workers = workers_for(options.ray, destination)

@@ -140,7 +140,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         reported = frozenset()
         problems.append(f"{posixpath.basename(error.path)} {error.problem}")
     tasks = (partial(_look, storage, root, name, name in named, name in reported, options) for name in names)
-    jobs = default_jobs(distant=True) if storage.distant else 1
+    jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [entry for entry in results if entry is not None]
     if not found:
@@ -214,7 +214,7 @@ def _look(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)
-    link = os.path.realpath(path) if not storage.distant and os.path.islink(path) else None
+    link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
     if link is not None and leads_out(storage, path):
         return _linked(name, path, link, latest=latest, reported=reported)
     errors: list[CkptError] = []

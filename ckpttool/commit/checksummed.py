@@ -67,7 +67,7 @@ class GuardedStorage:
         """The other storage."""
         self.checksums = checksums
         """By path: what is checked."""
-        self.distant = storage.distant
+        self.remote = storage.remote
         self.reads_versions = storage.reads_versions
         self._sound: dict[str, bytearray] = {}
         """By path: a 1 for each chunk that was found so."""

@@ -76,7 +76,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     saw(reader.path, reader.nbytes)
     if reader.nbytes == 0:
         raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
-    if reader.distant:
+    if reader.remote:
         # The end holds the directory; the beginning is read only if there is none.
         try:
             return _read_zip(reader, {} if known is None else known)

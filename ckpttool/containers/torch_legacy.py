@@ -55,7 +55,7 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
         counts.append((key, ByteRange(position, start), ref.numel))
         position = start + ref.nbytes
         ranges[key] = ByteRange(start, position)
-    if reader.distant:
+    if reader.remote:
         counts = counts[-1:]  # it is where it should be only if all before it have the lengths that they should
     for (key, _, expected), data in zip(counts, reader.read_many([where for _, where, _ in counts]), strict=True):
         (numel,) = _NUMEL.unpack(data)

@@ -62,7 +62,7 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     """
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
-    starts = _inferred_starts(entries, directory.start) if reader.distant else {}
+    starts = _inferred_starts(entries, directory.start) if reader.remote else {}
     # The central directory does not tell the length of a local header: its extra field differs there.
     unknown = [e for e in entries if e.header not in starts]
     headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in unknown])

@@ -67,7 +67,7 @@ class Windows:
 
     def _fetched_whole(self, start: int, end: int) -> memoryview | None:
         """The bytes [start, end) as they come from a source, if they lie there as they are wanted; None if not."""
-        if not self._sources.distant:
+        if not self._sources.remote:
             return None
         rows = self._rows.overlapping(start, end)
         if len(rows) != 1:
@@ -84,7 +84,7 @@ class Windows:
         """Fill ``window`` with the bytes of the file from ``start`` on, wherever it lies in memory.
 
         Where sources are local, bytes that are not cast are read to where they belong, and what is cast passes through
-        a small buffer: any size will do. Where they are distant, what a window needs is there twice for a moment.
+        a small buffer: any size will do. Where they are remote, what a window needs is there twice for a moment.
 
         Returns:
             Finite values that became infinite in a narrower type.
@@ -132,7 +132,7 @@ class Windows:
         return max(0, bisect.bisect_right(spans, start, key=lambda span: span[0]) - 1)
 
     def _copy(self, window: memoryview, start: int, end: int) -> int:
-        if not self._sources.distant:
+        if not self._sources.remote:
             return self._copy_local(window, start, end)
         spans: list[tuple[int, int, int]] = []
         places: list[tuple[int, int]] = []

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ckpttool.plan import ConsistencyChecks
     from ckpttool.units import Advance
 
-DISTANT_BYTES = 1 << 23
-"""Bytes that are asked for at once where reading is distant."""
+REMOTE_BYTES = 1 << 23
+"""Bytes that are asked for at once where reading is remote."""
 
 
 def failed_proofs(
@@ -33,7 +33,7 @@ def failed_proofs(
     opened = sources or Sources(proofs.sources)
     failed: set[int] = set()
     try:
-        compare = _compare_distant if opened.distant else _compare
+        compare = _compare_distant if opened.remote else _compare
         for row, same in compare(proofs, opened, failed, advance):
             name = int(row["name"])
             if same or name in failed:
@@ -91,7 +91,7 @@ def _compare_distant(
         if piece is not None:
             batch.append(piece)
             nbytes += sum(end - start for _, start, end in piece[1:])
-        if batch and (piece is None or nbytes >= DISTANT_BYTES):
+        if batch and (piece is None or nbytes >= REMOTE_BYTES):
             data = sources.fetch([span for _, *spans in batch for span in spans], hashed=False)
             for number, (row, *_) in enumerate(batch):
                 yield row, _same(proofs, row, data[2 * number], data[2 * number + 1])

@@ -62,7 +62,7 @@ class Work:
     jobs: int | None
     """Threads of each task; None for what suits."""
     memory: int
-    """Bytes that what is in flight may take in each task, where storages are distant."""
+    """Bytes that what is in flight may take in each task, where storages are remote."""
     checked: bool = False
     """Whether tasks return the checksums of what they read."""
 
@@ -133,7 +133,7 @@ def run(
         plan: What to write.
         output: Where to.
         workers: Who does it.
-        jobs: Threads of each task; None for one between local files, and DISTANT_JOBS elsewhere.
+        jobs: Threads of each task; None for one between local files, and REMOTE_JOBS elsewhere.
         memory: Bytes that windows in flight may take together in each task; one is always allowed.
         advance: Told of bytes written.
         task_bytes: What a task writes at least; None for TASK_BYTES.
@@ -151,9 +151,9 @@ def run(
             for problem in failed_proofs(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         place = output.place()
-        relative = any(not (f.storage.distant or os.path.isabs(f.path)) for f in plan.sources)
+        relative = any(not (f.storage.remote or os.path.isabs(f.path)) for f in plan.sources)
         work = Work(
-            plan.sources, plan.casts, place, copies=place is not None and not sources.distant,
+            plan.sources, plan.casts, place, copies=place is not None and not sources.remote,
             directory=os.getcwd() if relative else None, jobs=jobs, memory=memory, checked=checks is not None,
         )  # fmt: skip
     begun: dict[int, list[Target]] = {}
@@ -306,7 +306,7 @@ class _SourcesOf(Sources):
         try:
             return super().open_as_planned(file)
         except StorageError as error:
-            if not self._node or file.storage.distant:
+            if not self._node or file.storage.remote:
                 raise
             raise StorageError(file.path, f"{error.problem}, as node {self._node} sees it", SHARE) from error
 
@@ -333,7 +333,7 @@ def _assemble(plan: CopyPlan, task: Task, sources: Sources, work: Work) -> tuple
                 give_back = partial(budget.give_back, budget.take(windows.cost(end - start)))
                 yield partial(_write, windows, piece.writer, start, end, give_back, into, number)
 
-    with contextlib.closing(in_threads(calls(), work.jobs or default_jobs(distant=True))) as counts:
+    with contextlib.closing(in_threads(calls(), work.jobs or default_jobs(remote=True))) as counts:
         overflowed = sum(counts)
     return overflowed, tuple(tuple(row) for row in results)
 

@@ -130,7 +130,7 @@ class Mover:
     ) -> None:
         """Copy bytes as they are."""
         by_kernel = (start - target) % PAGE_BYTES == 0
-        if into.direct >= 0 and not source.distant and not (by_kernel and into.sharing):
+        if into.direct >= 0 and not source.remote and not (by_kernel and into.sharing):
             self._copy_either_way(source, start, nbytes, into, target, scratch)
         else:
             self._copy_through_cache(source, start, nbytes, into, target, scratch)

@@ -32,7 +32,7 @@ def with_permissions(plan: CopyPlan) -> tuple[CopyPlan, int]:
     Returns:
         The plan, and what the directory that holds its files may have, before the umask.
     """
-    modes = {n: permissions(f.path) for n, f in enumerate(plan.sources) if not f.storage.distant and _is_there(f.path)}
+    modes = {n: permissions(f.path) for n, f in enumerate(plan.sources) if not f.storage.remote and _is_there(f.path)}
     shared = _intersection(modes.values())
     files = tuple(replace(file, mode=_mode(plan, file, modes, shared)) for file in plan.files)
     above = {os.path.dirname(plan.sources[n].path) or "." for n in modes}
@@ -51,7 +51,7 @@ def _mode(plan: CopyPlan, file: TargetFile, modes: Mapping[int, int], shared: in
 
 def mode_of(checkpoint: Checkpoint) -> int:
     """The permissions that all files of a checkpoint have, for a file that is made of them."""
-    if checkpoint.storage.distant:
+    if checkpoint.storage.remote:
         return FILE
     paths = (checkpoint.path(n) for n in range(len(checkpoint.files)))
     return _intersection(permissions(path) for path in paths if _is_there(path))
@@ -59,14 +59,14 @@ def mode_of(checkpoint: Checkpoint) -> int:
 
 def mode_of_file(storage: Storage, path: str) -> int:
     """The permissions of one file; the usual ones where the storage has none."""
-    if storage.distant or not _is_there(path):
+    if storage.remote or not _is_there(path):
         return FILE
     return permissions(path)
 
 
 def mode_of_directory(storage: Storage, path: str) -> int:
     """The permissions of one directory; the usual ones where the storage has none."""
-    if storage.distant or not _is_there(path):
+    if storage.remote or not _is_there(path):
         return DIRECTORY
     return permissions(path)
 

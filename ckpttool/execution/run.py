@@ -67,4 +67,4 @@ def _is_local(plan: CopyPlan, output: Output) -> bool:
 
 
 def _reads_remote(plan: CopyPlan) -> bool:
-    return any(file.storage.distant for file in plan.sources)
+    return any(file.storage.remote for file in plan.sources)

@@ -75,7 +75,7 @@ class CheckedReader(WrappedReader):
         Raises:
             StorageError: The range cannot be read whole.
         """
-        step = len(buffer) if self.distant else HASH_BYTES
+        step = len(buffer) if self.remote else HASH_BYTES
         for at in range(0, len(buffer), step or 1):
             part = buffer[at : at + step]
             self.reader.read_into(start + at, part)
@@ -96,9 +96,9 @@ class Sources:
         self._open: dict[int, Reader] = {}
         self._checked: dict[int, CheckedReader] = {}
         self._lock = threading.Lock()
-        self.distant = any(file.storage.distant for file in files)
+        self.remote = any(file.storage.remote for file in files)
         """Whether reads cost round trips."""
-        if not self.distant:
+        if not self.remote:
             allow_open_files(len(files))
 
     def __getitem__(self, index: int) -> Reader:
@@ -141,7 +141,7 @@ class Sources:
         return reader
 
     def fetch(self, spans: Sequence[tuple[int, int, int]], *, hashed: bool = True) -> list[memoryview]:
-        """The bytes of many spans (file, start, end) of distant files, in order; as few requests as pay, all at once.
+        """The bytes of many spans (file, start, end) of remote files, in order; as few requests as pay, all at once.
 
         Args:
             spans: What to read.
@@ -153,7 +153,7 @@ class Sources:
         by_file: dict[int, list[ByteRange]] = {}
         for file, start, end in spans:
             by_file.setdefault(file, []).append(ByteRange(start, end))
-        gap = GAP_BYTES if self.distant else 0
+        gap = GAP_BYTES if self.remote else 0
         blocks = [(f, b) for f, ranges in by_file.items() for b in coalesced(ranges, gap=gap, limit=BLOCK_BYTES)]
         by_storage: dict[int, list[int]] = {}
         for number, (file, _) in enumerate(blocks):
@@ -185,7 +185,7 @@ class Sources:
         try:
             self._checks.finish(
                 lambda file, start, buffer: self.raw(file).read_into(start, buffer),
-                jobs=jobs or default_jobs(distant=self.distant),
+                jobs=jobs or default_jobs(remote=self.remote),
             )
         except ChecksumError:
             self.check_unchanged()  # which says more of a file that was rewritten meanwhile

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 GATHER_ELEMENTS = 1 << 18
 """Elements put together at a time;"""
-DISTANT_ELEMENTS = 1 << 20
+REMOTE_ELEMENTS = 1 << 20
 """and where each time costs a round trip."""
 
 
 def chunk_elements(*sources: Sources) -> int:
     """Elements that are best put together at a time."""
-    return DISTANT_ELEMENTS if any(s.distant for s in sources) else GATHER_ELEMENTS
+    return REMOTE_ELEMENTS if any(s.remote for s in sources) else GATHER_ELEMENTS
 
 
 class Gatherer:
@@ -86,7 +86,7 @@ class Gatherer:
         end = begin + (runs - 1) * rows["pitch"].astype(np.int64) + rows["numel"].astype(np.int64)
         wanted = rows[(rows["numel"] > 0) & (begin < last) & (end > first)]
         pieces = chain.from_iterable(_pieces(row, itemsize(state.dtype), first, last) for row in wanted)
-        if self._sources.distant:
+        if self._sources.remote:
             held = list(pieces)
             width = itemsize(state.dtype)
             found = self._sources.fetch([(p.file, p.position, p.position + p.span * width) for p in held])

@@ -52,7 +52,7 @@ def run(
     Args:
         plan: What to write.
         output: Where to.
-        jobs: Threads; None for DISTANT_JOBS.
+        jobs: Threads; None for REMOTE_JOBS.
         memory: Bytes that windows in flight may take together; one is always allowed.
         advance: Told of bytes written.
         checks: Compares what is read with recorded checksums; None to copy without.
@@ -68,7 +68,7 @@ def run(
     with Sources(plan.sources, checks) as sources:
         budget = MemoryBudget(memory)
         tasks = _tasks(plan, sources, output, budget, advance, checks)
-        with contextlib.closing(in_threads(tasks, jobs or default_jobs(distant=True))) as results:
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=True))) as results:
             overflowed = sum(results)
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()

@@ -2,7 +2,7 @@
 
 torch's reader asks for each storage of a file at once, with the memory that the tensor will have for a buffer (torch
 2.13, caffe2/serialize/inline_container.cc ``getRecord``), and for the few bytes before and behind it. So what is local
-goes from the disk to the tensor; what is distant is asked for in windows, many at once, and those at the borders of a
+goes from the disk to the tensor; what is remote is asked for in windows, many at once, and those at the borders of a
 request are kept for the next one.
 """
 
@@ -36,15 +36,15 @@ class RangeFile(io.RawIOBase):
     Args:
         name: What errors call it.
         nbytes: Its size.
-        distant: Whether each range costs a round trip.
+        remote: Whether each range costs a round trip.
         memory: Bytes that windows in flight may take together.
     """
 
-    def __init__(self, name: str, nbytes: int, *, distant: bool, memory: int) -> None:
+    def __init__(self, name: str, nbytes: int, *, remote: bool, memory: int) -> None:
         self.name = name
         self.nbytes = nbytes
-        self._distant = distant
-        self._jobs = default_jobs(distant=True)
+        self._distant = remote
+        self._jobs = default_jobs(remote=True)
         # A window is there up to four times while it is put together; see ``Windows.cost``.
         self._window = max(LEAST_WINDOW_BYTES, memory // (4 * self._jobs))
         self._jobs = max(1, min(self._jobs, memory // (4 * self._window)))
@@ -139,11 +139,11 @@ class PlannedFile(RangeFile):
         plan: What the file is part of.
         file: The file.
         sources: What it is made of; opened by who closes them.
-        memory: Bytes that windows in flight may take together where sources are distant.
+        memory: Bytes that windows in flight may take together where sources are remote.
     """
 
     def __init__(self, plan: CopyPlan, file: TargetFile, sources: Sources, *, memory: int) -> None:
-        super().__init__(file.name, file.nbytes, distant=sources.distant, memory=memory)
+        super().__init__(file.name, file.nbytes, remote=sources.remote, memory=memory)
         self._contents = Windows(plan, file, sources)
 
     def fill(self, start: int, buffer: memoryview) -> None:
@@ -164,11 +164,11 @@ class StoredFile(RangeFile):
 
     Args:
         reader: The open file; closed by who opened it.
-        memory: Bytes that windows in flight may take together where it is distant.
+        memory: Bytes that windows in flight may take together where it is remote.
     """
 
     def __init__(self, reader: Reader, *, memory: int) -> None:
-        super().__init__(reader.path, reader.nbytes, distant=reader.distant, memory=memory)
+        super().__init__(reader.path, reader.nbytes, remote=reader.remote, memory=memory)
         self._reader = reader
 
     def fill(self, start: int, buffer: memoryview) -> None:

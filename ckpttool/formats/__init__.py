@@ -109,7 +109,7 @@ def open_checkpoint(
     with opening(_factor(options)):
         checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
     # One listing tells whether files changed meanwhile; local files are checked when they are read.
-    if storage.distant and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
+    if storage.remote and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
         storage.refresh(files)
         for path, file in zip(files, checkpoint.files, strict=True):

@@ -49,7 +49,7 @@ class _FilePart:
         self.path = reader.path
         self.nbytes = nbytes
         self.version = reader.version
-        self.distant = reader.distant
+        self.remote = reader.remote
         self._reader = reader
         self._start = start
 
@@ -98,7 +98,7 @@ class Shards:
         """By name: index of the file, and its reader."""
         self._records: dict[int, list[Record]] = {}
         """Checksums in each file, by its index."""
-        if storage.distant:
+        if storage.remote:
             self._read_ahead()
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SAMPLE = 256
 """Elements compared at each end of every fragment, if only samples are."""
-DISTANT_ROWS = 64
+REMOTE_ROWS = 64
 """Rows compared on remote storage, where each costs a round trip."""
 
 
@@ -37,8 +37,8 @@ def sample_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
     On remote storage, where each costs a round trip, compare some of the fragments.
     """
     checks = _checks(checkpoint, SAMPLE)
-    if checkpoint.storage.distant and len(checks.rows) > DISTANT_ROWS:
-        evenly = np.linspace(0, len(checks.rows) - 1, DISTANT_ROWS).astype(np.int64)
+    if checkpoint.storage.remote and len(checks.rows) > REMOTE_ROWS:
+        evenly = np.linspace(0, len(checks.rows) - 1, REMOTE_ROWS).astype(np.int64)
         return replace(checks, rows=checks.rows[evenly])
     return checks
 

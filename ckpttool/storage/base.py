@@ -60,7 +60,7 @@ class RangeReader(Protocol):
     """Size of the file when it was opened."""
     version: str
     """As ``Entry.version``, when it was opened."""
-    distant: bool
+    remote: bool
     """Whether each read costs a round trip: better to read little often than not."""
 
     def read(self, start: int, end: int) -> bytes:
@@ -107,7 +107,7 @@ class Reader(RangeReader, Protocol):
 class Storage(Protocol):
     """A place where files lie."""
 
-    distant: bool
+    remote: bool
     """Whether each call costs a round trip, and many at once cost no more."""
     reads_versions: bool
     """Whether what is read of a file is of the version that was listed, or an error."""
@@ -133,7 +133,7 @@ class Storage(Protocol):
 
         Args:
             path: The file.
-            ahead: Where reads are distant, read more than is asked for at both ends and keep it: for who looks at the
+            ahead: Where reads are remote, read more than is asked for at both ends and keep it: for who looks at the
                 structure of a file.
 
         Raises:
@@ -165,7 +165,7 @@ def walk(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
     seen: set[str] = set()
     while stack:
         prefix = stack.pop()
-        if not storage.distant:  # links may lead back to where they are
+        if not storage.remote:  # links may lead back to where they are
             place = os.path.realpath(f"{path}/{prefix}")
             if place in seen:
                 continue

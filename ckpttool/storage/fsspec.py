@@ -48,7 +48,7 @@ class RemoteStorage:
         fs: The file system, without a cache of its own.
     """
 
-    distant = True
+    remote = True
     reads_versions = False
     parts_at_once = 8
     parts_from_anywhere = False

@@ -33,7 +33,7 @@ class RemoteReader:
         ahead: Read more than is asked for at both ends, and keep it.
     """
 
-    distant = True
+    remote = True
 
     def __init__(self, storage: RemoteStorage, path: str, entry: Entry, *, ahead: bool) -> None:
         self.storage = storage

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class LocalReader:
     """A file on local disk, opened once, read with ``pread``."""
 
-    distant = False
+    remote = False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class LocalReader:
         return [self.read(r.start, r.end) for r in ranges]
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Nothing is distant here."""
+        """Nothing is remote here."""
 
     def check_unchanged(self) -> None:
         """Make sure that the file is still the one that was opened.
@@ -123,7 +123,7 @@ def _version(info: os.stat_result) -> str:
 class LocalStorage:
     """Files on local disk."""
 
-    distant = False
+    remote = False
     reads_versions = False
     parts_at_once = 1
 
@@ -145,7 +145,7 @@ class LocalStorage:
         return sorted(entries, key=lambda e: e.name)
 
     def list_tree(self, path: str) -> None:
-        """Nothing is distant here."""
+        """Nothing is remote here."""
 
     def is_dir(self, path: str) -> bool:
         """Whether the path is a directory that can be looked at."""
@@ -296,7 +296,7 @@ def is_linked(storage: Storage, root: str, path: str) -> bool:
         root: A directory, which may itself be reached through links.
         path: What is below it.
     """
-    if storage.distant:
+    if storage.remote:
         return False
     below = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
     return os.path.realpath(path) != os.path.normpath(os.path.join(os.path.realpath(root), below))

@@ -36,7 +36,7 @@ def is_half_removed(storage: Storage, path: str) -> bool:
     Raises:
         StorageError: It cannot be looked at.
     """
-    if not storage.distant:
+    if not storage.remote:
         return _ASIDE.fullmatch(os.path.basename(path)) is not None
     mark = f"{path}/{MARK}"
     return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK

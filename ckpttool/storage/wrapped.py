@@ -27,7 +27,7 @@ class WrappedReader:
         self.path = reader.path
         self.nbytes = reader.nbytes
         self.version = reader.version
-        self.distant = reader.distant
+        self.remote = reader.remote
 
     def __enter__(self) -> Self:
         return self

@@ -38,9 +38,9 @@ def test_every_checksum_has_its_four_bytes(crc32: int) -> None:
     assert zlib.crc32(torch_zip.bytes_with_crc(crc32)) == crc32
 
 
-def _said(data: bytes, *, distant: bool) -> object:
+def _said(data: bytes, *, remote: bool) -> object:
     try:
-        return torch_zip.parse(BytesReader(data, distant=distant))
+        return torch_zip.parse(BytesReader(data, remote=remote))
     except CkptError as error:
         return str(error)
 
@@ -51,7 +51,7 @@ def test_bundled_files_are_the_same_from_afar() -> None:
     inferred = 0
     for path in FILES:
         data = path.read_bytes()
-        near, far = BytesReader(data), BytesReader(data, distant=True)
+        near, far = BytesReader(data), BytesReader(data, remote=True)
         assert torch_zip.parse(near) == torch_zip.parse(far), path
         inferred += far.bytes_read < near.bytes_read
     assert inferred > 300
@@ -76,7 +76,7 @@ def test_damaged_directories_are_refused_alike_or_read_within_the_file() -> None
     """From afar local headers are not seen: what differs there alone is no harm, but never leads outside."""
     data = zip_file(b"N.", {"0": b"0123" * 20, "1": b"4567" * 100})
     for case in _damaged(data):
-        near, far = _said(case, distant=False), _said(case, distant=True)
+        near, far = _said(case, remote=False), _said(case, remote=True)
         if isinstance(far, str):
             assert far == near or not isinstance(near, str)
         else:
@@ -88,7 +88,7 @@ def test_damaged_bundled_files_never_lead_outside(path: Path) -> None:
     data = path.read_bytes()
     spans = [r.where for r in torch_zip.parse(BytesReader(data)).values()]
     for case in _damaged(data)[::7]:
-        far = _said(case, distant=True)
+        far = _said(case, remote=True)
         if not isinstance(far, str):
             found = sorted(r.where for r in far.values())  # type: ignore[attr-defined]
             assert all(0 <= r.start <= r.end <= len(case) for r in found)
@@ -101,10 +101,10 @@ def test_hostile_files_say_the_same_from_afar(name: str) -> None:
     pickled = {**attacks("sesame"), **lying_tensors()}[name]
     data = zip_file(pickled, {"0": bytes(64)})
 
-    def said(*, distant: bool) -> str:
+    def said(*, remote: bool) -> str:
         try:
-            return repr(read_torch_file(BytesReader(data, distant=distant)).root)
+            return repr(read_torch_file(BytesReader(data, remote=remote)).root)
         except CkptError as error:
             return str(error)
 
-    assert said(distant=True) == said(distant=False)
+    assert said(remote=True) == said(remote=False)

@@ -163,8 +163,8 @@ def test_conversion_gives_the_bytes_of_a_local_one(name: str, tmp_path: Path, mo
     report = ckpttool.convert(source(name), tmp_path / "there", **CONVERSIONS[name], ray="auto")
     assert files_in(tmp_path / "there") == files_in(tmp_path / "here")
     # Tasks read what they cast for themselves, as who writes to a bucket does: it may be another's to copy.
-    distant = ckpttool.convert(source(name), "memory://there/out", **CONVERSIONS[name], dry_run=True)
-    assert _told(report) == _told(replace(expected, nbytes_read=distant.nbytes_read))
+    remote = ckpttool.convert(source(name), "memory://there/out", **CONVERSIONS[name], dry_run=True)
+    assert _told(report) == _told(replace(expected, nbytes_read=remote.nbytes_read))
 
 
 @pytest.mark.usefixtures("cluster")

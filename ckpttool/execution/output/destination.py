@@ -85,7 +85,7 @@ class Destination:
         self.storage.put(f"{self.out.rstrip('/')}/{name}", data, mode=mode)
 
     @property
-    def distant(self) -> bool:
+    def remote(self) -> bool:
         """Whether it lies elsewhere than on local disk."""
         return self._remote is not None
 
@@ -121,7 +121,7 @@ class Destination:
         """
         directories = {checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)}
         if self._remote is None:
-            for directory in () if checkpoint.storage.distant else directories:
+            for directory in () if checkpoint.storage.remote else directories:
                 staging.check_apart(self.out, directory)
         elif self._remote.is_same(checkpoint.storage):
             from ckpttool.execution.output import bucket
@@ -148,7 +148,7 @@ class Destination:
             plan: What to write.
             last: Names of the files that make the rest look whole.
             jobs: Threads.
-            memory: Bytes that what is in flight may take, where storages are distant.
+            memory: Bytes that what is in flight may take, where storages are remote.
             progress: Told how far it is.
             check: Called with the directory that was written; what it raises means that this was in vain.
             resume: Whether to go on from what a run before this one has left; None for what is not worth it.

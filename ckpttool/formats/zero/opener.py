@@ -90,7 +90,7 @@ class Opener:
 
     def ahead(self, names: Iterable[tuple[str, bool]]) -> None:
         """On remote storage, start to read the structure of many files at once: (name, whether to read numbers)."""
-        if not self.storage.distant:
+        if not self.storage.remote:
             return
         from concurrent.futures import ThreadPoolExecutor
 
@@ -239,7 +239,7 @@ def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int]
     scalars = [v for v in walk(torch.root) if isinstance(v, TensorRef) and v.shape in {(), (1,)}]
     values: dict[ByteRange, bytes] = {}
     recorded = {r.where: r for r in torch.records if r.crc_recorded}
-    if reader.distant:  # the CRC-32 of four bytes determines them
+    if reader.remote:  # the CRC-32 of four bytes determines them
         values = {where: bytes_with_crc(r.crc32) for where, r in recorded.items() if where.nbytes == 4}
     wanted = [where for s in scalars if (where := torch.locate(s)) not in values]
     values |= dict(zip(wanted, reader.read_many(wanted), strict=True))

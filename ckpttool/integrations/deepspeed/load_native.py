@@ -37,7 +37,7 @@ def read_native(
     """
     from ckpttool.integrations.deepspeed import stage0
 
-    if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.distant:
+    if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.remote:
         problem = "lies on a remote storage, but swap files of NVMe offload must be copied from a local disk"
         raise PlanError(checkpoint.location, problem, "copy it to local disk with cp")
     numbers = {file.name: number for number, file in enumerate(checkpoint.files)}

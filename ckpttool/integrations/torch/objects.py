@@ -140,7 +140,7 @@ class _Ranges:
         self.path = str(file.name)
         self.nbytes = file.nbytes
         self.version = ""
-        self.distant = False  # the file caches repeated reads
+        self.remote = False  # the file caches repeated reads
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end)."""
