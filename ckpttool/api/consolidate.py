@@ -203,9 +203,8 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
     overflowed = 0
     if not options.dry_run:
         overflowed = destination.write(
-            plan, last=(made.index,), jobs=options.jobs, memory=options.memory_bytes, progress=options.progress,
-            check=check_written, resume=None, workers=workers, checks=checks,
-        )  # fmt: skip
+            plan, options.run_options(checks, workers), last=(made.index,), check=check_written, resume=None
+        )
     return CopyReport(
         out=destination.out,
         dry_run=options.dry_run,

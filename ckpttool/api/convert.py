@@ -166,9 +166,8 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
 
     if not options.dry_run:
         destination.write(
-            plan, last=(last,), jobs=options.jobs, memory=options.memory_bytes, progress=options.progress,
-            check=check_written, resume=options.resume, workers=workers, checks=checks,
-        )  # fmt: skip
+            plan, options.run_options(checks, workers), last=(last,), check=check_written, resume=options.resume
+        )
     return ConvertReport(
         out=destination.out,
         to=target.to,

@@ -115,10 +115,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     if there:
         check_copy(target.out)
     else:
-        target.write(
-            plan, last=copies.INDICES, jobs=options.jobs, memory=options.memory_bytes, progress=options.progress,
-            check=check_copy, resume=options.resume, checks=checks,
-        )  # fmt: skip
+        target.write(plan, options.run_options(checks), last=copies.INDICES, check=check_copy, resume=options.resume)
     for name, data in around.carried.items():
         root.put(name, data, around.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *around.notes]

@@ -10,8 +10,11 @@ from ckpttool.formats import open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
+    from ckpttool.execution.distributed import Workers
     from ckpttool.execution.read_checks import Check, ReadChecks
+    from ckpttool.execution.run import RunOptions
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
@@ -88,3 +91,11 @@ class Options:
         from ckpttool.execution.read_checks import checks_for
 
         return checks_for(sources, checkpoint, self.check)
+
+    def run_options(
+        self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
+    ) -> RunOptions:
+        """How to run the plan of a command."""
+        from ckpttool.execution.run import RunOptions
+
+        return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.execution import local, streaming
 from ckpttool.execution.output.directory import DirectoryOutput
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ckpttool.execution.distributed import Workers
     from ckpttool.execution.output.base import Output
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import CopyPlan
-    from ckpttool.units import Advance
+    from ckpttool.units import Advance, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run a plan."""
+
+    jobs: int | None
+    """Threads, of each worker if there are workers; None for the executor's default."""
+    memory: int
+    """Bytes of parts in flight."""
+    progress: Progress | None = None
+    """Called with (bytes done, bytes in all)."""
+    checks: ReadChecks | None = None
+    """Compares what is read with recorded checksums; None to copy without."""
+    workers: AbstractContextManager[Workers] | None = None
+    """Processes that do the work; None to do it in this process."""
 
 
 def run(

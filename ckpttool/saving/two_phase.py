@@ -69,6 +69,10 @@ class Request:
     """As in the manifest."""
     before: tuple[str, int] | None = None
     """Attempt and number of the commit before it, where that has another root; None: as ``latest`` tells."""
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that lie in the root."""
+    sign_key: bytes | None = field(default=None, repr=False)
+    """Signs the manifest."""
 
 
 def save(
@@ -79,9 +83,7 @@ def save(
     files: Sequence[OutgoingFile],
     *,
     timeout: float,
-    beside: Mapping[str, bytes] | None = None,
     failed: CkptError | None = None,
-    key: bytes | None = None,
 ) -> Manifest:
     """Save one checkpoint, on every rank.
 
@@ -92,9 +94,7 @@ def save(
         request: The same on all ranks, but for what is said of the first.
         files: What this rank writes.
         timeout: Seconds that a rank may be behind the first.
-        beside: Small files that lie in the root; the first rank's count.
         failed: Why this rank cannot take part.
-        key: Signs the manifest.
 
     Raises:
         RankError: A rank failed or was not heard of; nothing was committed.
@@ -116,14 +116,14 @@ def save(
             lambda all_said: _claim(storage, root, directory, request, all_said, claimed),
             timeout=timeout,
         )
-        return _save(storage, root, ranks, request, files, attempt, beside or {}, timeout, key)
+        return _save(storage, root, ranks, request, files, attempt, timeout)
     finally:
         ALIVE.difference_update(claimed)
 
 
 def _save(
     storage: WritableStorage, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
-    beside: Mapping[str, bytes], timeout: float, key: bytes | None,
+    timeout: float,
 ) -> Manifest:  # fmt: skip
     """The part of a save behind the claim."""
     directory = posixpath.join(root, request.tag)
@@ -134,7 +134,7 @@ def _save(
         else:
             _check_ours(storage, directory, attempt)
         check = partial(_check_ours, storage, directory, attempt)
-        outgoing: Sequence[OutgoingFile] = files if key is None else [HashedFile(file) for file in files]
+        outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
         for file, sums in zip(outgoing, rank_files.write_files(storage, directory, outgoing, check), strict=True):
             done["files"][file.name] = _as_said(sums)
     except CkptError as error:
@@ -145,7 +145,7 @@ def _save(
     found = ranks.agree(
         directory,
         done,
-        lambda all_said: _finish(storage, root, directory, request, attempt, all_said, beside, key),
+        lambda all_said: _finish(storage, root, directory, request, attempt, all_said),
         timeout=timeout,
         last=True,
     )
@@ -329,8 +329,7 @@ def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
 
 
 def _finish(
-    storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, said: list[Any],
-    beside: Mapping[str, bytes], key: bytes | None,
+    storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, said: list[Any]
 ) -> dict[str, Any]:  # fmt: skip
     """Commit, or clear away; what the manifest says, but for the files."""
     latest = posixpath.join(root, LATEST)
@@ -340,7 +339,7 @@ def _finish(
         _raise_failures(directory, said)
         files = {name: _heard(f) for one in said for name, f in one["files"].items()}
         bare = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
-        if key is not None and bare is not None:
+        if request.sign_key is not None and bare is not None:
             raise RankError(directory, f"no rank computed the SHA-256 of {bare}", "give all ranks the same sign_key")
         values: dict[str, Any] = {
             "tag": request.tag,
@@ -353,13 +352,13 @@ def _finish(
             "versions": dict(request.versions),
             "groups": [list(names) for names in request.groups],
         }
-        for name, data in beside.items():
+        for name, data in request.beside.items():
             if not storage.exists(posixpath.join(root, name)):
                 storage.put(posixpath.join(root, name), data)
         _check_ours(storage, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
         values |= _descent(storage, root, named, request)
-        put_new(storage, posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(key))
+        put_new(storage, posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(request.sign_key))
         _check_ours(storage, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
         written = True
         storage.put(latest, request.tag.encode())

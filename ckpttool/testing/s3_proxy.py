@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
     from types import TracebackType
 
+from ckpttool.testing import s3_http
 from ckpttool.testing.s3_faults import (
     _BUFFER,
     Action,
@@ -171,7 +172,7 @@ class _Connection:
 
     async def serve(self) -> None:
         """Answer requests until the client has no more, or a rule ends it."""
-        while (head := await _read_head(self._reader)) is not None:
+        while (head := await s3_http.read_head(self._reader)) is not None:
             line, headers = head
             method, target, _ = line.split(" ", 2)
             request = _described(method, target, headers)
@@ -239,29 +240,29 @@ class _Connection:
         """Give the request to the server, and the answer to the client."""
         server, to_server = await self._connected()
         chunked = "transfer-encoding" in request.headers
-        _write_head(to_server, f"{request.method} {request.target} HTTP/1.1", headers, {"expect", "connection"})
+        s3_http.write_head(to_server, f"{request.method} {request.target} HTTP/1.1", headers, {"expect", "connection"})
         request.forwarded = True
         async for piece in self._body(request):
-            await _write(to_server, piece, chunked)
-        await _write_end(to_server, chunked)
+            await s3_http.write(to_server, piece, chunked)
+        await s3_http.write_end(to_server, chunked)
 
-        head = await _read_head(server)
+        head = await s3_http.read_head(server)
         if head is None:
             raise RuntimeError(f"the S3 server closed the connection instead of answering {request.target}")
         line, answer = head
         status = int(line.split(" ", 2)[1])
         bodiless = request.method == "HEAD" or status in (204, 304)
-        length = 0 if bodiless else _length(answer)
-        pieces = _pieces(server, length)
+        length = 0 if bodiless else s3_http.length(answer)
+        pieces = s3_http.pieces(server, length)
         if fault is not None and isinstance(fault.action, Cut) and fault.action.where == "after":
             async for _ in pieces:
                 pass
             return await self._cut(fault, request)
         if fault is not None and isinstance(fault.action, Shorter) and length and length >= fault.action.by:
-            answer = _shortened(answer, length - fault.action.by, relabel=fault.action.relabel)
+            answer = s3_http.shortened(answer, length - fault.action.by, relabel=fault.action.relabel)
         chunked = length is None
         request.status = status
-        _write_head(self._writer, line, answer, {"connection"})
+        s3_http.write_head(self._writer, line, answer, {"connection"})
         kept = await self._answer(request, pieces, length, fault, chunked=chunked)
         if any(name.lower() == "connection" and value.lower() == "close" for name, value in answer):
             to_server.close()  # the client's stays open, as S3 would have it
@@ -287,13 +288,13 @@ class _Connection:
             if fault is not None and limited and not isinstance(action, Cut) and action not in request.faults:
                 _fire(fault, request)
             request.sent += len(passed)
-            await _write(self._writer, passed, chunked)
+            await s3_http.write(self._writer, passed, chunked)
             if fault is not None and limited and isinstance(action, Cut):
                 return await self._cut(fault, request)
             if limited and isinstance(action, Hang):
                 await self._reader.read(1)  # until the client goes away
                 return False
-        await _write_end(self._writer, chunked)
+        await s3_http.write_end(self._writer, chunked)
         return True
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -315,7 +316,7 @@ class _Connection:
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         chunked = "transfer-encoding" in request.headers
         length = None if chunked else int(request.headers.get("content-length", "0"))
-        pieces = _chunks(self._reader) if length is None else _pieces(self._reader, length)
+        pieces = s3_http.chunks(self._reader) if length is None else s3_http.pieces(self._reader, length)
         async for piece in pieces:
             request.received += len(piece)
             yield piece
@@ -337,8 +338,8 @@ class _Connection:
             body = b""  # S3 can only give the status
         headers = [*answer.headers, ("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
         request.status, request.sent = answer.status, len(body)
-        _write_head(self._writer, f"HTTP/1.1 {answer.status} {answer.code}", headers, set())
-        await _write(self._writer, body, chunked=False)
+        s3_http.write_head(self._writer, f"HTTP/1.1 {answer.status} {answer.code}", headers, set())
+        await s3_http.write(self._writer, body, chunked=False)
 
     async def _cut(self, rule: Rule, request: Request) -> bool:
         """End the connection once the client has what was sent before."""
@@ -354,99 +355,6 @@ class _Connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._writer.transport.abort()
         return False
-
-
-# ---------------------------------------------------------------------------------------------------- HTTP's messages
-
-
-async def _read_head(reader: asyncio.StreamReader) -> tuple[str, Headers] | None:
-    """First line and headers; None: the other side has closed. What only says "go on" is skipped."""
-    while True:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError as e:
-            if e.partial:
-                raise
-            return None
-        line, *rest = head.decode("latin-1").rstrip("\r\n").split("\r\n")
-        if line.startswith("HTTP/1.1 100"):
-            continue
-        return line, [(name, value.strip()) for name, _, value in (field.partition(":") for field in rest)]
-
-
-def _write_head(writer: asyncio.StreamWriter, line: str, headers: Headers, dropped: set[str]) -> None:
-    kept = (f"{name}: {value}" for name, value in headers if name.lower() not in dropped)
-    writer.write(("\r\n".join([line, *kept]) + "\r\n\r\n").encode("latin-1"))
-
-
-async def _pieces(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
-    """A body of a known length, as it arrives; None: one in chunks.
-
-    Raises:
-        EOFError: The connection ended before it.
-    """
-    if length is None:
-        async for piece in _chunks(reader):
-            yield piece
-        return
-    while length:
-        piece = await reader.read(min(length, _BUFFER))
-        if not piece:
-            raise EOFError
-        length -= len(piece)
-        yield piece
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """A body in chunks, without their framing. Trailers of HTTP's are dropped: S3's are in the body."""
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        async for piece in _pieces(reader, size):
-            yield piece
-        await reader.readline()
-    while (await reader.readline()).strip():
-        pass
-
-
-async def _write(writer: asyncio.StreamWriter, piece: bytes, chunked: bool) -> None:
-    """Send a piece of a body, no faster than the other side takes it."""
-    if piece:
-        writer.writelines([b"%x\r\n" % len(piece), piece, b"\r\n"] if chunked else [piece])
-        await writer.drain()
-
-
-async def _write_end(writer: asyncio.StreamWriter, chunked: bool) -> None:
-    if chunked:
-        writer.write(b"0\r\n\r\n")
-    await writer.drain()
-
-
-def _length(headers: Headers) -> int | None:
-    """Of an answer's body; None: it comes in chunks.
-
-    Raises:
-        RuntimeError: It ends with the connection, which no server here does.
-    """
-    values = {name.lower(): value for name, value in headers}
-    if "chunked" in values.get("transfer-encoding", ""):
-        return None
-    if "content-length" not in values:
-        raise RuntimeError("the S3 server gave an answer without a length")
-    return int(values["content-length"])
-
-
-def _shortened(headers: Headers, length: int, *, relabel: bool) -> Headers:
-    """The headers of a body that is shorter."""
-    changed = []
-    for name, value in headers:
-        new = value
-        if name.lower() == "content-length":
-            new = str(length)
-        elif name.lower() == "content-range" and relabel:
-            match = re.fullmatch(r"bytes (\d+)-\d+/(.*)", value)
-            assert match is not None
-            new = f"bytes {match[1]}-{int(match[1]) + length - 1}/{match[2]}"
-        changed.append((name, new))
-    return changed
 
 
 # -------------------------------------------------------------------------------------------------------------- parts

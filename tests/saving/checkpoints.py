@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckpttool.saving.payloads import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
 
+BESIDE = {"zero_to_fp32.py": b"# a script\n"}
 Version = dict[str, bytes]
 """The files of a checkpoint."""
 
@@ -63,9 +64,9 @@ def save_version(
     timeout: float = 5.0, metrics: dict[str, float] | None = None,
 ) -> Manifest:  # fmt: skip
     """Save one as all ranks together."""
-    request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite)
+    request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite, beside=BESIDE)
     files = part(version(number), ranks.rank, ranks.size)
-    return save(place, root, ranks, request, files, timeout=timeout, beside={"zero_to_fp32.py": b"# a script\n"})
+    return save(place, root, ranks, request, files, timeout=timeout)
 
 
 class Intercepted:

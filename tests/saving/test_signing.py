@@ -37,7 +37,7 @@ OTHER = b"another-0123456789abcdef"
 def signed(tmp_path: Path) -> Path:
     """A signed commit."""
     root, files = tmp_path / "root", part(version(1), 0, 1)
-    save(LOCAL, str(root), Alone(), Request("t", 1, 2), files, timeout=5.0, key=KEY)
+    save(LOCAL, str(root), Alone(), Request("t", 1, 2, sign_key=KEY), files, timeout=5.0)
     return root / "t"
 
 

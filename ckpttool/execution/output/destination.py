@@ -12,22 +12,18 @@ from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import staging
 from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.execution.run import nbytes_read, run
+from ckpttool.execution.run import RunOptions, nbytes_read, run
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
-    from ckpttool.execution.distributed import Workers
     from ckpttool.execution.output.base import Output
-    from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.storage import WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
-    from ckpttool.units import Progress
 
 
 _WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -130,38 +126,27 @@ class Destination:
                 bucket.check_apart(self._remote, self.out, directory)
 
     def write(
-        self,
-        plan: CopyPlan,
-        *,
-        last: Sequence[str],
-        jobs: int | None,
-        memory: int,
-        progress: Progress | None,
-        check: Callable[[str], None],
+        self, plan: CopyPlan, options: RunOptions, *, last: Sequence[str], check: Callable[[str], None],
         resume: bool | None,
-        workers: AbstractContextManager[Workers] | None = None,
-        checks: ReadChecks | None = None,
-    ) -> int:
-        """Run a plan and commit what it wrote.
+    ) -> int:  # fmt: skip
+        """Run a plan and commit its files.
 
         Args:
             plan: What to write.
+            options: How to run it.
             last: Names of the files that make the rest look whole.
-            jobs: Threads.
-            memory: Bytes that what is in flight may take, where storages are remote.
-            progress: Told how far it is.
-            check: Called with the directory that was written; what it raises means that this was in vain.
-            resume: Whether to go on from what a run before this one has left; None for what is not worth it.
-            workers: Other processes that do the work; None to do it here.
-            checks: Compares what is read with recorded checksums; None to copy without.
+            check: Called with the written directory before the commit; raises if the output is wrong.
+            resume: Whether to continue what an earlier run has left; None if a run must never leave anything.
 
         Returns:
-            Finite elements that became infinite in a narrower type.
+            Finite elements that became infinite in a narrower dtype.
         """
-        meter = Meter(plan.nbytes_written, progress)
+        meter = Meter(plan.nbytes_written, options.progress)
         key = "" if resume is None else plan.fingerprint()
-        with workers or nullcontext() as there:
-            work = partial(run, jobs=jobs, memory=memory, advance=meter, checks=checks, workers=there)
+        with options.workers or nullcontext() as there:
+            work = partial(
+                run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there
+            )
             if self._remote is not None:
                 return self._write_remote(self._remote, plan, work, last, check, key, resume=bool(resume))
             return self._write_local(plan, work, last, check, key, resume=bool(resume))

@@ -120,8 +120,7 @@ def staged(
         parent_mode: Those of the directory that OUT lies in, if it is made.
 
     Raises:
-        StorageError: Another run is writing to the same OUT, writing fails, or another user may have put something
-            where this run writes.
+        StorageError: Another run writes to OUT, writing fails, or another user may have changed the directory.
     """
     check_link(out)
     out = os.path.realpath(out)

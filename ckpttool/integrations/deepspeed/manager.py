@@ -6,7 +6,7 @@ import contextlib
 import logging
 import posixpath
 import time
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from os import fspath
 from typing import TYPE_CHECKING, Any
@@ -384,10 +384,8 @@ class CheckpointManager:
             if collected.unknown and ranks.rank == 0:
                 names = list(dict.fromkeys(collected.unknown))
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
-            save(
-                self._storage, root, ranks, request, collected.files, beside=collected.beside,
-                failed=collected.failed, timeout=self._timeout, key=self._key,
-            )  # fmt: skip
+            request = replace(request, beside=collected.beside, sign_key=self._key)
+            save(self._storage, root, ranks, request, collected.files, failed=collected.failed, timeout=self._timeout)
         except CkptError as failed:
             error = failed
         except Exception as failed:

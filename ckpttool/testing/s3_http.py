@@ -1,0 +1,102 @@
+"""Reads and writes the messages of HTTP/1.1 that an S3 proxy passes on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+from ckpttool.testing.s3_faults import _BUFFER, Headers
+
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[str, Headers] | None:
+    """First line and headers; None: the other side has closed. What only says "go on" is skipped."""
+    while True:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError as e:
+            if e.partial:
+                raise
+            return None
+        line, *rest = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+        if line.startswith("HTTP/1.1 100"):
+            continue
+        return line, [(name, value.strip()) for name, _, value in (field.partition(":") for field in rest)]
+
+
+def write_head(writer: asyncio.StreamWriter, line: str, headers: Headers, dropped: set[str]) -> None:
+    kept = (f"{name}: {value}" for name, value in headers if name.lower() not in dropped)
+    writer.write(("\r\n".join([line, *kept]) + "\r\n\r\n").encode("latin-1"))
+
+
+async def pieces(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
+    """A body of a known length, as it arrives; None: one in chunks.
+
+    Raises:
+        EOFError: The connection ended before it.
+    """
+    if length is None:
+        async for piece in chunks(reader):
+            yield piece
+        return
+    while length:
+        piece = await reader.read(min(length, _BUFFER))
+        if not piece:
+            raise EOFError
+        length -= len(piece)
+        yield piece
+
+
+async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """A body in chunks, without their framing. Trailers of HTTP's are dropped: S3's are in the body."""
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        async for piece in pieces(reader, size):
+            yield piece
+        await reader.readline()
+    while (await reader.readline()).strip():
+        pass
+
+
+async def write(writer: asyncio.StreamWriter, piece: bytes, chunked: bool) -> None:
+    """Send a piece of a body, no faster than the other side takes it."""
+    if piece:
+        writer.writelines([b"%x\r\n" % len(piece), piece, b"\r\n"] if chunked else [piece])
+        await writer.drain()
+
+
+async def write_end(writer: asyncio.StreamWriter, chunked: bool) -> None:
+    if chunked:
+        writer.write(b"0\r\n\r\n")
+    await writer.drain()
+
+
+def length(headers: Headers) -> int | None:
+    """Of an answer's body; None: it comes in chunks.
+
+    Raises:
+        RuntimeError: It ends with the connection, which no server here does.
+    """
+    values = {name.lower(): value for name, value in headers}
+    if "chunked" in values.get("transfer-encoding", ""):
+        return None
+    if "content-length" not in values:
+        raise RuntimeError("the S3 server gave an answer without a length")
+    return int(values["content-length"])
+
+
+def shortened(headers: Headers, length: int, *, relabel: bool) -> Headers:
+    """The headers of a body that is shorter."""
+    changed = []
+    for name, value in headers:
+        new = value
+        if name.lower() == "content-length":
+            new = str(length)
+        elif name.lower() == "content-range" and relabel:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(.*)", value)
+            assert match is not None
+            new = f"bytes {match[1]}-{int(match[1]) + length - 1}/{match[2]}"
+        changed.append((name, new))
+    return changed
