@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,8 +57,6 @@ class Work:
     """The directory that is written; None for a bucket."""
     copies: bool
     """Whether all is on local disk: bytes go from file to file, and need not be brought together before."""
-    directory: str | None
-    """What paths of sources are relative to; None where none are."""
     jobs: int | None
     """Threads of each task; None for what suits."""
     memory: int
@@ -151,10 +149,9 @@ def run(
             for problem in failed_proofs(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         place = output.place()
-        relative = any(not (f.storage.remote or os.path.isabs(f.path)) for f in plan.sources)
         work = Work(
-            plan.sources, plan.casts, place, copies=place is not None and not sources.remote,
-            directory=os.getcwd() if relative else None, jobs=jobs, memory=memory, checked=checks is not None,
+            tuple(map(_absolute, plan.sources)), plan.casts, place, copies=place is not None and not sources.remote,
+            jobs=jobs, memory=memory, checked=checks is not None,
         )  # fmt: skip
     begun: dict[int, list[Target]] = {}
     given: dict[int, Task] = {}
@@ -254,7 +251,7 @@ def do(work: Work, task: Task, *, node: str = "") -> Done:
         _check_place(work.place, node)
     plan = CopyPlan(work.sources, work.casts, ())
     checks = ReadChecks(work.sources) if work.checked else None
-    with _at(work.directory, node), _SourcesOf(work.sources, node, checks) as sources:
+    with _SourcesOf(work.sources, node, checks) as sources:
         results: tuple[tuple[Any, ...], ...]
         if work.copies:
             overflowed = sum(_copy(plan, piece, sources, work.jobs or 1) for piece in task.pieces)
@@ -274,25 +271,9 @@ def _check_place(place: Place, node: str) -> None:
     raise StorageError(place.directory, problem, SHARE if node else "try again")
 
 
-@contextlib.contextmanager
-def _at(directory: str | None, node: str) -> Iterator[None]:
-    """Let relative paths mean what they mean where the plan was made; afterwards, what they meant before."""
-    if directory is None or directory == os.getcwd():
-        yield
-        return
-    before = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            os.chdir(directory)
-        except OSError as error:
-            problem = f"is the working directory, and cannot be entered on node {node}"
-            raise StorageError(directory, problem, f"give SRC by its full path; {SHARE}") from error
-        try:
-            yield
-        finally:
-            os.fchdir(before)
-    finally:
-        os.close(before)
+def _absolute(file: SourceFile) -> SourceFile:
+    """A source by its full path: processes on other nodes have other working directories."""
+    return file if file.storage.remote else replace(file, path=os.path.abspath(file.path))
 
 
 class _SourcesOf(Sources):

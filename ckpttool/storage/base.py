@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
+    from ckpttool.storage.retry import Tally
 
 MAX_TEXT_BYTES = 1 << 20
 """Small text files (``latest``) larger than this are not what their name says."""
@@ -262,6 +263,8 @@ class WritableStorage(Storage, Protocol):
 
     parts_at_once: int
     """Parts of one file that are worth writing at the same time."""
+    retries: Tally
+    """Counts the requests of this storage that were repeated."""
 
     def make_directory(self, path: str) -> None:
         """Create a directory and its missing parents.

@@ -20,11 +20,11 @@ from ckpttool.storage.fsspec_reader import RemoteReader
 from ckpttool.storage.fsspec_writers import SmallWriter, StreamWriter
 from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
 from ckpttool.storage.removal import remove_remote
-from ckpttool.storage.retry import MISSING, call
+from ckpttool.storage.retry import MISSING, T, Tally, call
 from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckpttool.storage.base import Writer
 
@@ -59,7 +59,13 @@ class RemoteStorage:
         self._listed: dict[str, list[Entry]] = {}
         self._single: dict[str, Entry] = {}
         self._lock = threading.Lock()
+        self.retries = Tally()
+        """Requests that were repeated."""
         self._pool: ThreadPoolExecutor | None = None
+
+    def call(self, path: str, function: Callable[[], T]) -> T:
+        """Make a request, and repeat it with growing pauses while failures may pass; see ``retry.call``."""
+        return call(path, function, self.retries)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # For other processes: with what the file system was made with, and nothing that was listed.
@@ -75,7 +81,7 @@ class RemoteStorage:
         """
         key = self.key(path)
         found = self._listed.get(key)
-        return self._remember(path, key, call(path, partial(self.look, key))) if found is None else found
+        return self._remember(path, key, self.call(path, partial(self.look, key))) if found is None else found
 
     def look(self, key: str) -> list[dict[str, Any]]:
         """What fsspec tells of all that lies in a directory, or of the file that lies there instead."""
@@ -94,7 +100,7 @@ class RemoteStorage:
     def list_tree(self, path: str) -> None:
         """List a directory and all below it with few requests, and remember them."""
         root = self.key(path).rstrip("/")
-        infos = call(path, partial(self.fs.find, root, detail=True))
+        infos = self.call(path, partial(self.fs.find, root, detail=True))
         self._listed |= tree_of(root, infos.values())
 
     def is_dir(self, path: str) -> bool:
@@ -148,7 +154,7 @@ class RemoteStorage:
         known, found = self._lookup(path)
         if not known:
             key = self.key(path)
-            found = self._single[key] = entry_of(call(path, partial(self.fs.info, key)))
+            found = self._single[key] = entry_of(self.call(path, partial(self.fs.info, key)))
         if found is None:
             raise StorageError(path, MISSING, "check the path")
         if found.is_dir:  # an object may have the name of a directory
@@ -247,7 +253,7 @@ class RemoteStorage:
             StorageError: It cannot be written.
         """
         try:
-            call(path, partial(self.fs.pipe_file, self.key(path), b"".join(parts)))
+            self.call(path, partial(self.fs.pipe_file, self.key(path), b"".join(parts)))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
@@ -324,7 +330,7 @@ class RemoteStorage:
 
     def _delete(self, path: str) -> None:
         try:
-            call(path, partial(self.fs.rm_file, self.key(path)))
+            self.call(path, partial(self.fs.rm_file, self.key(path)))
         except StorageError as error:
             if error.problem != MISSING:
                 raise

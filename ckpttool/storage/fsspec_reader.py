@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import StorageError
 from ckpttool.ranges import coalesced
 from ckpttool.storage.base import WAIT, Entry
-from ckpttool.storage.retry import ShortReadError, call
+from ckpttool.storage.retry import ShortReadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ class RemoteReader:
         if (kept := self._find(start, end)) is not None:
             return kept
         first, last = self._widened(start, end) if self._ahead else (start, end)
-        data = call(self.path, partial(self._get, first, last))
+        data = self.storage.call(self.path, partial(self._get, first, last))
         if self._ahead:
             self._keep(first, bytes(data))
         return data[start - first : end - first] if (first, last) != (start, end) else data

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.error_texts import ExistsError
-from ckpttool.storage.retry import call, explain
+from ckpttool.storage.retry import explain
 
 if TYPE_CHECKING:
     from ckpttool.storage.base import Entry, PartWriter
@@ -92,7 +92,7 @@ class StreamWriter:
         self._before = self._there()
         # As large as what is written at a time: more would be held back for nothing, tens of MB by some.
         options = {"block_size": part_bytes, "autocommit": False}
-        self._file = call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
+        self._file = storage.call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
 
     def has(self, start: int, nbytes: int) -> bool:
         """No: such an upload cannot be gone on with."""

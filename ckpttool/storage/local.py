@@ -17,6 +17,7 @@ from ckpttool.storage.error_texts import ExistsError, storage_error, translate_o
 from ckpttool.storage.local_writer import LocalWriter
 from ckpttool.storage.posix import sync_directory
 from ckpttool.storage.removal import remove_local
+from ckpttool.storage.retry import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -126,6 +127,8 @@ class LocalStorage:
     remote = False
     reads_versions = False
     parts_at_once = 1
+    retries = Tally()
+    """Stays 0: the kernel repeats what can be repeated."""
 
     def listing(self, path: str) -> list[Entry]:
         """The names in a directory, sorted.

@@ -31,9 +31,6 @@ class Tally:
             self.count += 1
 
 
-RETRIES = Tally()
-"""Calls that were made again, since this process began."""
-
 ATTEMPTS = 7
 """How often a call is made before it is given up."""
 PATIENCE = 120.0
@@ -133,12 +130,13 @@ class ShortReadError(Exception):
     """A store sent fewer bytes than it was asked for."""
 
 
-def call(path: str, function: Callable[[], T]) -> T:
+def call(path: str, function: Callable[[], T], retries: Tally) -> T:
     """Do something that may fail for a while, again and again with growing pauses.
 
     Args:
         path: What errors call the file.
         function: What to do; it must do no harm if done twice.
+        retries: Counts the repeated attempts.
 
     Raises:
         StorageError: It failed for good, or too often.
@@ -157,7 +155,7 @@ def call(path: str, function: Callable[[], T]) -> T:
             if attempt == ATTEMPTS or (attempt > 1 and time.monotonic() - began > PATIENCE):
                 problem = f"the store failed {attempt} times, at last with {_in_short(error)}"
                 raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
-        RETRIES.add()
+        retries.add()
         # At random, so that many who failed at once do not come back at once.
         time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
         pause = min(2 * pause, LONGEST_PAUSE)

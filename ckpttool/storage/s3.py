@@ -16,7 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.storage.error_texts import ExistsError
 from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage
 from ckpttool.storage.listings import entry_of
-from ckpttool.storage.retry import NO_BUCKET, ShortReadError, call, explain
+from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,7 +90,7 @@ class S3Storage(RemoteStorage):
         key = self.key(path).rstrip("/")
         if self._lookup(path)[0] or "/" not in key:
             return super().is_dir(path)
-        found = call(path, partial(self._below, key))
+        found = self.call(path, partial(self._below, key))
         return bool(found and self._remember(path, key, found))
 
     def is_file(self, path: str) -> bool:
@@ -98,7 +98,7 @@ class S3Storage(RemoteStorage):
         key = self.key(path).rstrip("/")
         if "/" not in key:
             return False
-        found = call(path, partial(self._itself, key))
+        found = self.call(path, partial(self._itself, key))
         if found:
             self._single[key] = entry_of(found[0])
         else:
@@ -194,7 +194,7 @@ class S3Storage(RemoteStorage):
         """
         bucket, name = self._names(path)
         data = b"".join(parts)
-        call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data)))
+        self.call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data)))
         self.forget()
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
@@ -226,7 +226,7 @@ class S3Storage(RemoteStorage):
                 return False
             return True
 
-        written = call(path, write)
+        written = self.call(path, write)
         self.forget()
         # The answer to an attempt before may have been lost, of the HTTP client's own too: then what is there is ours.
         return written or (self.exists(path) and self._holds(path, data))
@@ -235,7 +235,7 @@ class S3Storage(RemoteStorage):
         entry = self.entry(path)
         if entry.nbytes != len(data):
             return False
-        return not data or bytes(call(path, partial(self.get, path, 0, len(data), entry.version))) == data
+        return not data or bytes(self.call(path, partial(self.get, path, 0, len(data), entry.version))) == data
 
     def part_bytes(self, nbytes: int) -> int:
         """How large the parts of an object of this size are."""
@@ -265,7 +265,7 @@ class S3Storage(RemoteStorage):
 
     def abort(self, path: str, bucket: str, name: str, number: str) -> bool:
         """Give up an upload; what it stored so far is removed. Whether there still was one."""
-        return call(path, partial(self._abort, bucket, name, number))
+        return self.call(path, partial(self._abort, bucket, name, number))
 
     def _abort(self, bucket: str, name: str, number: str) -> bool:
         try:
@@ -285,7 +285,7 @@ class S3Storage(RemoteStorage):
     def _pages(self, path: str, method: str, markers: tuple[str, ...], **given: Any) -> Iterator[dict[str, Any]]:
         after: dict[str, Any] = {}
         while True:
-            page = call(path, partial(self.fs.call_s3, method, **given, **after))
+            page = self.call(path, partial(self.fs.call_s3, method, **given, **after))
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -327,7 +327,7 @@ class S3Parts:
         Raises:
             StorageError: It cannot be written.
         """
-        return call(self.path, partial(self._send, start // self.part_bytes + 1, data))
+        return self.storage.call(self.path, partial(self._send, start // self.part_bytes + 1, data))
 
     def _send(self, number: int, data: bytes | memoryview) -> str:
         sums = self.storage.checksum_of(data)
@@ -367,7 +367,7 @@ class S3Writer:
         if number:
             self._parts = storage.parts(path, bucket, name, number)
         else:
-            number = call(path, self._begin)
+            number = storage.call(path, self._begin)
             if self._attempts > 1:
                 self._abort_others(number)
         self._where["UploadId"] = number
@@ -416,7 +416,7 @@ class S3Writer:
         """
         parts = [{"PartNumber": n, "ETag": etag} for n, (etag, _) in sorted(self._parts.items())]
         self._committing = True
-        call(self.path, partial(self._complete, {"Parts": parts}))
+        self._storage.call(self.path, partial(self._complete, {"Parts": parts}))
         self._storage.forget()
 
     def _complete(self, parts: dict[str, Any]) -> None:
@@ -471,5 +471,5 @@ class S3Writer:
     def discard(self) -> None:
         """Give it up, and leave nothing of it."""
         aborted = self._storage.abort(self.path, self._where["Bucket"], self._where["Key"], self._where["UploadId"])
-        if not aborted and self._committing and call(self.path, self._is_whole):
+        if not aborted and self._committing and self._storage.call(self.path, self._is_whole):
             self._storage.delete([self.path])

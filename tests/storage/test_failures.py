@@ -26,7 +26,7 @@ from s3fs.errors import translate_boto_error
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.retry import ATTEMPTS, PATIENCE, ShortReadError, call, explain
+from ckpttool.storage.retry import ATTEMPTS, PATIENCE, ShortReadError, Tally, call, explain
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_what_is_for_good_is_said_at_once(error: Exception, problem: str) -> Non
         raise error
 
     with pytest.raises(StorageError) as caught:
-        call("s3://b/k", fail)
+        call("s3://b/k", fail, Tally())
     assert len(tries) == 1
     assert str(caught.value).startswith(f"s3://b/k: {problem}")
     assert "sesame" not in str(caught.value)
@@ -150,7 +150,7 @@ def test_what_may_pass_is_tried_again(error: Exception) -> None:
         raise error
 
     with pytest.raises(StorageError, match=f"the store failed {ATTEMPTS} times, at last with ") as caught:
-        call("s3://b/k", fail)
+        call("s3://b/k", fail, Tally())
     assert len(tries) == ATTEMPTS
     assert "sesame" not in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -161,7 +161,7 @@ def test_what_may_pass_is_tried_again(error: Exception) -> None:
             raise error
         return "done"
 
-    assert call("s3://b/k", fail_at_first) == "done"
+    assert call("s3://b/k", fail_at_first, Tally()) == "done"
 
 
 def test_who_waits_long_in_each_attempt_makes_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_who_waits_long_in_each_attempt_makes_two(monkeypatch: pytest.MonkeyPatc
         raise TimeoutError
 
     with pytest.raises(StorageError, match="the store failed 2 times, at last with TimeoutError"):
-        call("az://b/k", fail_late)
+        call("az://b/k", fail_late, Tally())
     assert len(tries) == 2
 
 
@@ -187,7 +187,7 @@ def test_an_error_of_our_own_is_passed_on() -> None:
         raise StorageError("s3://b/k", "is not text", "")
 
     with pytest.raises(StorageError, match="is not text"):
-        call("s3://b/k", fail)
+        call("s3://b/k", fail, Tally())
     assert len(tries) == 1
 
 
@@ -198,7 +198,7 @@ def test_pauses_grow_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", pauses.append)
     monkeypatch.setattr("random.uniform", lambda _, high: high)
     with pytest.raises(StorageError):
-        call("s3://b/k", lambda: (_ for _ in ()).throw(ConnectionResetError()))
+        call("s3://b/k", lambda: (_ for _ in ()).throw(ConnectionResetError()), Tally())
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 

@@ -11,7 +11,6 @@ import pytest
 import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
-from ckpttool.storage.retry import RETRIES
 from ckpttool.storage.s3 import BULK_BYTES
 from ckpttool.storage.s3_obstore import ObstoreRanges
 from ckpttool.testing.s3_faults import Answer, Cut
@@ -145,16 +144,17 @@ def test_credentials_that_cannot_be_renewed_are_one_clear_line(
     worked: bool, object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = _credentials_that_last(4, tmp_path, monkeypatch)
-    with open_storage(object_url, {}).open(object_url) as reader:
+    storage = open_storage(object_url, {})
+    with storage.open(object_url) as reader:
         if worked:
             assert reader.read(0, BULK_BYTES) == EXPECTED
             assert [len(made) for made in _reads(proxy)] == [1, 0]
             time.sleep(4.1)
         program.write_text("raise SystemExit('sesame')")
-        retried = RETRIES.count
+        retried = storage.retries.count
         with pytest.raises(StorageError, match="the credentials cannot be had") as raised:
             reader.read(BULK_BYTES, 2 * BULK_BYTES)
-    assert RETRIES.count == retried
+    assert storage.retries.count == retried
     assert "sesame" not in str(raised.value)
 
 

@@ -26,7 +26,6 @@ from ckpttool.saving.coordination import agree_to_begin
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
-from ckpttool.storage.retry import RETRIES
 
 if TYPE_CHECKING:
     import os
@@ -377,7 +376,7 @@ class CheckpointManager:
         self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
     ) -> SaveReport:
         """Write the state that was collected; never raises."""
-        before, nbytes = RETRIES.count, sum(f.nbytes for f in collected.files)
+        before, nbytes = self._storage.retries.count, sum(f.nbytes for f in collected.files)
         error: CkptError | None = None
         try:
             collected.prove(self._allow)
@@ -395,9 +394,10 @@ class CheckpointManager:
         finally:
             collected.release()
         seconds = time.perf_counter() - began
+        retries = self._storage.retries.count - before
         report = SaveReport(
             tag=request.tag, step=request.step, path=posixpath.join(root, request.tag), nbytes=nbytes,
-            stall_seconds=seconds if stall is None else stall, seconds=seconds, retries=RETRIES.count - before,
+            stall_seconds=seconds if stall is None else stall, seconds=seconds, retries=retries,
             error=error,
         )  # fmt: skip
         if error is None:
