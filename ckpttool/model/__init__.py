@@ -6,6 +6,7 @@ Data only: no function here opens a file.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -402,6 +403,18 @@ class Checkpoint:
     def weights(self, parameter: Parameter) -> State:
         """A parameter's weights: the master, or the module's copy where that is newer or alone."""
         return parameter.module_state if self.ahead else parameter.master_state
+
+    @property
+    def twins(self) -> tuple[Replica, ...]:
+        """Deprecated name of ``replicas``."""
+        warnings.warn("Checkpoint.twins is called replicas", DeprecationWarning, stacklevel=2)
+        return self.replicas
+
+    @property
+    def carried(self) -> Mapping[str, State]:
+        """Deprecated name of ``embedded``."""
+        warnings.warn("Checkpoint.carried is called embedded", DeprecationWarning, stacklevel=2)
+        return self.embedded
 
     @property
     def native(self) -> bool:

@@ -356,3 +356,11 @@ def test_an_optimizer_state_with_a_name_that_means_something_else_poses_as_nothi
     embed = next(p for p in checkpoint.parameters if p.name == "embed.weight")
     assert gather(checkpoint, embed.states[MASTER]) == raw_bytes(truth("zero3-dp2-bf16").tensors["fp32/embed.weight"])
     assert set(embed.states) == {"fp32", "exp_avg", "exp_avg_sq"}
+
+
+def test_old_names_of_fields_warn() -> None:
+    checkpoint = open_checkpoint(source("zero2-dp2-bf16"))
+    with pytest.warns(DeprecationWarning, match="replicas"):
+        assert checkpoint.twins == checkpoint.replicas
+    with pytest.warns(DeprecationWarning, match="embedded"):
+        assert checkpoint.carried == checkpoint.embedded
