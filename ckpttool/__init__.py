@@ -1,4 +1,4 @@
-"""See, check and convert DeepSpeed ZeRO checkpoints, without torch and without running what is in them."""
+"""Inspect, verify and convert DeepSpeed ZeRO checkpoints, without torch and without running code from them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _MODULES = {
     "integrations.torch.state_dict": "LazyStateDict load_state_dict",
     "model": "Checkpoint",
 }
-"""Public names by module, imported on first use so that ``import ckpttool`` costs next to nothing.
+"""Public names by module. ``__getattr__`` imports a module on first use, so that ``import ckpttool`` stays fast.
 
 Type checkers read the imports above and ``__all__``; a test compares all three.
 """

@@ -1,4 +1,4 @@
-"""``python -m ckpttool``."""
+"""Run the command line: ``python -m ckpttool``."""
 
 from ckpttool.cli import main
 

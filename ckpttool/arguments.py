@@ -1,4 +1,4 @@
-"""Checks of arguments, made before a file is opened: a wrong value is an ``ArgumentError`` in every function."""
+"""Check arguments before any file is opened; a wrong value raises ``ArgumentError`` in every function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuse a value that is not among the choices.
 
     Raises:
-        ArgumentError: It is not.
+        ArgumentError: The value is not among them.
     """
     if value not in choices:
         allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -24,20 +24,20 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:
-    """Refuse a value that is neither None nor a whole number of a minimum.
+    """Refuse a value that is neither None nor a whole number of at least ``least``.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: The value is neither.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ArgumentError(name, f"is {brief(value)}, not a whole number", f"choose {least} or more, or None")
 
 
 def checked_size(name: str, value: int | str) -> int:
-    """Bytes of a number or of a text like "256MB".
+    """Return the size in bytes that a number or a text like "256MB" gives.
 
     Raises:
-        ArgumentError: It is no size.
+        ArgumentError: The value is not a size.
     """
     try:
         return parse_size(str(value))

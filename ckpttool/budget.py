@@ -1,7 +1,7 @@
-"""What opening a checkpoint may cost: memory for structure, objects, chunks and seconds of CPU, counted in one place.
+"""Limit the memory for structure, the objects, the chunks and the CPU seconds that opening a checkpoint takes.
 
-A file of a kilobyte can ask for gigabytes and hours. What is allowed grows with the bytes of the files that are opened,
-so that a checkpoint of a thousand ranks opens as it is, and ``open_budget`` multiplies it for what is unlike any other.
+A hostile file of a kilobyte can demand gigabytes and hours. The limits grow with the bytes of the opened files, so that
+a checkpoint of a thousand ranks opens without an option; ``open_budget`` multiplies them for unusual checkpoints.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ OPTION = "open_budget"
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How much of something an open may take."""
+    """The limit of one resource."""
 
     base: float
-    """Whatever the size of the files."""
+    """Limit for files of any size."""
     per_byte: float
-    """More for each byte of the files that are opened."""
+    """Added for each byte of the opened files."""
     unit: str
-    """What it is counted in."""
+    """Unit, as error messages name it."""
 
 
 MEMORY = Allowance(256 << 20, 16.0, "bytes of memory for structure")
@@ -41,10 +41,10 @@ SECONDS = Allowance(30.0, 2e-7, "seconds of CPU")
 
 
 class Budget:
-    """What one open has taken. Threads may share it.
+    """Resources that the opening of one checkpoint has used. Threads may share it.
 
     Args:
-        factor: Multiplies what is allowed.
+        factor: Multiplies the limits.
     """
 
     def __init__(self, factor: float = 1.0) -> None:
@@ -56,20 +56,20 @@ class Budget:
         self._began = time.process_time()
 
     def saw(self, path: str, nbytes: int) -> None:
-        """Allow for a file that is opened; each counts once."""
+        """Raise the limits for an opened file; each file counts once."""
         with self._lock:
             self._nbytes += nbytes - self._files.get(path, 0)
             self._files[path] = nbytes
 
     def left(self, what: Allowance) -> float:
-        """How much may still be taken."""
+        """Return the amount that is left of a resource."""
         return self._limit(what) - self._taken.get(what, 0)
 
     def take(self, what: Allowance, amount: float, path: str) -> None:
-        """Count an allowance that a file uses.
+        """Count the amount of a resource that a file uses.
 
         Raises:
-            ContainerError: It is more than is allowed, or the open has taken too long.
+            ContainerError: The amount exceeds the limit, or opening has used too many CPU seconds.
         """
         with self._lock:
             taken = self._taken[what] = self._taken.get(what, 0) + amount
@@ -82,7 +82,7 @@ class Budget:
         return self._factor * (what.base + what.per_byte * self._nbytes)
 
     def _exceeded(self, what: Allowance, path: str) -> ContainerError:
-        problem = f"to open it takes more than {self._limit(what):,.0f} {what.unit}, too much for its size"
+        problem = f"takes more than {self._limit(what):,.0f} {what.unit} to open, too much for its size"
         return ContainerError(path, problem, "if you trust the file, set open_budget=10", ("open_budget",))
 
 
@@ -91,7 +91,7 @@ _CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 @contextlib.contextmanager
 def opening(factor: float = 1.0) -> Iterator[Budget]:
-    """The budget of an open, for all that the body does; one that has begun goes on."""
+    """Set the budget for the body; inside another ``opening``, use the budget of that one."""
     begun = _CURRENT.get()
     if begun is not None:
         yield begun
@@ -105,22 +105,22 @@ def opening(factor: float = 1.0) -> Iterator[Budget]:
 
 
 def saw(path: str, nbytes: int) -> None:
-    """Allow for a file that is opened, where an open is going on."""
+    """Raise the limits of the current budget, if any, for an opened file."""
     if (budget := _CURRENT.get()) is not None:
         budget.saw(path, nbytes)
 
 
 def take(what: Allowance, amount: float, path: str) -> None:
-    """Count an allowance of the open that is running.
+    """Count the amount of a resource against the current budget, if any.
 
     Raises:
-        ContainerError: It is more than is allowed.
+        ContainerError: The amount exceeds the limit.
     """
     if (budget := _CURRENT.get()) is not None:
         budget.take(what, amount, path)
 
 
 def left(what: Allowance, most: int) -> int:
-    """How much may still be taken, and never more than ``most``."""
+    """Return the amount that the current budget has left, at most ``most``."""
     budget = _CURRENT.get()
     return most if budget is None else max(0, min(most, int(budget.left(what))))

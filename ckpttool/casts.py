@@ -1,4 +1,4 @@
-"""Casts between floating-point types, bit for bit as torch does them on x86 (NaN and overflow included).
+"""Cast between floating-point types with the same bits as torch on x86, NaN and overflow included.
 
 Source: torch 2.13, aten/src/ATen/cpu/vec (vectorised casts) and c10/util/BFloat16.h (the scalar one, which fp16 to bf16
 uses). Narrowing to bf16 rounds to nearest even and turns every NaN into one; narrowing to fp16 keeps the top of a NaN's
@@ -24,12 +24,12 @@ _BF16_NAN_FROM_FP16 = 0x7FC0
 
 
 def castable(source: str, target: str) -> bool:
-    """Whether elements of one type can be cast to the other here (safetensors' spelling)."""
+    """Return whether ``cast`` supports this pair of types (safetensors' spelling)."""
     return source == target or (source in {"F64", "F32", "F16", "BF16"} and target in {"F32", "F16", "BF16"})
 
 
 def cast(values: NDArray[Any], target: str) -> NDArray[Any]:
-    """Cast to another type; returns ``values`` itself where it is of that type already.
+    """Cast to another type; return ``values`` itself if it has that type already.
 
     Args:
         values: Elements of fp64, fp32, fp16 or bf16 (as ml_dtypes has it).
@@ -38,12 +38,12 @@ def cast(values: NDArray[Any], target: str) -> NDArray[Any]:
     wanted = numpy_dtype(target)
     if values.dtype == wanted:
         return values
-    with np.errstate(all="ignore"):  # overflow to infinity is what torch does; those who care count it
+    with np.errstate(all="ignore"):  # torch overflows to infinity too; callers count it with count_overflowed
         wide = values if values.dtype == np.float32 else _to_fp32(values)
         if target == "F32":
             return wide
         result: NDArray[Any] = wide.astype(wanted)
-        # NaN survives min(): one quick pass tells whether any is there, and most weights have none.
+        # min() returns NaN if any element is NaN: one quick pass finds that most weights have none.
         if wide.size and np.isnan(wide.min()):
             _fix_nan(wide, result, _BF16_NAN_FROM_FP16 if values.dtype == np.float16 else _BF16_NAN)
     return result
@@ -67,7 +67,7 @@ def _fix_nan(wide: NDArray[np.float32], result: NDArray[Any], bf16_nan: int) -> 
 
 
 def same_values(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
-    """Element by element: the same bits, or NaN on both sides (whose bits depend on the hardware)."""
+    """Compare element by element: equal are the same bits, and NaN with NaN, whose bits depend on the hardware."""
     unsigned = f"u{left.dtype.itemsize}"
     same: NDArray[np.bool_] = left.view(unsigned) == right.view(unsigned)
     if not same.all() and left.dtype.kind not in "biu":
@@ -76,7 +76,7 @@ def same_values(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def count_overflowed(values: NDArray[Any], result: NDArray[Any]) -> int:
-    """Elements that the cast made infinite. Only fp16 is narrow enough for this to happen to a weight."""
+    """Count the elements that the cast made infinite. Among the targets only fp16 is too narrow for some weights."""
     if result.dtype != np.float16:
         return 0
     infinite = np.isinf(result)

@@ -1,4 +1,4 @@
-"""CRC-32 of a file in chunks, so that any range of it can be checked without reading the rest."""
+"""Compute CRC-32 checksums of a file in chunks, so that readers can check a range without reading the rest."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ if TYPE_CHECKING:
 __all__ = ["Checksums", "Record", "chunk_bytes", "chunk_records", "combine", "crc32", "cuts", "of_bytes", "of_pieces"]
 
 MIN_CHUNK_BYTES = 1 << 20
-"""Chunks are no shorter than this,"""
+"""Least size of a chunk, in bytes."""
 MAX_CHUNKS = 1 << 10
-"""and a file has no more of them."""
+"""Most chunks of a file."""
 _POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """CRC-32 of each chunk of a file, in order; where it is to be signed, SHA-256 too."""
+    """CRC-32 of each chunk of a file, in order; with a signature also SHA-256."""
 
     nbytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
     chunk_bytes: int
-    """Size of each chunk but the last."""
+    """Size of each chunk but the last, in bytes."""
     crcs: tuple[int, ...]
-    """One of each chunk; none of an empty file."""
+    """CRC-32 of each chunk; empty for an empty file."""
     directory: tuple[int, int] | None = None
-    """Of a ZIP archive, the first byte of its directory, and the CRC-32 of all bytes from there on.
+    """Offset of the central directory of a ZIP archive, and the CRC-32 of all bytes from there on; None for other files.
 
-    The directory has the CRC-32 of every record: with this one checksum a few kilobytes of a large file can be read and
-    compared with what was saved.
+    The directory has the CRC-32 of every record: with this one checksum readers can check a few kilobytes of a large
+    file.
     """
     sha256: tuple[bytes, ...] = ()
-    """SHA-256 of each chunk, 32 bytes each; none where nobody asked for it."""
+    """SHA-256 of each chunk, 32 bytes each; empty without a signature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A range of a file whose CRC-32 is known: a record of an archive, or a chunk that a manifest has."""
+    """A range of a file with a recorded CRC-32: a record of an archive, or a chunk in a manifest."""
 
     name: str
     """Full name, prefix included: "archive/data/0"."""
     where: ByteRange
-    """Its payload, counted from the start of the file."""
+    """Range of its payload in the file."""
     crc32: int
     """CRC-32 of the payload; 0 over a payload that is not empty means "not recorded"."""
 
@@ -60,13 +60,13 @@ class Record:
 
 
 def chunk_records(sums: Checksums) -> tuple[Record, ...]:
-    """The chunks of a file as records."""
+    """Return the chunks of a file as records."""
     chunks = zip(cuts(0, sums.nbytes, sums.chunk_bytes), sums.crcs, strict=True)
     return tuple(Record(f"chunk {n}", ByteRange(*where), crc) for n, (where, crc) in enumerate(chunks))
 
 
 def chunk_bytes(nbytes: int) -> int:
-    """How large the chunks of a file are: a power of two."""
+    """Return the chunk size for a file of ``nbytes`` bytes: a power of two, in bytes."""
     size = MIN_CHUNK_BYTES
     while size * MAX_CHUNKS < nbytes:
         size *= 2
@@ -74,7 +74,7 @@ def chunk_bytes(nbytes: int) -> int:
 
 
 def cuts(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """The range [start, end) of a file, cut where chunks begin."""
+    """Split the range [start, end) of a file at the boundaries of chunks of ``size`` bytes."""
     while start < end:
         following = min(end, (start // size + 1) * size)
         yield start, following
@@ -82,14 +82,14 @@ def cuts(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
-    """CRC-32 of bytes followed by others, from the CRC-32 of each.
+    """Return the CRC-32 of two concatenated byte strings from the CRC-32 of each.
 
     Source: zlib 1.3, crc32.c (``crc32_combine_op``).
 
     Args:
-        first: Of those before.
-        second: Of those behind.
-        nbytes: How many lie behind.
+        first: CRC-32 of the first string.
+        second: CRC-32 of the second string.
+        nbytes: Length of the second string in bytes.
     """
     return _product(_power(nbytes), first) ^ second if nbytes else first
 
@@ -97,11 +97,11 @@ def combine(first: int, second: int, nbytes: int) -> int:
 def of_pieces(
     nbytes: int, pieces: Iterable[tuple[int, int, int]], directory: tuple[int, int] | None = None
 ) -> Checksums:
-    """Checksums of a file from those of its pieces.
+    """Combine the checksums of a file's pieces to those of the file.
 
     Args:
-        nbytes: Size of the file.
-        pieces: (first byte, bytes, CRC-32), which cover it in order; none reaches from one chunk into the next.
+        nbytes: Size of the file in bytes.
+        pieces: (first byte, size in bytes, CRC-32) in order; they cover the file, and none crosses a chunk boundary.
         directory: As in ``Checksums``.
     """
     size = chunk_bytes(nbytes)
@@ -112,7 +112,7 @@ def of_pieces(
 
 
 def of_bytes(data: bytes) -> Checksums:
-    """Checksums of a small file."""
+    """Compute the checksums of a small file."""
     size = chunk_bytes(len(data))
     view = memoryview(data)
     return Checksums(len(data), size, tuple(crc32(view[a:b]) for a, b in cuts(0, len(data), size)))
@@ -120,7 +120,7 @@ def of_bytes(data: bytes) -> Checksums:
 
 @lru_cache(maxsize=4096)
 def _power(nbytes: int) -> int:
-    """The power 8 * nbytes of x, modulo CRC-32's polynomial."""
+    """Return x to the power 8 * nbytes, modulo the polynomial of CRC-32."""
     result, factor, bits = 1 << 31, _X8, nbytes
     while bits:
         if bits & 1:
@@ -131,7 +131,7 @@ def _power(nbytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials, modulo CRC-32's; bits reflected."""
+    """Multiply two polynomials modulo that of CRC-32; bits reflected."""
     result, bit = 0, 1 << 31
     while a:
         if a & bit:
@@ -143,4 +143,4 @@ def _product(a: int, b: int) -> int:
 
 
 _X8 = 1 << 23
-"""x to the power of 8."""
+"""x to the power 8, bits reflected."""

@@ -1,4 +1,4 @@
-"""Work in threads: no more at once than asked for, and none left over after an error."""
+"""Run tasks in a limited number of threads, with bounded memory, and leave none running after an error."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_JOBS = 4
-"""Threads that are used unasked for work that keeps a core busy."""
+"""Default number of threads for work that keeps a core busy."""
 REMOTE_JOBS = 16
-"""Threads that are used unasked for work that waits for round trips."""
+"""Default number of threads for work that waits for round trips."""
 
 
 def default_jobs(*, remote: bool = False) -> int:
-    """Threads that are used unasked."""
+    """Return the default number of threads."""
     return REMOTE_JOBS if remote else min(MAX_JOBS, os.cpu_count() or 1)
 
 
 class Once(Generic[T]):
-    """Thread-safe lazy value; callers block while it is computed, and all of them get its error.
+    """Thread-safe lazy value; callers block while it is computed, and an error is raised in all of them.
 
     Args:
-        make: Makes it; called once at most.
+        make: Computes the value; called once at most.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -37,7 +37,7 @@ class Once(Generic[T]):
         self._failed: BaseException | None = None
 
     def __call__(self) -> T:
-        """What it is."""
+        """Return the value; compute it in the first call."""
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -51,25 +51,26 @@ class Once(Generic[T]):
 
     @property
     def made(self) -> T | None:
-        """What it is, if it was made; nobody waits."""
+        """The value, or None if it is not computed yet; never blocks."""
         return self._made[0] if self._made else None
 
 
 def in_threads(
     tasks: Iterator[Callable[[], T]], jobs: int, stopped: threading.Event | None = None
 ) -> Generator[T, None, None]:
-    """Run tasks, at most ``jobs`` at once and only as many waiting; the first error stops the rest.
+    """Run at most ``jobs`` tasks at once and queue at most as many; the first error cancels the rest.
 
     Args:
-        tasks: Taken one by one, in the thread that asks for results.
-        jobs: Threads.
-        stopped: Set when no more results will be asked for: tasks that take long look at it, for they are waited for.
+        tasks: The iterator advances in the thread that takes the results.
+        jobs: Number of threads.
+        stopped: This function sets it when the caller takes no more results. Long tasks should check it, because this
+            function waits for running tasks.
     """
     if jobs <= 1:
         for task in tasks:
             yield task()
         return
-    # Imported here, where it is needed: it takes a tenth of the start-up time.
+    # Imported here: the import takes a tenth of the start-up time.
     from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -91,10 +92,10 @@ def in_threads(
 
 
 class MemoryBudget:
-    """Lets so many windows be in flight as fit into memory, and one in any case.
+    """Admits chunks as long as their sum fits into a limit, and always one.
 
     Args:
-        nbytes: What they may take together.
+        nbytes: The limit in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -103,7 +104,7 @@ class MemoryBudget:
         self._freed = threading.Condition()
 
     def take(self, nbytes: int) -> int:
-        """Wait until so much is free; returns what to give back."""
+        """Wait until ``nbytes`` are free; return the number of bytes to give back."""
         nbytes = min(nbytes, self._whole)
         with self._freed:
             self._freed.wait_for(lambda: self._left >= nbytes)
@@ -111,7 +112,7 @@ class MemoryBudget:
         return nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """Free what was taken."""
+        """Free the bytes of a chunk."""
         with self._freed:
             self._left += nbytes
             self._freed.notify_all()

@@ -1,4 +1,4 @@
-"""One table of element types: safetensors' spelling, torch's, torch's storage class, numpy's, and the size of each."""
+"""Table of element types: names in safetensors, torch, torch's typed storages and numpy, and the size of each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class DType:
     """An element type under all of its names."""
 
     name: str
-    """safetensors' spelling, used everywhere in ckpttool: "F32", "BF16"."""
+    """Name in safetensors, used everywhere in ckpttool: "F32", "BF16"."""
     torch: str
-    """The attribute of the torch module: "float32"."""
+    """Name in the torch module: "float32"."""
     storage: str | None
-    """torch's typed storage class, or None for the types that came after typed storages."""
+    """Typed storage class of torch; None for types newer than typed storages."""
     numpy: str
-    """numpy's name, or the name in ml_dtypes."""
+    """Name in numpy or ml_dtypes."""
     itemsize: int
     """Bytes per element."""
     floating: bool
@@ -47,30 +47,30 @@ _TABLE = (
 )
 
 DTYPES: dict[str, DType] = {d.name: d for d in _TABLE}
-"""By safetensors' spelling."""
+"""Types by name in safetensors."""
 
 BY_TORCH_NAME: dict[str, DType] = {d.torch: d for d in _TABLE}
-"""By the attribute of the torch module."""
+"""Types by name in the torch module."""
 
 BY_STORAGE_CLASS: dict[str, DType] = {d.storage: d for d in _TABLE if d.storage}
-"""By torch's typed storage class."""
+"""Types by typed storage class of torch."""
 
 TRAINING_DTYPES: dict[str, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""The names that people type and DeepSpeed's configuration uses, to safetensors' spelling."""
+"""Names in safetensors by the short names of users and DeepSpeed configurations."""
 
 SHORT_NAMES: dict[str, str] = {name: short for short, name in TRAINING_DTYPES.items()}
-"""The other way round."""
+"""Short names by names in safetensors."""
 
 _FROM_ML_DTYPES = {"BF16", "F8_E4M3", "F8_E5M2"}
 
 
 def itemsize(name: str) -> int:
-    """Bytes per element of a type in safetensors' spelling."""
+    """Return the bytes per element of a type by its name in safetensors."""
     return DTYPES[name].itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of a type in safetensors' spelling; ml_dtypes is imported only where numpy lacks the type."""
+    """Return the numpy dtype by name in safetensors; import ml_dtypes only for types that numpy lacks."""
     import numpy as np
 
     if name in _FROM_ML_DTYPES:

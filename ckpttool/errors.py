@@ -1,15 +1,15 @@
-"""Every error ckpttool raises on purpose.
+"""The classes of all errors that ckpttool raises on purpose.
 
 * CkptError
     * StorageError    a file or directory cannot be listed, read or written
         * LinkError       a symbolic link leaves the checkpoint's root, and following it was not allowed
-    * ContainerError  a file is not what its name says, is damaged, or is hostile
-        * ChecksumError   bytes of a file do not match the checksum that was recorded when it was saved
-    * LayoutError     the files are sound but do not add up to a checkpoint, or disagree with each other
-    * PlanError       what is asked for cannot be produced from this checkpoint
+    * ContainerError  a file has another format than its name says, is damaged, or is hostile
+        * ChecksumError   bytes of a file do not match the checksum that the save recorded
+    * LayoutError     the files are sound but do not form a checkpoint, or contradict each other
+    * PlanError       this checkpoint cannot give the requested output
         * ArgumentError   an argument is wrong, whatever the checkpoint; a ``ValueError`` as well
 
-Each carries the file, the problem and the next step, and prints as one line.
+Each error names the file, the problem and the next step, and prints as one line.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CkptError(Exception):
     The arguments are positional so that the error survives pickling between ranks.
 
     Args:
-        path: File, directory or URL; or, where the problem lies in no file, the name of the argument, package or class
-            that has it: ``client_state``, ``ray``.
-        problem: What is wrong; reads as a sentence with ``path`` as its subject.
+        path: File, directory or URL; or, if no file has the problem, the name of the argument, package or class that has
+            it: ``client_state``, ``ray``.
+        problem: The rest of a sentence whose subject is ``path``.
         hint: The next step. It names parameters as Python does (``overwrite=True``), never flags of the command line.
         options: Parameters that ``hint`` names; the command line shows its flags in their place.
     """
@@ -56,19 +56,19 @@ class LinkError(StorageError):
 
 
 class ContainerError(CkptError):
-    """A file is not what its name says, is damaged, or is hostile."""
+    """A file has another format than its name says, is damaged, or is hostile."""
 
 
 class ChecksumError(ContainerError):
-    """Bytes of a file do not match the checksum that was recorded when it was saved."""
+    """Bytes of a file do not match the checksum that the save recorded."""
 
 
 class LayoutError(CkptError):
-    """The files do not add up to a checkpoint, or disagree with each other."""
+    """The files do not form a checkpoint, or contradict each other."""
 
 
 class PlanError(CkptError):
-    """What is asked for cannot be produced from this checkpoint."""
+    """This checkpoint cannot give the requested output."""
 
 
 class ArgumentError(PlanError, ValueError):

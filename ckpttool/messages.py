@@ -1,6 +1,6 @@
-"""Safe text for messages: values of bounded length, no terminal codes, URLs without secrets.
+"""Make text safe for messages: bounded length, no terminal codes, URLs without secrets.
 
-Everything that leaves this process for people or logs (errors, log lines, tables, JSON, tracebacks) goes through here.
+All text for people or logs (errors, log lines, tables, JSON, tracebacks) passes these functions.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import re
 from typing import Any
 
 MAX_TEXT = 4096
-"""Characters of a path, a problem or a hint in an error line."""
+"""Most characters of a path, a problem or a hint in an error line."""
 MAX_DEPTH = 4
-"""Containers within containers that a message shows."""
+"""Levels of nested containers that a message shows."""
 MAX_ITEMS = 8
-"""Items of a container that a message shows."""
+"""Most items of a container that a message shows."""
 HIDDEN = "..."
-"""What stands in place of a secret."""
+"""Replaces a secret."""
 _AZURE = {"abfs", "abfss", "az", "adl", "wasb", "wasbs"}
-"""In their URLs, a container stands before the "@"."""
+"""Schemes whose URLs have a container before the "@"."""
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,31}://?[^\s\"<>]*")
-"""In a text. One slash, too: a URL that was taken for a path and normalized has no more."""
+"""A URL within a text. One slash suffices: normalized as a path, a URL loses the other."""
 _NAMED_SECRET = re.compile(
     r"(?i)([?&;]?\b(?:x-amz-(?:signature|credential|security-token)|awsaccesskeyid|signature|sig|sas_token|access_token"
     r"|token|password|secret|account_key|api_key)=)[^\s&;\"'<>,)]+"
@@ -27,7 +27,7 @@ _NAMED_SECRET = re.compile(
 
 
 def without_secrets(url: str) -> str:
-    """A URL, or a chain of them (``simplecache::s3://...``), without users, passwords and the values of its query."""
+    """Remove users, passwords and query values from a URL or a chain of URLs (``simplecache::s3://...``)."""
     return "::".join(map(_one_without_secrets, url.split("::")))
 
 
@@ -43,20 +43,20 @@ def _one_without_secrets(url: str) -> str:
         user = host.rpartition("@")[0]
         if scheme.lower() not in _AZURE or ":" in user:
             rest = rest[len(user) + 1 :]
-    # A secret key of Amazon's may hold a slash. What follows a colon is else the number of a port.
+    # A secret key of AWS may contain a slash. Otherwise the text behind a colon is a port number.
     elif "@" in path and re.search(r"^[^\[]*:(?!\d*$)", host):
         rest = path.rpartition("@")[2]
     return f"{scheme}:{slashes}{rest}{tail}"
 
 
 def _inner_url(path: str) -> tuple[str, str, str]:
-    """A URL inside a path that a program has made of it."""
+    """Split a path that contains a URL into the text before it, the URL and the text behind it."""
     found = _URL.search(path)
     return (path[: found.start()], found[0], path[found.end() :]) if found else (path, "", "")
 
 
 def _cut_query(rest: str) -> tuple[str, str]:
-    """The text before the query, and the printable part of the query."""
+    """Return the text before the query, and the printable part of the query."""
     for mark in "?#":
         before, found, query = rest.partition(mark)
         if found and "=" in query:
@@ -65,18 +65,18 @@ def _cut_query(rest: str) -> tuple[str, str]:
 
 
 def hide_secrets(text: str) -> str:
-    """A text, with every URL in it without its secrets."""
+    """Remove the secrets from every URL in a text."""
     if "://" in text or ":/" in text:
         text = _URL.sub(lambda found: without_secrets(found[0]), text)
     return _NAMED_SECRET.sub(rf"\g<1>{HIDDEN}", text) if "=" in text else text
 
 
 def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """A text without secrets of URLs and anything that breaks a line or drives a terminal, and of bounded length.
+    """Remove secrets of URLs, escape line breaks and terminal codes, and limit the length.
 
     Args:
-        text: Names come from untrusted files.
-        limit: Characters that are kept, half of them of each end; 0 for all.
+        text: Text with names from untrusted files.
+        limit: Characters to keep, half of them at each end; 0 keeps all.
     """
     if limit and len(text) > limit:
         half = limit // 2
@@ -90,14 +90,15 @@ def _escaped(character: str) -> str:
 
 
 def brief(value: object, limit: int = 100) -> str:
-    """A value from a file as a message shows it: as ``repr`` would, but bounded in time, memory and length.
+    """Return the ``repr`` of a value from a file, bounded in time, memory and length.
 
-    ``repr`` of a kilobyte of pickle can be exponentially long, and it calls what the value's class defines. Here at
-    most MAX_ITEMS items of MAX_DEPTH containers are visited, and of anything but plain data the type is named.
+    ``repr`` of a kilobyte of pickle can be exponentially long, and it calls methods of the value's class. This function
+    visits at most MAX_ITEMS items in MAX_DEPTH levels of containers; it shows only the type of values other than plain
+    data.
 
     Args:
-        value: Anything.
-        limit: Characters.
+        value: Any value.
+        limit: Most characters.
     """
     text = _brief(value, limit, MAX_DEPTH)
     return text if len(text) <= limit else f"{text[:limit]}..."
@@ -107,7 +108,7 @@ def _brief(value: Any, limit: int, depth: int) -> str:
     kind = type(value)
     if kind in (str, bytes):
         return f"{value[: limit + 1]!r}"
-    if kind is int:  # turning a long one into decimal digits takes quadratic time
+    if kind is int:  # decimal digits of a long integer take quadratic time
         return repr(value) if value.bit_length() <= 4 * limit else f"an integer of {value.bit_length():,} bits"
     if kind in (bool, float, complex, type(None)):
         return repr(value)

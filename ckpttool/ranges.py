@@ -1,4 +1,4 @@
-"""Byte ranges and their arithmetic."""
+"""Byte ranges: the type, coalescing, and the check that spans cover a range exactly once."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ByteRange:
-    """A half-open span of bytes in one file: [start, end)."""
+    """A half-open range of bytes in one file: [start, end)."""
 
     start: int
-    """First byte, counted from the start of the file."""
+    """Offset of the first byte in the file."""
     end: int
-    """One past the last byte."""
+    """Offset behind the last byte."""
 
     @property
     def nbytes(self) -> int:
-        """Length of the span."""
+        """Length of the range in bytes."""
         return self.end - self.start
 
 
 def coalesced(ranges: Sequence[ByteRange], *, gap: int, limit: int = 1 << 62) -> list[ByteRange]:
-    """Fewer, longer ranges that hold all of these, in ascending order.
+    """Merge ranges into fewer, longer ones, in ascending order.
 
     Args:
-        ranges: In any order; they may overlap.
-        gap: Bytes between two ranges that are worth reading to save a request.
-        limit: No range is made longer than this.
+        ranges: Ranges in any order; they may overlap.
+        gap: Most bytes between two ranges that are merged; reading them is cheaper than another request.
+        limit: Most bytes of a merged range.
     """
     result: list[ByteRange] = []
     for where in sorted(ranges):
@@ -46,7 +46,7 @@ def coalesced(ranges: Sequence[ByteRange], *, gap: int, limit: int = 1 << 62) ->
 
 
 def ends(nbytes: int, each: int) -> list[ByteRange]:
-    """So many bytes at either end of a file; all of it, if they meet."""
+    """Return the first and the last ``each`` bytes of a file; one range if they meet."""
     if nbytes <= 2 * each:
         return [ByteRange(0, nbytes)]
     return [ByteRange(0, each), ByteRange(nbytes - each, nbytes)]
@@ -54,14 +54,14 @@ def ends(nbytes: int, each: int) -> list[ByteRange]:
 
 @dataclass(frozen=True, slots=True)
 class CoverProblem:
-    """Where a set of spans fails to fill [0, total) exactly once."""
+    """The first place where spans do not cover [0, total) exactly once."""
 
     kind: str
     """"gap", "overlap" or "outside"."""
     start: int
-    """First position concerned."""
+    """First position of the gap, the overlap or the span outside."""
     end: int
-    """One past the last position concerned."""
+    """Position behind the last."""
 
 
 def exact_cover_problem(
@@ -69,9 +69,9 @@ def exact_cover_problem(
     lengths: NDArray[np.unsignedinteger] | Sequence[int],
     total: int,
 ) -> CoverProblem | None:
-    """Say where spans fail to fill [0, total) exactly once, or None if they do.
+    """Find the first place where spans do not cover [0, total) exactly once; None if they do.
 
-    Spans of length zero are ignored; order does not matter.
+    Ignores spans of length zero; accepts spans in any order.
     """
     begin = np.asarray(starts, dtype=np.uint64)
     size = np.asarray(lengths, dtype=np.uint64)

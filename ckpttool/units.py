@@ -1,4 +1,4 @@
-"""Sizes and spans of time as people write and read them, and how far long work has come."""
+"""Parse and format sizes, format durations, and count the progress of long work."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "512MiB" or "1000".
+    """Return the bytes of "5GB", "512MiB" or "1000".
 
     Raises:
-        ValueError: It is no size above 0.
+        ValueError: The text is not a size above 0.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-z]*)\s*", text.lower())
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes < 1:
-        raise ValueError(f"{text!r} is no size: write 5GB, 512MiB or a number of bytes")
+        raise ValueError(f"{text!r} is not a size: write 5GB, 512MiB or a number of bytes")
     return nbytes
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes for a person: "1.2 GB" (powers of 1000)."""
+    """Format bytes in powers of 1000: "1.2 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -34,7 +34,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """A span of time for a person: "3 h", in the largest unit that it has two of."""
+    """Format a duration in the largest unit of which it has at least two: "3 h"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -42,13 +42,18 @@ def format_age(seconds: float) -> str:
 
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all), never from two threads at once."""
+"""Callback with (bytes done, bytes in total); never called from two threads at once."""
 Advance = Callable[[int], None]
-"""Called with the number of bytes done since the last call, from any thread."""
+"""Callback with the number of bytes done since the last call; any thread calls it."""
 
 
 class Meter:
-    """Adds up what threads have done and passes it on."""
+    """Sums the bytes that threads have done and reports the sum to a callback.
+
+    Args:
+        total: Bytes in total.
+        callback: Receives the sum; None for none.
+    """
 
     def __init__(self, total: int, callback: Progress | None) -> None:
         self.total = total
@@ -57,7 +62,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Count bytes done since the last call."""
+        """Add the bytes done since the last call."""
         with self._lock:
             self.done += nbytes
             if self._callback is not None:
