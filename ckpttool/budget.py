@@ -82,7 +82,7 @@ class Budget:
         return self._factor * (what.base + what.per_byte * self._nbytes)
 
     def _exceeded(self, what: Allowance, path: str) -> ContainerError:
-        problem = f"takes more than {self._limit(what):,.0f} {what.unit} to open, too much for its size"
+        problem = f"needs more than {self._limit(what):,.0f} {what.unit}, too much for its size"
         return ContainerError(path, problem, "if you trust the file, set open_budget=10", ("open_budget",))
 
 

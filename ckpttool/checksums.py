@@ -33,7 +33,7 @@ class Checksums:
     crcs: tuple[int, ...]
     """CRC-32 of each chunk; empty for an empty file."""
     directory: tuple[int, int] | None = None
-    """Offset of the central directory of a ZIP archive, and the CRC-32 of all bytes from there on; None for other files.
+    """Offset of a ZIP archive's central directory, and the CRC-32 of all bytes from there on; None for other files.
 
     The directory has the CRC-32 of every record: with this one checksum readers can check a few kilobytes of a large
     file.

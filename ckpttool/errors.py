@@ -23,8 +23,8 @@ class CkptError(Exception):
     The arguments are positional so that the error survives pickling between ranks.
 
     Args:
-        path: File, directory or URL; or, if no file has the problem, the name of the argument, package or class that has
-            it: ``client_state``, ``ray``.
+        path: File, directory or URL; or, if no file has the problem, the name of the argument, package or class:
+            ``client_state``, ``ray``.
         problem: The rest of a sentence whose subject is ``path``.
         hint: The next step. It names parameters as Python does (``overwrite=True``), never flags of the command line.
         options: Parameters that ``hint`` names; the command line shows its flags in their place.

@@ -304,11 +304,11 @@ class _Alternating:
         self._calls = itertools.count()
 
     def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
-        assert nbytes >= block_writes.TELLING_BYTES
+        assert nbytes >= block_writes.MIN_DIRECT_BYTES
         return next(self._calls) % 2 == 0
 
     def end(self, file: object, past_cache: bool, nbytes: int, seconds: float) -> None:
-        assert nbytes == 0 or nbytes >= block_writes.TELLING_BYTES
+        assert nbytes == 0 or nbytes >= block_writes.MIN_DIRECT_BYTES
         assert seconds > 0
 
 
@@ -318,10 +318,10 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
     disk = _Direct(os.pwrite)
     monkeypatch.setattr(direct_io, "os", disk)
     monkeypatch.setattr(local, "file_system_of", lambda _: "ext4")
-    monkeypatch.setattr(local, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(local, "DIRECT_BYTES", 1)
     for module in (local_copy, block_writes):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 4 * PAGE)
-    monkeypatch.setattr(block_writes, "TELLING_BYTES", PAGE)
+        monkeypatch.setattr(module, "DIRECT_BYTES", 4 * PAGE)
+    monkeypatch.setattr(block_writes, "MIN_DIRECT_BYTES", PAGE)
     monkeypatch.setattr(local_copy, "CARRIED_BYTES", PAGE)
     return disk
 

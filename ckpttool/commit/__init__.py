@@ -1,1 +1,1 @@
-"""Which files mark a directory as a finished checkpoint, and what they say."""
+"""Read and check the files that tell committed checkpoints from unfinished saves: manifests and markers."""

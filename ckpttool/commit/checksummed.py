@@ -1,4 +1,4 @@
-"""A storage that compares what it reads with the checksums of a manifest, before anybody uses it."""
+"""Check bytes against the checksums of a manifest when they are read."""
 
 from __future__ import annotations
 
@@ -19,115 +19,115 @@ if TYPE_CHECKING:
     from ckpttool.storage import Entry, Reader, Storage
 
 
-def guard(storage: Storage, directory: str, key: bytes | None = None) -> Storage:
-    """A storage that checks what it reads of a checkpoint; the same storage if that has no manifest.
+def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> Storage:
+    """Return a storage that checks all bytes read from a checkpoint; ``storage`` itself if it has no manifest.
 
     Args:
-        storage: The storage.
-        directory: The checkpoint.
-        key: The manifest must be signed with it, and SHA-256 are compared too.
+        storage: Storage of the checkpoint.
+        directory: Directory of the checkpoint.
+        key: Key that the manifest must be signed with; reads then check SHA-256 too. None for no signature.
 
     Raises:
-        PlanError: There is no manifest that was signed with the key.
-        CkptError: A file of the manifest is not there in full; or the manifest cannot be read.
+        PlanError: The checkpoint has no manifest, or its manifest is not signed with the key.
+        CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
     if not is_commit(storage, directory):
         if key is not None:
             hint = "was it saved by CheckpointManager(sign_key=...)? do not load it"
-            raise PlanError(directory, "has no manifest, so that nobody has signed it", hint)
+            raise PlanError(directory, "has no manifest, and so no signature", hint)
         return storage
     manifest = read_manifest(storage, directory, key)
     for problem in size_problems(storage, directory, manifest):
         raise problem
-    # Without a key nobody knows who wrote the SHA-256, and they take ten times as long.
+    # Without a key the SHA-256 prove no more than the CRC-32, and take ten times as long.
     files = {name: sums if key is not None else replace(sums, sha256=()) for name, sums in manifest.files.items()}
-    return GuardedStorage(storage, {f"{directory}/{name}": sums for name, sums in files.items()})
+    return ChecksummedStorage(storage, {f"{directory}/{name}": sums for name, sums in files.items()})
 
 
 def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
-    """A storage that checks the structure of a checkpoint's files against its manifest; None if that has none.
+    """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest.
 
     Raises:
-        CkptError: A file of the manifest is not there in full; or the manifest cannot be read.
+        CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
-    guarded = guard(storage, directory)
-    return StructureStorage(storage, guarded.checksums) if isinstance(guarded, GuardedStorage) else None
+    checked = checksummed(storage, directory)
+    return StructureStorage(storage, checked.checksums) if isinstance(checked, ChecksummedStorage) else None
 
 
-class GuardedStorage:
-    """Another storage, of which some files are checked as they are read.
+class ChecksummedStorage:
+    """Wraps a storage, and checks some of its files when they are read.
 
     Args:
-        storage: The other.
-        checksums: By path.
+        storage: The wrapped storage.
+        checksums: Checksums of the files to check, by path.
     """
 
     def __init__(self, storage: Storage, checksums: Mapping[str, Checksums]) -> None:
         self.inner = storage
-        """The other storage."""
+        """The wrapped storage."""
         self.checksums = checksums
-        """By path: what is checked."""
+        """Checksums of the files to check, by path."""
         self.remote = storage.remote
         self.reads_versions = storage.reads_versions
         self._sound: dict[str, bytearray] = {}
-        """By path: a 1 for each chunk that was found so."""
+        """By path: 1 for each chunk that matched its checksum."""
 
     def listing(self, path: str) -> list[Entry]:
-        """The names in a directory, sorted."""
+        """Return the entries of a directory, sorted by name."""
         return self.inner.listing(path)
 
     def list_tree(self, path: str) -> None:
-        """Be ready to list a directory and all below it."""
+        """Prefetch the listings of a directory tree."""
         self.inner.list_tree(path)
 
     def is_dir(self, path: str) -> bool:
-        """Whether the path is a directory that can be looked at."""
+        """Return whether the path is a directory."""
         return self.inner.is_dir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything at the path."""
+        """Return whether the path exists."""
         return self.inner.exists(path)
 
     def open(self, path: str, *, ahead: bool = False) -> Reader:
         """Open a file for reading ranges.
 
         Raises:
-            StorageError: It is missing, not a file, or not permitted.
-            ContainerError: It has another size than it was saved with.
+            StorageError: The file is missing, not a regular file, or not readable.
+            ContainerError: The file has another size than in the manifest.
         """
         reader = self.inner.open(path, ahead=ahead)
         sums = self.checksums.get(path)
         if sums is None:
             return reader
         _check_size(reader, sums)
-        return GuardedReader(reader, sums, self._sound.setdefault(path, bytearray(len(sums.crcs))))
+        return ChecksummedReader(reader, sums, self._sound.setdefault(path, bytearray(len(sums.crcs))))
 
     def read_text(self, path: str) -> str:
-        """The content of a small text file."""
+        """Return the content of a small text file."""
         return self.inner.read_text(path)
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes | memoryview]:
-        """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
+        """Return the bytes [start, end) of each reader of this storage; remote reads run concurrently."""
         inner = []
         for reader, start, end in wanted:
-            if isinstance(reader, GuardedReader):
+            if isinstance(reader, ChecksummedReader):
                 inner.append((reader.reader, *reader.widened(start, end)))
             else:
                 inner.append((reader, start, end))
         found: list[bytes | memoryview] = []
         for (reader, start, end), (_, first, _), data in zip(wanted, inner, self.inner.read_all(inner), strict=True):
-            if isinstance(reader, GuardedReader):
+            if isinstance(reader, ChecksummedReader):
                 reader.check(first, data)
             found.append(data[start - first : end - first] if len(data) > end - start else data)
         return found
 
     def refresh(self, paths: Sequence[str]) -> None:
-        """Look anew."""
+        """Drop cached listings; see ``Storage.refresh``."""
         self.inner.refresh(paths)
 
 
-class GuardedReader(WrappedReader):
-    """An open file whose chunks are checked the first time that something of them is read."""
+class ChecksummedReader(WrappedReader):
+    """An open file; each chunk is checked at the first read of its bytes."""
 
     def __init__(self, reader: Reader, checksums: Checksums, sound: bytearray) -> None:
         super().__init__(reader)
@@ -135,7 +135,7 @@ class GuardedReader(WrappedReader):
         self._sound = sound
 
     def widened(self, start: int, end: int) -> tuple[int, int]:
-        """The range, and what else must be read to check it."""
+        """Widen a range to the chunk boundaries that its check needs."""
         size = self._sums.chunk_bytes
         if start >= end:
             return start, end
@@ -147,10 +147,10 @@ class GuardedReader(WrappedReader):
         return start, end
 
     def check(self, start: int, data: bytes | memoryview) -> None:
-        """Compare the chunks that lie in the bytes from ``start`` on with their checksums.
+        """Check all chunks that lie completely in ``data``, which begins at byte ``start``.
 
         Raises:
-            ContainerError: One is not as it was saved.
+            ChecksumError: A chunk does not match its checksum.
         """
         size = self._sums.chunk_bytes
         view = memoryview(data)
@@ -164,7 +164,7 @@ class GuardedReader(WrappedReader):
             if sound and self._sums.sha256:
                 sound = hashlib.sha256(data_of_chunk).digest() == self._sums.sha256[chunk]
             if not sound:
-                problem = f"is damaged: bytes {a:,} to {b:,} are not what was saved"
+                problem = f"is damaged: bytes {a:,} to {b:,} do not match their checksum in the manifest"
                 raise ChecksumError(self.path, problem, "restore it from a copy, or use another tag")
             self._sound[chunk] = 1
 
@@ -173,7 +173,7 @@ class GuardedReader(WrappedReader):
 
         Raises:
             StorageError: The range cannot be read whole.
-            ContainerError: It is not as it was saved.
+            ChecksumError: A chunk does not match its checksum.
         """
         first, last = self.widened(start, end)
         data = self.reader.read(first, last)
@@ -189,12 +189,12 @@ class GuardedReader(WrappedReader):
 
         Raises:
             StorageError: The range cannot be read whole.
-            ContainerError: It is not as it was saved.
+            ChecksumError: A chunk does not match its checksum.
         """
         end = start + len(buffer)
         first, last = self.widened(start, end)
         size = self._sums.chunk_bytes
-        # Whole chunks go straight to their place; of those at the ends more is read than is asked for.
+        # Whole chunks are read directly into the buffer; the chunks at both ends are read whole and copied in part.
         low = start if first == start else min(end, first + size)
         high = end if last == end else max(low, (last - 1) // size * size)
         if low < high:
@@ -206,15 +206,15 @@ class GuardedReader(WrappedReader):
                 buffer[a - start : b - start] = self.read(a, b)
 
 
-class StructureStorage(GuardedStorage):
-    """Another storage, of which the structure of some files is checked as it is read.
+class StructureStorage(ChecksummedStorage):
+    """Wraps a storage, and checks the structure of some of its files when it is read.
 
-    Of an archive whose directory the manifest knows, the directory is checked alone: it has the CRC-32 of every record,
-    and whoever reads one compares it. Of other files all that is read is checked, in whole chunks.
+    For an archive with a directory checksum in the manifest, only the directory is checked: it has the CRC-32 of every
+    record, and readers of a record check that. For other files all reads are checked in whole chunks.
     """
 
     def open(self, path: str, *, ahead: bool = False) -> Reader:
-        """Open a file for reading ranges; see ``GuardedStorage``."""
+        """Open a file for reading ranges; see ``ChecksummedStorage``."""
         sums = self.checksums.get(path)
         if sums is None or sums.directory is None:
             return super().open(path, ahead=ahead)
@@ -224,12 +224,12 @@ class StructureStorage(GuardedStorage):
 
 
 class DirectoryReader(WrappedReader):
-    """An open archive whose directory is checked before anything of it is returned.
+    """An open archive; the first read of its directory checks the directory.
 
     Args:
         reader: The file.
-        start: First byte of the directory, which reaches to the end of the file.
-        crc: Its CRC-32.
+        start: Offset of the directory, which extends to the end of the file.
+        crc: CRC-32 of the directory.
     """
 
     def __init__(self, reader: Reader, start: int, crc: int) -> None:
@@ -243,14 +243,14 @@ class DirectoryReader(WrappedReader):
 
         Raises:
             StorageError: The range cannot be read whole.
-            ChecksumError: The directory is not as it was saved.
+            ChecksumError: The directory does not match its checksum.
         """
         if end <= self._start:
             return self.reader.read(start, end)
         if self._directory is None:
             data = self.reader.read(self._start, self.nbytes)
             if crc32(data) != self._crc:
-                problem = "its zip directory is not what was saved, by the manifest"
+                problem = "its zip directory does not match its checksum in the manifest"
                 raise ChecksumError(self.path, problem, "restore it from a copy, or use another tag")
             self._directory = data
         before = self.reader.read(start, self._start) if start < self._start else b""
@@ -270,5 +270,5 @@ class DirectoryReader(WrappedReader):
 def _check_size(reader: Reader, sums: Checksums) -> None:
     if reader.nbytes != sums.nbytes:
         reader.close()
-        problem = f"is {reader.nbytes:,} bytes long, {sums.nbytes:,} by the manifest"
+        problem = f"is {reader.nbytes:,} bytes long, but {sums.nbytes:,} in the manifest"
         raise ContainerError(reader.path, problem, "restore it from a copy, or use another tag")

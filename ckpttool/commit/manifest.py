@@ -1,4 +1,4 @@
-"""The manifest of a save: what was written, and that all of it was. A directory that has one is a commit."""
+"""Read and write the manifest of a save, which lists all files; a directory with a manifest is a commit."""
 
 from __future__ import annotations
 
@@ -23,55 +23,55 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 FORMAT = 1
-"""The form of the file; readers refuse later ones."""
+"""Version of the file format; readers refuse later versions."""
 MAX_BYTES = 1 << 28
-"""A manifest of ten thousand ranks is smaller."""
+"""Most bytes of a manifest; one of ten thousand ranks is smaller."""
 
 CHECKSUM = "manifest_crc32"
-"""The field that holds the CRC-32 of all other fields."""
+"""Field with the CRC-32 of all other fields."""
 SIGNATURE = "hmac_sha256"
-"""The field that holds the signature of all other fields but that checksum."""
+"""Field with the signature of all other fields except ``CHECKSUM``."""
 SINCE_CHECKSUM = "parent"
-"""A field that came with that checksum: a manifest that has it and lacks the checksum is damaged."""
+"""Field as old as ``CHECKSUM``: a manifest with this field and without the checksum is damaged."""
 
 MAX_SMALL_BYTES = 1 << 22
-"""Manifests up to this size are read whatever lies beside them."""
+"""Most bytes of a manifest that is read without a comparison with the size of the checkpoint."""
 MEMORY_OF_JSON = 24
-"""Bytes of memory that a byte of JSON may take."""
+"""Most bytes of memory per byte of JSON."""
 REPLACED = ".replaced"
-"""Behind the name of a checkpoint that is being saved anew, until that is done."""
+"""Suffix of the previous checkpoint while a new one of the same tag is saved."""
 MAX_PARTS = 4
-"""Directories that a tag may name, one within another."""
+"""Most components of a tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a save wrote."""
+    """The content of a manifest."""
 
     tag: str
-    """The checkpoint's name."""
+    """Name of the checkpoint."""
     step: int
     """Steps of the engine."""
     created: float
-    """When it was committed, in seconds since 1970."""
+    """Time of the commit in seconds since 1970."""
     attempt: str
-    """Differs for every save, of the same tag too."""
+    """Identifier of the save; unique, also among saves of the same tag."""
     world_size: int
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
     stage: int
     """ZeRO stage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the train loop said of the model."""
+    """Metrics from the train loop."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote it."""
     files: Mapping[str, Checksums] = field(default_factory=dict)
-    """Every file, by its name in the directory."""
+    """Checksums of every file, by path relative to the directory."""
     groups: tuple[tuple[str, ...], ...] = ()
-    """Without ZeRO, where files only number them: the parameters of each group of the optimizer, in its order."""
+    """Without ZeRO, the parameter names of each optimizer group in order; the files have only their numbers."""
     parent: str = ""
-    """The attempt of the commit that ``latest`` named before; "" if there was none."""
+    """``attempt`` of the previous commit, which ``latest`` named; "" without one."""
     number: int = 0
-    """One more than its parent's: clocks say nothing of what came first. 0 if no release has counted."""
+    """``number`` of the parent plus one: clocks do not order commits. 0 in manifests of old releases."""
 
     @property
     def nbytes(self) -> int:
@@ -79,26 +79,26 @@ class Manifest:
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self, key: bytes | None = None) -> bytes:
-        """The manifest's file.
+        """Return the content of the manifest's file.
 
         Args:
-            key: Signs it.
+            key: Key that signs the manifest; None for no signature.
         """
         files = {name: _entry(file) for name, file in sorted(self.files.items())}
         values = {k: v for k, v in _shallow(self).items() if k != "files"}
         found = json.loads(json.dumps({"format": FORMAT, **values, "files": files}))
         if key is not None:
-            found[SIGNATURE] = signature(_said(found), key)
+            found[SIGNATURE] = signature(_canonical(found), key)
         return json.dumps({**found, CHECKSUM: checksum(found)}, indent=1).encode()
 
 
 def checksum(found: Mapping[str, Any]) -> int:
-    """CRC-32 of what a manifest says, its signature included."""
-    return crc32(_said(found, {CHECKSUM}))
+    """Return the CRC-32 of a manifest's fields, including its signature."""
+    return crc32(_canonical(found, {CHECKSUM}))
 
 
-def _said(found: Mapping[str, Any], without: Collection[str] = (CHECKSUM, SIGNATURE)) -> bytes:
-    """What a manifest says, whatever the white space and the order of its fields."""
+def _canonical(found: Mapping[str, Any], without: Collection[str] = (CHECKSUM, SIGNATURE)) -> bytes:
+    """Serialize a manifest's fields independently of white space and order."""
     values = {k: v for k, v in found.items() if k not in without}
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
@@ -117,17 +117,17 @@ def _shallow(manifest: Manifest) -> dict[str, Any]:
 
 
 def is_commit(storage: Storage, directory: str) -> bool:
-    """Whether a directory is a checkpoint that was saved to its end, and is not being removed."""
+    """Return whether a directory has a manifest and is not half removed."""
     return storage.exists(posixpath.join(directory, MANIFEST)) and not is_half_removed(storage, directory)
 
 
 def commits(storage: Storage, root: str) -> list[str]:
-    """The directories below a root that are commits; of a tag like "a/b" the last one."""
+    """Return the directories below a root that are commits; for a tag "a/b" the directory ``a/b``."""
     return [directory for directory in directories(storage, root) if is_commit(storage, directory)]
 
 
 def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator[str]:
-    """The directories below a root that may be tags, and those below directories that hold no files."""
+    """Yield the directories below a root that may be tags; descends into directories without files."""
     for entry in storage.listing(root) if depth and storage.is_dir(root) else []:
         if not entry.is_dir or entry.name.startswith("."):
             continue
@@ -141,17 +141,17 @@ def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator
 
 
 def read_manifest(storage: Storage, directory: str, key: bytes | None = None) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Args:
-        storage: Where it lies.
-        directory: The checkpoint.
-        key: Who saved it must have signed it with this key.
+        storage: Storage of the checkpoint.
+        directory: Directory of the checkpoint.
+        key: Key that the manifest must be signed with; None for no signature.
 
     Raises:
-        PlanError: It is not signed with that key.
-        StorageError: There is none, or it cannot be read.
-        LayoutError: It is damaged, or of a later release.
+        PlanError: The manifest is not signed with the key.
+        StorageError: The manifest is missing or cannot be read.
+        LayoutError: The manifest is damaged, or of a later release.
     """
     path = posixpath.join(directory, MANIFEST)
     with storage.open(path) as reader:
@@ -167,12 +167,12 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
         problem = "was written by a later release of ckpttool"
         raise LayoutError(path, problem, "upgrade ckpttool, or use plain DeepSpeed") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
-        raise LayoutError(path, "is no manifest of ckpttool's", "is it damaged? use another tag") from error
+        raise LayoutError(path, "is not a manifest of ckpttool", "is it damaged? use another tag") from error
     if key is not None:
         _check_signature(path, found, manifest, key)
         if not f"/{directory.rstrip('/').removesuffix(REPLACED)}".endswith(f"/{manifest.tag}"):
-            problem = f"was signed for the tag {brief(manifest.tag)}, and lies under another name"
-            raise PlanError(path, problem, "somebody renamed it: do not load it")
+            problem = f"was signed for the tag {brief(manifest.tag)}, but its directory has another name"
+            raise PlanError(path, problem, "the directory was renamed or copied: do not load it")
     return manifest
 
 
@@ -180,19 +180,19 @@ def _check_signature(path: str, found: Mapping[str, Any], manifest: Manifest, ke
     signed = found.get(SIGNATURE)
     if not isinstance(signed, str):
         raise PlanError(path, "is not signed", "was it saved with CheckpointManager(sign_key=...)? do not load it")
-    if not is_signed(_said(found), signed, key):
+    if not is_signed(_canonical(found), signed, key):
         problem = "is not signed with this key"
-        raise PlanError(path, problem, "somebody else wrote or changed it, or the key is another: do not load it")
+        raise PlanError(path, problem, "it was changed or signed with another key: do not load it")
     bare = next((n for n, f in manifest.files.items() if len(f.sha256) != len(f.crcs)), None)
     if bare is not None:
-        raise PlanError(path, f"is signed, but has no SHA-256 of {bare}", "save it anew with sign_key")
+        raise PlanError(path, f"is signed, but has no SHA-256 of {bare}", "save it again with sign_key")
 
 
 def _check_size(storage: Storage, directory: str, path: str, nbytes: int) -> None:
-    """Refuse a manifest that is large beside what it lists: reading it takes many times its size in memory.
+    """Refuse a manifest that is too large for its checkpoint: to parse it takes many times its size in memory.
 
     Raises:
-        ContainerError: It is.
+        ContainerError: The manifest is too large.
     """
     with opening():
         for name, entry in walk(storage, directory):
@@ -206,16 +206,16 @@ class _LaterError(Exception):
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Read a manifest's file.
+    """Parse the content of a manifest's file.
 
     Raises:
-        ValueError: It is none; so do the errors that reading data of another form raises.
+        ValueError: The content is not a manifest; malformed content may also raise KeyError, TypeError and the like.
     """
     found = json.loads(data)
     if int(found["format"]) > FORMAT:
         raise _LaterError
     if (CHECKSUM in found or SINCE_CHECKSUM in found) and found.get(CHECKSUM) != checksum(found):
-        raise ValueError("its checksum is not that of what it says")
+        raise ValueError("the checksum does not match the fields")
     files = {str(name): _checksums(values) for name, values in found["files"].items()}
     if any(part in {"", ".", ".."} for name in files for part in name.split("/")):
         raise ValueError("a name leads out of the directory")
@@ -259,15 +259,15 @@ def _packed(crcs: tuple[int, ...]) -> str:
 
 
 def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[StorageError]:
-    """Every file of a manifest that is not there in full."""
-    there = {name: entry.nbytes for name, entry in walk(storage, directory)}
+    """Return an error for every file of a manifest that is missing or has another size."""
+    sizes = {name: entry.nbytes for name, entry in walk(storage, directory)}
     hint = "restore it from a copy, or use another tag"
     problems = []
     for name, file in manifest.files.items():
         path = posixpath.join(directory, name)
-        if name not in there:
-            problems.append(StorageError(path, "is missing, and the manifest has it", hint))
-        elif there[name] != file.nbytes:
-            problem = f"is {there[name]:,} bytes long, {file.nbytes:,} by the manifest"
+        if name not in sizes:
+            problems.append(StorageError(path, "is missing, but the manifest lists it", hint))
+        elif sizes[name] != file.nbytes:
+            problem = f"is {sizes[name]:,} bytes long, but {file.nbytes:,} in the manifest"
             problems.append(StorageError(path, problem, hint))
     return problems

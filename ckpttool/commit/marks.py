@@ -1,4 +1,4 @@
-"""The mark of an unfinished save: which process wrote it, and whether that still runs.
+"""Read and write the in-progress marker of a save, and find out whether the save still runs.
 
 Source: Linux, proc(5): ``boot_id``, ``/proc/PID/stat`` and ``/proc/PID/ns``.
 """
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 PARTIAL = ".partial"
-"""Behind the name of a file that is being written, where files are seen before they are whole."""
-TAKEN = "see that no other run saves there; choose another root or tag"
+"""Suffix of an incomplete file on storages whose readers see incomplete files."""
+TAKEN = "check that no other run saves there, or choose another root or tag"
 ALIVE: set[str] = set()
-"""Attempts of this process that have not ended."""
+"""Identifiers of the running saves of this process."""
 
 
 class TakenError(StorageError):
-    """Another process has the same directory."""
+    """Another process has claimed the directory."""
 
 
 def read_mark(storage: Storage, directory: str) -> dict[str, Any]:
-    """What the mark of a directory says; nothing if it has none, or that cannot be read."""
+    """Return the fields of a directory's in-progress marker; empty without a readable marker."""
     path = posixpath.join(directory, MARK)
     try:
         mark = json.loads(storage.read_text(path)) if storage.exists(path) else {}
@@ -42,23 +42,23 @@ def read_mark(storage: Storage, directory: str) -> dict[str, Any]:
 
 
 def is_unfinished(storage: Storage, directory: str) -> bool:
-    """Whether a save into a directory has begun, and was not committed."""
+    """Return whether a save into a directory has begun and is not committed."""
     names = {entry.name for entry in storage.listing(directory)}
-    # The mark is the first that is written: who was killed at that has left nothing else.
+    # A save writes the marker first: killed at that moment, it leaves only incomplete markers.
     begun = bool(names) and all(n.startswith(MARK) and n.endswith(PARTIAL) for n in names)
     return (MARK in names or begun) and not is_commit(storage, directory)
 
 
 def identity() -> dict[str, Any]:
-    """What tells whether the process that writes a mark still runs, to other processes of its machine."""
+    """Return the fields of the marker by which other processes of the machine see whether this process still runs."""
     process = os.getpid()
     return {"host": socket.gethostname(), "machine": _machine(), "process": process, "began": _began(process)}
 
 
 def is_alive(mark: Mapping[str, Any]) -> bool | None:
-    """Whether the save that wrote a mark still runs; None if it ran on another machine, so that nothing tells."""
+    """Return whether the save that wrote a marker still runs; None if unknown, because it is of another machine."""
     if "machine" not in mark:
-        return False  # of a release that did not say
+        return False  # written by an old release
     machine = _machine()
     if not machine or mark["machine"] != machine:
         return None
@@ -69,7 +69,7 @@ def is_alive(mark: Mapping[str, Any]) -> bool | None:
 
 
 def _machine() -> str:
-    """This start of this machine, and the name space in which its processes are numbered; "" if nothing tells."""
+    """Return an identifier of this boot of this machine and of the PID namespace; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -78,7 +78,7 @@ def _machine() -> str:
 
 
 def _began(process: int) -> str:
-    """When a process began, as Linux counts; "" if it does not run, or nothing tells."""
+    """Return the start time of a process in clock ticks since boot; "" if it does not run, or if unknown."""
     try:
         with open(f"/proc/{process}/stat") as file:
             state, *rest = file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""A run directory of Ray Train's: which of its directories are checkpoints, and which of them Ray counts on.
+"""List the checkpoints in a run directory of Ray Train, and those that Ray's snapshot needs.
 
 Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a checkpoint that is
 gone refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
@@ -24,50 +24,50 @@ if TYPE_CHECKING:
     from ckpttool.storage import Entry, Storage
 
 PREFIX = "ckpttool_"
-"""Begins the name of each directory that ckpttool makes in that of the run: one for every save."""
+"""Prefix of the directory that ckpttool creates in the run directory for each save."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""What Ray Train knows of the run's checkpoints."""
+"""File in which Ray Train lists the checkpoints of the run."""
 MAX_BYTES = 1 << 28
-"""A snapshot of a hundred thousand checkpoints is smaller."""
+"""Most bytes of a snapshot; one of a hundred thousand checkpoints is smaller."""
 _OWN = re.compile(rf"{PREFIX}(\d+)_[0-9a-f]+")
 _OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class RunCommit:
-    """A checkpoint that was saved to its end."""
+    """A committed checkpoint of a run."""
 
     name: str
-    """Its directory in that of the run."""
+    """Directory of the save in the run directory."""
     tag: str
-    """The directory in that one."""
+    """Tag: the directory in that of the save."""
     path: str
     """Directory of the tag."""
     step: int
     """Steps of the engine."""
     committed: float
-    """When the manifest was written, in seconds since 1970, by the storage's clock."""
+    """Modification time of the manifest in seconds since 1970, by the clock of the storage."""
     number: int = 0
-    """As in the manifest; 0 where it was not looked at, as no other commit has this step."""
+    """``Manifest.number``; 0 if no other commit has this step, because then the manifest is not read."""
 
 
 def directory_name(step: int, token: str) -> str:
-    """What a save's directory is called; never used again, so that nothing old can lie in it.
+    """Return the name of a save's directory; it is unique, so that the directory holds no old files.
 
     Args:
         step: Steps of the engine.
-        token: Hexadecimal, another one for every save.
+        token: Unique hexadecimal text.
     """
     return f"{PREFIX}{step:08d}_{token}"
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether Ray Train, or ckpttool under it, gives checkpoints such names; they hold DeepSpeed's as a tag."""
+    """Return whether Ray Train or ckpttool chooses such names for directories that hold a checkpoint as a tag."""
     return bool(_OWN.fullmatch(name) or _OF_RAY.fullmatch(name))
 
 
 def own_directories(storage: Storage, run: str) -> Iterator[tuple[int, Entry]]:
-    """What ckpttool's saves have made in the directory of a run, and the step in each one's name.
+    """Yield the directories of ckpttool's saves in a run directory: the step in the name, and the entry.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -79,16 +79,16 @@ def own_directories(storage: Storage, run: str) -> Iterator[tuple[int, Entry]]:
 
 
 def run_commits(storage: Storage, run: str) -> list[RunCommit]:
-    """The commits in the directory of a run, the newest first: by step, and of one step in the order of commits.
+    """Return the commits in a run directory, newest first: by step, then by number of the commit.
 
-    The time of a file only decides where manifests do not: those of releases that did not count.
+    Modification times decide only between manifests of old releases, which have no numbers.
 
     Raises:
         StorageError: A directory cannot be read.
     """
     storage.refresh([])
     directories = list(own_directories(storage, run))
-    with contextlib.suppress(StorageError):  # only saves requests: what is wrong is seen below
+    with contextlib.suppress(StorageError):  # only saves requests: the code below reports errors
         storage.refresh([posixpath.join(run, entry.name, MANIFEST) for _, entry in directories])
     found = []
     for step, entry in directories:
@@ -99,14 +99,14 @@ def run_commits(storage: Storage, run: str) -> list[RunCommit]:
             storage.refresh([])
             if storage.is_dir(directory):
                 raise
-            # Ray's controller has removed it meanwhile, by its CheckpointConfig
+            # Ray's controller has removed the directory meanwhile, by its CheckpointConfig
     steps = Counter(c.step for c in found)
     found = [replace(c, number=number_of(storage, c)) if steps[c.step] > 1 else c for c in found]
     return sorted(found, key=lambda c: (c.step, c.number, c.committed, c.name), reverse=True)
 
 
 def number_of(storage: Storage, commit: RunCommit) -> int:
-    """Which commit it is by its manifest; 0 if nothing tells."""
+    """Return the number of a commit from its manifest; 0 if unknown."""
     try:
         return read_manifest(storage, commit.path).number
     except CkptError:
@@ -114,7 +114,7 @@ def number_of(storage: Storage, commit: RunCommit) -> int:
 
 
 def last_commit(storage: Storage, run: str) -> tuple[str, int]:
-    """What the next commit of a run is to name as the one before it: attempt and number; "" and 0 if there is none.
+    """Return attempt and number of the last commit of a run, the parent of the next; "" and 0 without one.
 
     Raises:
         StorageError: A directory cannot be read.
@@ -137,18 +137,18 @@ def _commits_in(storage: Storage, directory: str, step: int) -> Iterator[RunComm
 
 
 def listed_by_ray(storage: Storage, run: str) -> frozenset[str]:
-    """The directories of a run that Ray's snapshot lists; empty where there is no snapshot.
+    """Return the directories of a run that Ray's snapshot lists; empty without a snapshot.
 
     Raises:
         CkptError: The snapshot cannot be read.
     """
     listed, latest = _snapshot(storage, run)
-    # A checkpoint may lie deeper.
+    # The listed path may have several components.
     return frozenset(name.partition("/")[0] for name in [*listed, latest] if name)
 
 
 def latest_of_ray(storage: Storage, run: str) -> str:
-    """The checkpoint that Ray would go on from, by its name in the run's directory; "" if there is none.
+    """Return the checkpoint that Ray would resume from, by its name in the run directory; "" without one.
 
     Raises:
         CkptError: The snapshot cannot be read.
@@ -169,7 +169,7 @@ def _snapshot(storage: Storage, run: str) -> tuple[list[str], str]:
         latest = found["latest_checkpoint_result"]
         return [_name(result) for result in found["checkpoint_results"]], _name(latest) if latest else ""
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is no snapshot of Ray Train's checkpoints", hint) from error
+        raise LayoutError(path, "is not a snapshot of Ray Train's checkpoints", hint) from error
 
 
 def _name(result: Any) -> str:

@@ -1,7 +1,7 @@
-"""Signatures of manifests, so that a checkpoint tells whether it was saved by who holds a key.
+"""Sign manifests and check signatures, so that readers can detect deliberate changes of a checkpoint.
 
-A CRC-32 tells what broke by accident: whoever can write the files can write checksums that fit. A signed manifest has
-the SHA-256 of each chunk of each file, and an HMAC-SHA256 over all that it says.
+A CRC-32 detects only accidental damage: an attacker who can write the files can also write matching checksums. A signed
+manifest has the SHA-256 of each chunk of each file, and an HMAC-SHA256 over all of its fields.
 
 Source: RFC 2104 (HMAC); FIPS 180-4 (SHA-256).
 """
@@ -15,21 +15,21 @@ import os
 from ckpttool.errors import PlanError
 
 ENVIRONMENT = "env:"
-"""Before the name of an environment variable that holds a key."""
+"""Prefix of the name of an environment variable with a key."""
 MIN_KEY_BYTES = 16
-"""A shorter key could be guessed."""
+"""Least bytes of a key; an attacker could guess a shorter one."""
 Key = bytes | str | os.PathLike[str]
-"""A key; or the file that holds it; or "env:NAME"."""
+"""A key as bytes, the path of a file with a key, or "env:NAME"."""
 
 
 def read_key(given: Key | None) -> bytes | None:
-    """A key, without white space around it if it comes from a file or the environment.
+    """Read a key; strip white space from keys of files and environment variables.
 
     Args:
-        given: Bytes are the key itself. A path names the file that holds it, "env:NAME" an environment variable.
+        given: The key as bytes, the path of a file with the key, or "env:NAME" for an environment variable.
 
     Raises:
-        PlanError: There is none, it cannot be read, or it is too short. The key itself is in no error.
+        PlanError: The key is missing, unreadable or too short. No error shows the key itself.
     """
     if given is None:
         return None
@@ -48,16 +48,16 @@ def read_key(given: Key | None) -> bytes | None:
                     where, f"cannot be read as a key: {error.strerror}", "pass a file or env:NAME"
                 ) from None
     if len(key) < MIN_KEY_BYTES:
-        problem = f"holds a key of {len(key)} bytes, and fewer than {MIN_KEY_BYTES} can be guessed"
+        problem = f"holds a key of {len(key)} bytes, fewer than the {MIN_KEY_BYTES} that are safe"
         raise PlanError(where, problem, "make one with: openssl rand -hex 32")
     return key
 
 
-def signature(said: bytes, key: bytes) -> str:
-    """HMAC-SHA256 of what a manifest says, as hexadecimal text."""
-    return hmac.new(key, said, hashlib.sha256).hexdigest()
+def signature(fields: bytes, key: bytes) -> str:
+    """Return the HMAC-SHA256 of a manifest's serialized fields as hexadecimal text."""
+    return hmac.new(key, fields, hashlib.sha256).hexdigest()
 
 
-def is_signed(said: bytes, found: str, key: bytes) -> bool:
-    """Whether a signature was made with a key; takes the same time wherever they differ."""
-    return hmac.compare_digest(signature(said, key).encode(), found.encode("utf-8", "replace"))
+def is_signed(fields: bytes, found: str, key: bytes) -> bool:
+    """Return whether a signature matches the fields and the key; compares in constant time."""
+    return hmac.compare_digest(signature(fields, key).encode(), found.encode("utf-8", "replace"))

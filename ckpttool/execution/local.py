@@ -23,7 +23,7 @@ from ckpttool.plan import ranges_read
 from ckpttool.plan.shared_reads import SharedReads, find_shared_reads
 from ckpttool.plan.split import runs_of, short_rows
 from ckpttool.storage import reserve, translate_os_errors, write_at
-from ckpttool.storage.block_writes import BLOCK_BYTES, OpenFile
+from ckpttool.storage.block_writes import DIRECT_BYTES, OpenFile
 from ckpttool.storage.direct_io import FILE_SYSTEMS, SHARING, file_system_of, open_direct
 from ckpttool.storage.safe_files import opened
 
@@ -229,7 +229,7 @@ class _Files:
         path = os.path.join(self._directory.path, file.name)
         with translate_os_errors(path):
             fd = self._directory.create(file.name, file.mode)
-        past_cache = self._file_system in FILE_SYSTEMS and file.nbytes >= BLOCK_BYTES
+        past_cache = self._file_system in FILE_SYSTEMS and file.nbytes >= DIRECT_BYTES
         direct = open_direct(file.name, self._directory) if past_cache else -1
         out = self._begun[n] = _Begun(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
         reserve(fd, file.nbytes, path)

@@ -17,7 +17,7 @@ from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.sources import CheckedReader, Scratch
 from ckpttool.execution.state_reader import Gatherer
 from ckpttool.storage import LocalReader, copy_range, write_at
-from ckpttool.storage.block_writes import BLOCK_BYTES, BlockWrites, OpenFile, Stream
+from ckpttool.storage.block_writes import DIRECT_BYTES, BlockWrites, OpenFile, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,7 +142,7 @@ class Mover:
         done = 0
         while done < nbytes:
             at = target + done
-            with self._writes.turn(into, at, nbytes - done, BLOCK_BYTES) as (count, past_cache):
+            with self._writes.turn(into, at, nbytes - done, DIRECT_BYTES) as (count, past_cache):
                 if past_cache:
                     self._writes.write(into, scratch.read_bytes(source, start + done, count), at, past_cache=True)
                     self._advance(count)

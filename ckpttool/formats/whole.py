@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpttool.commit.checksummed import guard
+from ckpttool.commit.checksummed import checksummed
 from ckpttool.commit.manifest import is_commit
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
@@ -42,4 +42,4 @@ def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committ
     if committed and not is_commit(storage, path):
         problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
         raise PlanError(path, problem, "choose another tag, or restore without require_committed")
-    return open_checkpoint(path, storage=guard(storage, path, key))
+    return open_checkpoint(path, storage=checksummed(storage, path, key))

@@ -1,6 +1,6 @@
-"""Saves of many ranks into one directory, which is a checkpoint when all of it is there and not before.
+"""Save one checkpoint from many ranks atomically: readers accept the directory only when all files are there.
 
-Knows ranks, files and storages; not what is in the files, and no framework.
+This package knows ranks, files and storages; neither the content of the files nor a framework.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A save that runs beside the train loop, and is over before the program is.
+"""Run a save in a background thread, and wait for it at the end of the program.
 
-At the end of a program Python first closes all pools of ``concurrent.futures``, of every library, and only then waits
-for threads: a save that is still running would fail there. So it is waited for before that. An error that nobody has
-heard of by then shows in the exit status.
+At the end of a program Python first closes the ``concurrent.futures`` pools of every library, and only then waits for
+threads: a running save would fail. Therefore an exit hook waits for the save before that. If nobody has called ``wait``
+for a failed save by then, the exit status reports the error.
 
 Source: CPython 3.10 to 3.13, Lib/threading.py (``_register_atexit``, ``_shutdown``: the hooks run in reverse order),
 Lib/concurrent/futures/thread.py (``_python_exit``) and Python/pylifecycle.c (``flush_std_files``, and ``Py_RunMain``:
@@ -11,7 +11,7 @@ status 120).
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  registers its hook, which ours must come after to run before it
+import concurrent.futures.thread  # noqa: F401  registers its hook first, because hooks run in reverse order
 import logging
 import os
 import sys
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 _MULTIPROCESSING = "_flush_std_streams"
-"""The function of ``multiprocessing.util`` that flushes at the end of a child process."""
+"""The function of ``multiprocessing.util`` that flushes standard error at the end of a child process."""
 
 
 class Background:
@@ -36,21 +36,21 @@ class Background:
         self._failed: CkptError | None = None
 
     def start(self, save: Callable[[], CkptError | None]) -> None:
-        """Run a save; ``wait`` first for the one before it.
+        """Start a save; call ``wait`` for the previous save first.
 
         Args:
-            save: Returns its error.
+            save: Saves, and returns its error or None.
 
         Raises:
-            RuntimeError: The program is ending, and no thread can be started.
+            RuntimeError: The program is ending, and Python starts no thread any more.
         """
 
         def run() -> None:
             try:
                 self._failed = save()
-            except BaseException as error:  # even the log may be closed by now
+            except BaseException as error:  # even the log may be closed at the end of the program
                 problem = f"{type(error).__name__}: {error}"
-                self._failed = PlanError("a save", f"ended with {problem}", "it may not be committed: see the log")
+                self._failed = PlanError("a save", f"failed with {problem}", "it may not be committed: see the log")
 
         _wait_at_end()
         thread = threading.Thread(target=run, name="ckpttool-save")
@@ -60,14 +60,14 @@ class Background:
 
     @property
     def running(self) -> bool:
-        """Whether a save is running now."""
+        """Whether a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the save is over.
+        """Wait until the save has ended.
 
         Raises:
-            CkptError: It failed; raised once.
+            CkptError: The save failed; raised only once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -79,18 +79,18 @@ class Background:
 
 
 _running: dict[int, Background] = {}
-"""What nobody has waited for yet."""
+"""Saves without a call of ``wait`` yet."""
 _process = 0
-"""The process that waits at its end."""
+"""Identifier of the process that has registered the exit hook."""
 
 
 def _wait_at_end() -> None:
-    global _process  # a forked child has hooks of its own to run, and no save of its parent's
+    global _process  # a forked child has hooks of its own, and no save of its parent runs in it
     if _process == os.getpid():
         return
     _running.clear()
     if not _process:
-        # None of the public hooks runs before the pools are closed.
+        # All public hooks run after Python has closed the pools.
         threading._register_atexit(_end)  # type: ignore[attr-defined]
     _process = os.getpid()
 
@@ -101,7 +101,7 @@ def _end() -> None:
     for background in list(_running.values()):
         try:
             background.wait()
-        except CkptError:  # the log has it
+        except CkptError:  # the save has logged it
             _fail_process()
         except KeyboardInterrupt:
             LOG.error("interrupted: a save was still running, and may not be committed")  # noqa: TRY400
@@ -110,16 +110,16 @@ def _end() -> None:
 
 
 def _fail_process() -> None:
-    """Let the process end with status 120, and everything else that is still to end it run as ever."""
+    """Let the process end with status 120; all other exit hooks still run."""
     if not isinstance(sys.stderr, _FailingStream):
         sys.stderr = _FailingStream(sys.stderr)
 
 
 class _FailingStream:
-    """Standard error that cannot be flushed by the interpreter's end, which makes the exit status 120.
+    """Standard error whose last flush by the interpreter fails, so that the exit status is 120.
 
     Args:
-        stream: What it is otherwise; None where a process has none.
+        stream: The real standard error; None in a process without one.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -130,7 +130,7 @@ class _FailingStream:
 
     @property
     def closed(self) -> bool:
-        """False: what is closed is not flushed."""
+        """False, because the interpreter does not flush a closed stream."""
         return False
 
     def write(self, text: str) -> int:
@@ -147,7 +147,7 @@ class _FailingStream:
             self._stream.flush()
         try:
             caller = sys._getframe(1).f_code.co_name
-        except ValueError:  # no Python code runs any more
+        except ValueError:  # the interpreter itself flushes
             caller = _MULTIPROCESSING
         if caller == _MULTIPROCESSING:
             raise RuntimeError("a save failed when the program had ended")

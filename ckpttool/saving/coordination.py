@@ -1,4 +1,4 @@
-"""Ranks that agree: each says something, the first decides, all hear the decision."""
+"""Let ranks agree: each sends a message, rank 0 decides, and all ranks receive the decision."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 SHORTEST_PAUSE = 0.001
-"""Seconds between two looks at the store: at first,"""
+"""Least seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
-"""and after a while. Many ranks ask one server."""
+"""Most seconds between two queries of the store; many ranks query one server."""
 GRACE = 20.0
-"""Seconds that a decision may take after the last rank was heard, or given up."""
+"""Seconds that rank 0 may take to decide after the last message, or after the timeout."""
 FAREWELL = 10.0
-"""Seconds that the first rank waits for the others to hear the last decision: its process may hold the store."""
+"""Seconds that rank 0 waits until all ranks have the last decision: its process may run the store."""
 
 
 class RankError(CkptError):
-    """A rank failed, or was not heard of in time; raised on every rank."""
+    """A rank failed, or sent no message in time; raised on every rank."""
 
 
 class Store(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The methods of ``torch.distributed.Store`` that ``Ranks`` uses."""
 
     def set(self, key: str, value: str) -> None:
-        """Let everybody get a value."""
+        """Set a value."""
 
     def get(self, key: str) -> bytes:
-        """A value that was set."""
+        """Return a value."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count; how far it is."""
+        """Add to a counter; return its new value."""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these were set."""
+        """Return whether all keys are set."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value."""
+        """Delete a value."""
 
 
 class Ranks:
     """The ranks of a run.
 
-    No process group of the train loop's is used, so that a thread in the background may agree while the loop trains,
-    and a rank that never comes can be named.
+    Uses no process group of the train loop, so that a background thread can agree while the loop trains, and so that
+    errors can name a missing rank.
 
     Args:
-        rank: Ours.
-        size: How many there are.
-        store: Reaches all of them.
-        name: The same on all of them, and used by nobody else.
+        rank: Number of this rank.
+        size: Number of ranks.
+        store: A store that all ranks reach.
+        name: Prefix of the keys; the same on all ranks, and used for nothing else.
     """
 
     def __init__(self, rank: int, size: int, store: Store, name: str) -> None:
@@ -69,19 +69,19 @@ class Ranks:
     def agree(
         self, what: str, said: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
     ) -> Any:
-        """Say something, and hear what the first rank makes of what all have said.
+        """Send a message to rank 0, and return its decision on the messages of all ranks.
 
         Args:
-            what: What is being done, for errors.
-            said: Plain data, as JSON has it.
-            decide: Called on the first rank with what each has said; returns plain data. What it raises is raised on
-                every rank.
+            what: Name of the task, for error messages.
+            said: Message of this rank: JSON data.
+            decide: Called on rank 0 with the messages of all ranks; returns JSON data. An error of ``decide`` is raised
+                on every rank.
             timeout: Seconds to wait for the other ranks.
-            last: Wait until all have heard it.
+            last: Whether to wait until all ranks have the decision.
 
         Raises:
-            RankError: A rank was not heard of in time.
-            CkptError: What ``decide`` raised.
+            RankError: A rank sent no message in time.
+            CkptError: The error of ``decide``.
         """
         self._round += 1
         key = f"{self._name}/{self._round}"
@@ -95,7 +95,7 @@ class Ranks:
             if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + GRACE):
                 raise RankError(what, f"rank 0 was not heard of for {timeout + GRACE:,.0f} s", _look(0))
             decision = json.loads(self._call(what, self._store.get, f"{key}/decision"))
-        self._say_goodbye(key, what, wait=last)
+        self._acknowledge(key, what, wait=last)
         if "error" in decision:
             kind, arguments = decision["error"]
             raise kinds_of_errors().get(kind, RankError)(*arguments)
@@ -114,8 +114,8 @@ class Ranks:
             text = f"{type(error).__name__}: {error}"
             return {"error": _as_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
 
-    def _say_goodbye(self, key: str, what: str, *, wait: bool) -> None:
-        """Count who has heard; the first rank forgets what was said in the rounds before this one."""
+    def _acknowledge(self, key: str, what: str, *, wait: bool) -> None:
+        """Count the ranks that have the decision; rank 0 deletes the keys of the previous round."""
         heard = f"{key}/heard"
         self._call(what, self._store.add, heard, 1)
         if self.rank:
@@ -140,7 +140,7 @@ class Ranks:
     def _call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are of this kind
+        except RuntimeError as error:  # base class of torch's DistNetworkError and DistStoreError
             problem = "the store that the ranks meet in cannot be reached"
             raise RankError(what, problem, "the process that holds it may have ended: see the log of rank 0") from error
 
@@ -156,7 +156,7 @@ class Ranks:
 
 
 class Alone(Ranks):
-    """A run of one rank."""
+    """A run with only one rank."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -164,7 +164,7 @@ class Alone(Ranks):
     def agree(
         self, what: str, said: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
     ) -> Any:
-        """Decide on what was said."""
+        """Return the decision on the only message."""
         return decide([said])
 
 
@@ -177,24 +177,24 @@ def agree_to_begin(
     timeout: float,
     decide: Callable[[], Any] | None = None,
 ) -> Any:
-    """Make sure that all ranks are here, ready, and ask for the same, before any of them waits in a collective.
+    """Check that all ranks are ready and have the same arguments, before any of them waits in a collective.
 
     Args:
-        ranks: Who takes part.
-        what: What is being done, for errors.
-        arguments: What must be the same on all ranks; plain data.
-        check: Raises on a rank that is not ready.
+        ranks: The ranks.
+        what: Name of the task, for error messages.
+        arguments: JSON data that must be the same on all ranks.
+        check: Raises an error on a rank that is not ready.
         timeout: Seconds that a rank may be behind the others.
-        decide: Called on the first rank if all are ready; returns plain data, which all get.
+        decide: Called on rank 0 if all ranks are ready; returns JSON data for all ranks.
 
     Raises:
-        RankError: Another rank is late, is not ready or asks for something else.
-        Exception: What ``check`` raised on this rank.
+        RankError: Another rank is late, is not ready or has other arguments.
+        Exception: The error of ``check`` on this rank.
     """
     own: Exception | None = None
     try:
         check()
-    except Exception as error:  # raised below, when the others know
+    except Exception as error:  # raised below, after the other ranks have the message
         own = error
     said = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
 
@@ -223,7 +223,7 @@ def _in_words(error: Exception) -> str:
 
 
 def late_error(what: str, late: list[int]) -> RankError:
-    """Ranks were not heard of in time."""
+    """Return the error for ranks that sent no message in time."""
     names = ", ".join(map(str, late[:20])) + (" ..." if len(late) > 20 else "")
     noun = f"rank {names} was" if len(late) == 1 else f"ranks {names} were"
     return RankError(what, f"{noun} not heard of in time", _look(late[0]))
@@ -234,11 +234,11 @@ def _look(rank: int) -> str:
 
 
 def _as_data(error: CkptError) -> list[Any]:
-    return [type(error).__name__, [error.path, error.problem, error.hint]]
+    return [type(error).__name__, [error.path, error.problem, error.hint, error.options]]
 
 
 def kinds_of_errors(base: type[CkptError] = CkptError) -> dict[str, type[CkptError]]:
-    """Every class of errors by its name."""
+    """Return all error classes by name."""
     found = {base.__name__: base}
     for kind in base.__subclasses__():
         found |= kinds_of_errors(kind)

@@ -1,4 +1,4 @@
-"""Writes the files of one rank into the directory of a checkpoint."""
+"""Write the files of one rank into the directory of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from ckpttool.saving.payloads import OutgoingFile
     from ckpttool.storage import WritableStorage
 
-ALREADY = "is there already: another process saves the same"
+ALREADY = "exists already: another process saves the same checkpoint"
 
 
 def write_files(
     storage: WritableStorage, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]
 ) -> list[Checksums]:
-    """Write files that are not there yet; returns their checksums, in order.
+    """Write new files; return their checksums, in order.
 
     Args:
-        storage: Where.
+        storage: Storage of the checkpoint.
         directory: Directory of the checkpoint.
-        files: What to write.
-        check: Called right before a file gets its name; raises if this save has lost the directory.
+        files: The files of this rank.
+        check: Called right before the commit of each file; raises an error if another save has taken the directory.
 
     Raises:
         TakenError: Another process has written one of the files.
-        StorageError: One cannot be written.
+        StorageError: A file cannot be written.
     """
     directories = {directory}
     with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-hash") as pool:
@@ -69,21 +69,21 @@ def _write_file(
 
 
 def put_new(storage: WritableStorage, path: str, data: bytes) -> None:
-    """Write a small file that is not there yet.
+    """Write a new small file.
 
     Raises:
-        TakenError: Another process has written it.
-        StorageError: It cannot be written.
+        TakenError: Another process has written the file.
+        StorageError: The file cannot be written.
     """
     if not storage.put_new(path, data):
         raise TakenError(path, ALREADY, TAKEN)
 
 
 def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
-    """Claim the directory of a dead save, and remove that save's files.
+    """Claim the directory of a dead save, and remove the files of that save.
 
     Args:
-        storage: Where.
+        storage: Storage of the checkpoint.
         directory: Directory of the checkpoint.
         mark: The in-progress marker of this save.
 
@@ -94,7 +94,7 @@ def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
     above, name = posixpath.split(directory)
     aside = posixpath.join(above, f".{name}.{secrets.token_hex(4)}{REMOVED}")
     path = posixpath.join(directory, MARK)
-    # After a rename a save that is still alive finds none of its files there.
+    # After the rename a save that still runs finds none of its files in the directory.
     if storage.rename(directory, aside):
         if storage.exists(posixpath.join(aside, MANIFEST)):
             storage.rename(aside, directory)
@@ -108,7 +108,7 @@ def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
     removed = bool(seen) and is_half_removed(storage, directory)
     if not storage.put_new(path, mark, over=seen):
         raise TakenError(path, "was claimed by another process meanwhile", TAKEN)
-    # From here on a save that is still alive sees another marker than its own.
+    # From here on a save that still runs finds the marker of another save.
     storage.refresh([])
     if not removed and storage.exists(posixpath.join(directory, MANIFEST)):
         storage.delete([path])
@@ -118,7 +118,7 @@ def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
 
 
 def _version(storage: WritableStorage, directory: str) -> str | None:
-    """The version of a directory's marker; None if it has none."""
+    """Return the version of a directory's in-progress marker; None without a marker."""
     if not storage.is_dir(directory):
         return None
     return next((entry.version for entry in storage.listing(directory) if entry.name == MARK), None)

@@ -1,4 +1,4 @@
-"""Files as a rank is about to write them: where their bytes lie in memory, and their checksums."""
+"""Describe the files that a rank writes: stream their bytes from memory, and compute their checksums."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
 
 READ_BYTES = 1 << 23
-"""Bytes of a payload that are asked for at a time."""
+"""Bytes of one read of a payload."""
 
 Hashed = tuple[int, int, int]
-"""First byte in the file, bytes, CRC-32; none reaches from one chunk into the next."""
+"""First byte in the file, size in bytes, CRC-32 of a piece that crosses no chunk boundary."""
 
 
 class Payload(Protocol):
-    """Bytes that lie somewhere in memory, perhaps not in the host's."""
+    """Bytes in the memory of the host or of a device."""
 
     nbytes: int
-    """How many."""
+    """Size in bytes."""
 
     def read(self, start: int, end: int) -> memoryview:
-        """The bytes [start, end), valid until the next call."""
+        """Return the bytes [start, end), valid until the next call."""
 
 
 class Held:
-    """Bytes in the host's memory.
+    """Bytes in the memory of the host.
 
     Args:
-        data: The bytes; what owns them lives as long.
+        data: The bytes.
     """
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -45,45 +45,45 @@ class Held:
         self.nbytes = self._view.nbytes
 
     def read(self, start: int, end: int) -> memoryview:
-        """The bytes [start, end)."""
+        """Return the bytes [start, end)."""
         return self._view[start:end]
 
 
 class Mapper(Protocol):
-    """What ``map`` does, or an executor's ``map``, which runs ahead of what is asked for."""
+    """``map``, or the ``map`` of an executor, which computes results ahead."""
 
     def __call__(
         self, function: Callable[[tuple[int, Payload]], list[Hashed]], values: Iterable[tuple[int, Payload]], /
     ) -> Iterator[list[Hashed]]:
-        """What the function makes of each value, in order."""
+        """Yield the result of the function for each value, in order."""
 
 
 class OutgoingFile(Protocol):
-    """A file to write."""
+    """A file that a rank writes."""
 
     @property
     def name(self) -> str:
-        """Relative to the checkpoint's directory, with "/" between directories."""
+        """Path relative to the checkpoint's directory, with "/" between directories."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
 
     @property
     def checksums(self) -> Checksums:
-        """Of its bytes; known when ``stream`` has ended."""
+        """Checksums of the file; known when ``stream`` has ended."""
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """All its bytes, in order; what is yielded is valid until the next is asked for.
+        """Yield all bytes of the file, in order; each buffer is valid until the next one is requested.
 
         Args:
-            mapped: How the checksums are computed.
+            mapped: Maps the checksum function over the payloads.
         """
 
 
 @dataclass(slots=True)
 class PlainFile:
-    """A file that is one run of bytes."""
+    """A file with one payload."""
 
     name: str
     payload: Payload
@@ -91,16 +91,16 @@ class PlainFile:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.payload.nbytes
 
     @property
     def checksums(self) -> Checksums:
-        """Of its bytes; known when ``stream`` has ended."""
+        """Checksums of the file; known when ``stream`` has ended."""
         return of_pieces(self.nbytes, self._hashed)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """All its bytes, in order."""
+        """Yield all bytes of the file, in order."""
         hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [(0, self.payload)])
         yield from _pieces(self.payload)
         (self._hashed,) = hashed
@@ -108,16 +108,17 @@ class PlainFile:
 
 @dataclass(slots=True)
 class TorchFile:
-    """A file that ``torch.load`` reads.
+    """A file for ``torch.load``.
 
-    Each byte is hashed once: for the CRC-32 that the archive records of each storage, and for those of the chunks.
+    Each byte is hashed only once; the CRC-32 of each storage in the archive and those of the chunks are combined from
+    the same pieces.
     """
 
     name: str
     pickled: bytes
-    """``data.pkl``."""
+    """Content of ``data.pkl``."""
     payloads: Mapping[str, Payload]
-    """The storages by key, in order."""
+    """Payloads of the storages by key, in order."""
     _built: torch_zip.BuiltArchive = field(init=False)
     _hashed: list[Hashed] = field(init=False, default_factory=list)
     _directory: tuple[int, int] | None = field(init=False, default=None)
@@ -127,16 +128,16 @@ class TorchFile:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self._built.nbytes
 
     @property
     def checksums(self) -> Checksums:
-        """Of its bytes; known when ``stream`` has ended."""
+        """Checksums of the file; known when ``stream`` has ended."""
         return of_pieces(self.nbytes, self._hashed, self._directory)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """All its bytes, in order. Before each storage stands its checksum: it is waited for."""
+        """Yield all bytes of the file, in order; wait for each storage's checksum, which precedes its bytes."""
         where, size = self._built.payloads, chunk_bytes(self.nbytes)
         hashed = mapped(partial(_hash, size), [(where[key].start, p) for key, p in self.payloads.items()])
         keys = {where[key].start: key for key in self.payloads}
@@ -146,18 +147,18 @@ class TorchFile:
         for start, literal in literals:
             key = keys.get(start + len(literal))  # no other literal ends where a storage begins
             if key is None:
-                yield self._taken(start, literal, size)
+                yield self._hashed_literal(start, literal, size)
                 continue
             of_payload = next(hashed)
             crcs[key] = _combined(of_payload)
-            yield self._taken(start, torch_zip.with_crc32(literal, crcs[key]), size)
+            yield self._hashed_literal(start, torch_zip.with_crc32(literal, crcs[key]), size)
             yield from _pieces(self.payloads[key])
             self._hashed += of_payload
         directory = self._build(crcs).literals[-1][1]
         self._directory = end, crc32(directory)
-        yield self._taken(end, directory, size)
+        yield self._hashed_literal(end, directory, size)
 
-    def _taken(self, start: int, literal: bytes, size: int) -> bytes:
+    def _hashed_literal(self, start: int, literal: bytes, size: int) -> bytes:
         self._hashed += _hash(size, (start, Held(literal)))
         return literal
 
@@ -169,29 +170,29 @@ class TorchFile:
 
 @dataclass(slots=True)
 class HashedFile:
-    """A file to write, of which the SHA-256 of each chunk is computed on the way."""
+    """Wraps a file, and computes the SHA-256 of each chunk while its bytes stream by."""
 
     inner: OutgoingFile
-    """The file."""
+    """The wrapped file."""
     _digests: tuple[bytes, ...] = ()
 
     @property
     def name(self) -> str:
-        """As its."""
+        """Name of the wrapped file."""
         return self.inner.name
 
     @property
     def nbytes(self) -> int:
-        """As its."""
+        """Size of the wrapped file in bytes."""
         return self.inner.nbytes
 
     @property
     def checksums(self) -> Checksums:
-        """Of its bytes; known when ``stream`` has ended."""
+        """Checksums of the file; known when ``stream`` has ended."""
         return replace(self.inner.checksums, sha256=self._digests)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """All its bytes, in order."""
+        """Yield all bytes of the file, in order."""
         size, at, current = chunk_bytes(self.nbytes), 0, hashlib.sha256()
         digests: list[bytes] = []
         for data in self.inner.stream(mapped):
@@ -209,13 +210,13 @@ class HashedFile:
 
 
 def _hash(size: int, placed: tuple[int, Payload]) -> list[Hashed]:
-    """Checksums of bytes that begin somewhere in a file, cut where its chunks begin."""
+    """Compute the checksums of a payload at an offset in a file, split at chunk boundaries."""
     first, payload = placed
     return [(a, b - a, crc32(payload.read(a - first, b - first))) for a, b in cuts(first, first + payload.nbytes, size)]
 
 
 def _combined(hashed: Iterable[Hashed]) -> int:
-    """CRC-32 of all that follow one another."""
+    """Combine the CRC-32 of consecutive pieces."""
     whole = 0
     for _, nbytes, crc in hashed:
         whole = combine(whole, crc, nbytes)

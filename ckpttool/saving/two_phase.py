@@ -1,13 +1,13 @@
-"""How many ranks save one checkpoint so that it is there as a whole, or not at all.
+"""Save one checkpoint from many ranks in two phases, so that it is complete or does not exist.
 
-1. Every rank says what it is going to write; the first checks that they agree, that there is room, and marks the
-   directory as unfinished.
-2. Each writes its own files to their final place, durably.
-3. Every rank says how that went. If all is well the first writes the manifest, which is the commit; then ``latest``;
-   and takes the mark away. If not it removes the directory, and all ranks raise the same error.
+1. Every rank sends the list of its files. Rank 0 checks that the ranks agree and that the storage has enough space, and
+   writes the in-progress marker into the directory.
+2. Every rank writes its own files to their final paths, durably.
+3. Every rank sends its result. If all ranks have succeeded, rank 0 writes the manifest, which is the commit, then
+   ``latest``, and deletes the marker. Otherwise rank 0 removes the directory, and all ranks raise the same error.
 
-A run that is killed in between leaves a directory with a mark and no manifest: readers refuse it, and the next save
-under the same name clears it away.
+A killed run leaves a directory with a marker and without a manifest: readers refuse it, and the next save of the same
+tag removes it.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("ckpttool")
 LATEST = "latest"
 ROOM = 1.02
-"""Directories and the like take some, too."""
+"""Required free space, as a multiple of the files' bytes; directories and metadata take space too."""
 SEEN_WITHIN = 60.0
-"""Seconds that file systems of networks may take to show one node what another wrote."""
+"""Seconds that a network file system may take to show a file to other nodes."""
 
 
 WATCHED = 20.0
-"""Seconds for which a directory that another machine saves is watched: if nothing changes in it, that has died."""
+"""Seconds to watch the directory of another machine's save; without a change the save is dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be saved."""
+    """A checkpoint to save."""
 
     tag: str
-    """Its name."""
+    """Name of the checkpoint."""
     step: int
     """Steps of the engine."""
     stage: int
@@ -64,15 +64,15 @@ class Request:
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     overwrite: bool = False
-    """Whether to replace a checkpoint of that name."""
+    """Whether to replace a checkpoint of the same tag."""
     groups: Sequence[Sequence[str]] = ()
-    """As in the manifest."""
+    """``Manifest.groups``."""
     before: tuple[str, int] | None = None
-    """Attempt and number of the commit before it, where that has another root; None: as ``latest`` tells."""
+    """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files that lie in the root."""
+    """Sidecar files of the root, by name."""
     sign_key: bytes | None = field(default=None, repr=False)
-    """Signs the manifest."""
+    """Key that signs the manifest; None for no signature."""
 
 
 def save(
@@ -85,20 +85,20 @@ def save(
     timeout: float,
     failed: CkptError | None = None,
 ) -> Manifest:
-    """Save one checkpoint, on every rank.
+    """Save one checkpoint; call it on every rank.
 
     Args:
-        storage: Where.
+        storage: Storage of the checkpoint.
         root: The directory of all checkpoints.
-        ranks: Who takes part.
-        request: The same on all ranks, but for what is said of the first.
-        files: What this rank writes.
-        timeout: Seconds that a rank may be behind the first.
-        failed: Why this rank cannot take part.
+        ranks: The ranks of the run.
+        request: The checkpoint. Tag, step and ``sign_key`` must be the same on all ranks; other fields count on rank 0.
+        files: The files of this rank.
+        timeout: Seconds that a rank may be behind rank 0.
+        failed: Error of this rank that makes the save fail.
 
     Raises:
-        RankError: A rank failed or was not heard of; nothing was committed.
-        CkptError: The checkpoint is there already, or there is no room for it.
+        RankError: A rank failed or sent no message in time; nothing was committed.
+        CkptError: The checkpoint exists, or the storage has too little space.
     """
     directory = posixpath.join(root, request.tag)
     said = {
@@ -125,39 +125,39 @@ def _save(
     storage: WritableStorage, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
     timeout: float,
 ) -> Manifest:  # fmt: skip
-    """The part of a save behind the claim."""
+    """Write the files of this rank, and commit; ``attempt`` has claimed the directory."""
     directory = posixpath.join(root, request.tag)
     done: dict[str, Any] = {"files": {}, "error": None}
     try:
         if ranks.rank:
-            _see_mark(storage, directory, attempt)
+            _wait_for_mark(storage, directory, attempt)
         else:
             _check_ours(storage, directory, attempt)
         check = partial(_check_ours, storage, directory, attempt)
         outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
         for file, sums in zip(outgoing, rank_files.write_files(storage, directory, outgoing, check), strict=True):
-            done["files"][file.name] = _as_said(sums)
+            done["files"][file.name] = _to_message(sums)
     except CkptError as error:
         done["error"] = str(error)
-    except Exception as error:  # the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for this rank's message
         LOG.exception("this rank's files were not written")
         done["error"] = f"{type(error).__name__}: {error}"
-    found = ranks.agree(
+    fields = ranks.agree(
         directory,
         done,
         lambda all_said: _finish(storage, root, directory, request, attempt, all_said),
         timeout=timeout,
         last=True,
     )
-    return Manifest(**found)
+    return Manifest(**fields)
 
 
-def _as_said(sums: Checksums) -> list[Any]:
-    """Checksums as ranks tell them to the first."""
+def _to_message(sums: Checksums) -> list[Any]:
+    """Convert checksums to JSON data for the message to rank 0."""
     return [sums.nbytes, sums.chunk_bytes, list(sums.crcs), sums.directory, [digest.hex() for digest in sums.sha256]]
 
 
-def _heard(said: Sequence[Any]) -> Checksums:
+def _from_message(said: Sequence[Any]) -> Checksums:
     nbytes, size, crcs, directory, sha256 = said
     return Checksums(
         nbytes, size, tuple(crcs), None if directory is None else tuple(directory), tuple(map(bytes.fromhex, sha256))
@@ -179,7 +179,7 @@ def _raise_failures(directory: str, said: list[Any]) -> None:
 def _claim(
     storage: WritableStorage, root: str, directory: str, request: Request, said: list[Any], claimed: list[str]
 ) -> str:
-    """See that a save can begin, and mark its directory; what the mark says."""
+    """Check that a save can begin, and write the in-progress marker; return the identifier of the attempt."""
     _raise_failures(directory, said)
     for rank, one in enumerate(said):
         if (one["tag"], one["step"]) != (request.tag, request.step):
@@ -195,7 +195,7 @@ def _claim(
     found = _look(storage, directory, request)
     needed, free = int(ROOM * sum(one["nbytes"] for one in said)), storage.free_bytes(root)
     if free is not None and free < needed:
-        problem = f"takes {needed:,} bytes, and only {free:,} are free"
+        problem = f"needs {needed:,} bytes, but only {free:,} are free"
         raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
     attempt = secrets.token_hex(8)
     mark = json.dumps({"key": f"save {attempt}", "files": [], **identity()}).encode()
@@ -205,7 +205,7 @@ def _claim(
         take_over(storage, directory, mark)
         return attempt
     if found == "replaced":
-        _make_way(storage, root, directory)
+        _set_aside(storage, root, directory)
     try:
         storage.make_directory(directory)
         put_new(storage, posixpath.join(directory, MARK), mark)
@@ -218,11 +218,11 @@ def _claim(
     return attempt
 
 
-def _see_that_it_is_dead(storage: WritableStorage, directory: str) -> None:
-    """Make sure that nobody saves into a directory any more.
+def _check_dead(storage: WritableStorage, directory: str) -> None:
+    """Check that the save that wrote a directory's marker does not run any more.
 
     Raises:
-        TakenError: Somebody does.
+        TakenError: The save still runs.
     """
     mark = read_mark(storage, directory)
     who = f"process {mark.get('process')} of {mark.get('host')}"
@@ -249,69 +249,69 @@ def _snapshot(storage: WritableStorage, directory: str) -> list[tuple[Any, ...]]
 
 
 def _look(storage: WritableStorage, directory: str, request: Request) -> str:
-    """See to what lies where a checkpoint is to be: "", "unfinished" or "replaced"."""
+    """Return the state of the checkpoint's directory: "" (free), "unfinished" or "replaced"."""
     if not storage.is_dir(directory):
         if storage.exists(directory):
-            raise StorageError(directory, "is in the way and no directory", "move it, or choose another tag")
+            raise StorageError(directory, "exists and is not a directory", "move it, or choose another tag")
         return ""
     if not storage.listing(directory):
         return ""
     if is_unfinished(storage, directory):
-        _see_that_it_is_dead(storage, directory)
+        _check_dead(storage, directory)
         return "unfinished"
     if not request.overwrite:
-        what = "is saved already" if is_commit(storage, directory) else "holds files that are none of this save's"
+        what = "is saved already" if is_commit(storage, directory) else "holds other files"
         raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
     if commits(storage, directory):
         raise StorageError(directory, "holds other checkpoints", "choose another tag")
     return "replaced"
 
 
-def _make_way(storage: WritableStorage, root: str, directory: str) -> None:
-    """Set aside what is to be replaced, until that is done."""
+def _set_aside(storage: WritableStorage, root: str, directory: str) -> None:
+    """Rename the checkpoint to replace, until the new one is committed."""
     aside = f"{directory}{REPLACED}"
     if storage.exists(aside):
         if is_commit(storage, aside) and not is_commit(storage, directory):
             raise StorageError(aside, "may be the only whole checkpoint of this name", "choose another tag, or move it")
         if is_commit(storage, aside) and not is_whole(storage, directory):
-            storage.remove_tree(directory)  # what was set aside is the better of the two
+            storage.remove_tree(directory)  # the renamed checkpoint is whole, this one is not
             return
         storage.remove_tree(aside)
     try:
         moved = storage.rename(directory, aside)
     except StorageError:
-        if not storage.exists(directory):  # it was renamed, and that could not be made to last
+        if not storage.exists(directory):  # the rename succeeded, but its sync failed
             _try_each([partial(_put_back, storage, directory)])
         raise
     if not moved:
         if not any(c != directory for c in commits(storage, root)):
-            problem = "is the only whole checkpoint, and a store cannot keep it while it is replaced"
+            problem = "is the only whole checkpoint, and this storage cannot keep it until the new one is committed"
             raise StorageError(directory, problem, "choose another tag")
         storage.remove_tree(directory)
 
 
 def _is_ours(storage: WritableStorage, directory: str, attempt: str) -> bool:
-    """Whether the mark still bears an attempt."""
+    """Return whether the in-progress marker still names this attempt."""
     path = posixpath.join(directory, MARK)
     storage.refresh([])
     return storage.exists(path) and attempt in storage.read_text(path)
 
 
 def _check_ours(storage: WritableStorage, directory: str, attempt: str) -> None:
-    """Make sure that nobody has taken a directory over, who thought that we were dead.
+    """Check that no other process has taken over the directory, for example because it believed this save dead.
 
     Raises:
-        TakenError: Somebody has.
+        TakenError: Another process has.
     """
     if not _is_ours(storage, directory, attempt):
         raise TakenError(directory, "was taken over by another process while it was being saved", TAKEN)
 
 
-def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
-    """Make sure that this rank sees what the first wrote.
+def _wait_for_mark(storage: Storage, directory: str, attempt: str) -> None:
+    """Wait until this rank sees the in-progress marker of rank 0.
 
     Raises:
-        StorageError: It does not.
+        StorageError: This rank does not see it in time.
     """
     path = posixpath.join(directory, MARK)
     end = time.monotonic() + SEEN_WITHIN
@@ -321,9 +321,9 @@ def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
             if storage.exists(path) and attempt in storage.read_text(path):
                 return
         except StorageError:
-            pass  # it may come yet
+            pass  # the marker may still appear
         if time.monotonic() > end:
-            problem = "is not seen by all ranks: rank 0 made it"
+            problem = "was created by rank 0, but not all ranks see it"
             raise StorageError(directory, problem, "choose a root that all nodes share")
         time.sleep(0.05)
 
@@ -331,13 +331,13 @@ def _see_mark(storage: Storage, directory: str, attempt: str) -> None:
 def _finish(
     storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, said: list[Any]
 ) -> dict[str, Any]:  # fmt: skip
-    """Commit, or clear away; what the manifest says, but for the files."""
+    """Commit the save, or remove its files; return the fields of the manifest without the files."""
     latest = posixpath.join(root, LATEST)
     named: str | None = None
     written = False
     try:
         _raise_failures(directory, said)
-        files = {name: _heard(f) for one in said for name, f in one["files"].items()}
+        files = {name: _from_message(f) for one in said for name, f in one["files"].items()}
         bare = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
         if request.sign_key is not None and bare is not None:
             raise RankError(directory, f"no rank computed the SHA-256 of {bare}", "give all ranks the same sign_key")
@@ -357,15 +357,16 @@ def _finish(
                 storage.put(posixpath.join(root, name), data)
         _check_ours(storage, directory, attempt)
         named = storage.read_text(latest) if storage.exists(latest) else None
-        values |= _descent(storage, root, named, request)
+        values |= _parent_fields(storage, root, named, request)
         put_new(storage, posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(request.sign_key))
-        _check_ours(storage, directory, attempt)  # who takes over changes the mark first, and looks for a manifest then
+        # A process that takes over first replaces the marker, then looks for a manifest.
+        _check_ours(storage, directory, attempt)
         written = True
         storage.put(latest, request.tag.encode())
     except CkptError:
         if not _is_still_ours(storage, directory, attempt):
-            raise  # what lies there is another's
-        # All ranks have ended: nobody writes there any more.
+            raise  # the files belong to another process
+        # All ranks have sent their results: none of them writes any more.
         undo = [partial(storage.remove_tree, directory), partial(_put_back, storage, directory)]
         if written:
             undo.append(
@@ -373,15 +374,15 @@ def _finish(
             )
         _try_each(undo)
         raise
-    # It is committed, whatever becomes of the rest: ``tidy`` sees to that again.
+    # The checkpoint is committed even if a step below fails: ``tidy`` repeats these steps.
     _try_each(
         [partial(storage.delete, [posixpath.join(directory, MARK)]), partial(_forget_replaced, storage, directory)]
     )
     return values
 
 
-def _descent(storage: Storage, root: str, named: str | None, request: Request) -> dict[str, Any]:
-    """What a manifest says of the commit before it."""
+def _parent_fields(storage: Storage, root: str, named: str | None, request: Request) -> dict[str, Any]:
+    """Return the fields of the manifest that name the previous commit."""
     if request.before is not None:
         return {"parent": request.before[0], "number": request.before[1] + 1}
     before = (named or "").strip()
@@ -390,7 +391,7 @@ def _descent(storage: Storage, root: str, named: str | None, request: Request) -
             if (before != request.tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
                 parent = read_manifest(storage, directory)
                 return {"parent": parent.attempt, "number": parent.number + 1}
-        except CkptError:  # it may be none of ours
+        except CkptError:  # it may be a checkpoint without a valid manifest
             continue
     return {"parent": "", "number": 1}
 
@@ -399,7 +400,7 @@ def _is_still_ours(storage: WritableStorage, directory: str, attempt: str) -> bo
     try:
         return _is_ours(storage, directory, attempt)
     except CkptError:
-        return False  # nobody knows: what is left has a mark
+        return False  # unknown: the in-progress marker makes readers refuse the files
 
 
 def _remove_if_there(storage: WritableStorage, directory: str) -> None:
@@ -426,11 +427,11 @@ def _try_each(steps: Sequence[Callable[[], None]]) -> None:
 
 
 def settle(storage: WritableStorage, root: str, tag: str) -> None:
-    """What is left to do when a checkpoint is committed; a run may have been killed before it.
+    """Write ``latest`` and delete the in-progress marker of a committed checkpoint; repeats the steps of a killed run.
 
     Raises:
         StorageError: The storage fails.
     """
     storage.put(posixpath.join(root, LATEST), tag.encode())
-    if not is_linked(storage, root, posixpath.join(root, tag)):  # else it is of another root
+    if not is_linked(storage, root, posixpath.join(root, tag)):  # through a link the checkpoint belongs to another root
         storage.delete([posixpath.join(root, tag, MARK)])

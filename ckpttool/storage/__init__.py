@@ -1,4 +1,4 @@
-"""The storage seam: list, open and read ranges of files on local disk, in a bucket, or wherever fsspec reaches."""
+"""List, read and write files on local disk, in S3 buckets and in other storages of fsspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rest of ckpttool knows of storages: directories to list, and files of which ranges can be read.
+"""Define the protocols of storages, readers and writers that the rest of ckpttool uses.
 
 Paths are ``str``: ``pathlib.Path`` would turn ``s3://`` into ``s3:/``.
 """
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from ckpttool.storage.retry import Tally
 
 MAX_TEXT_BYTES = 1 << 20
-"""Small text files (``latest``) larger than this are not what their name says."""
+"""Most bytes of a small text file such as ``latest``."""
 
 MARK = ".ckpttool-staging"
-"""Says that a directory was made here, and may be cleared away; holds what it is to become."""
+"""Name of the in-progress marker: ckpttool made the directory and may remove it; it holds the name of the output."""
 MANIFEST = "ckpttool.json"
-"""Says that all of a directory is there: the last file of a save, and what makes it a commit."""
+"""Name of the manifest: the last file of a save, which makes the directory a commit."""
 MAX_DEPTH = 32
-"""Directories within directories: no checkpoint has more, a link to a directory above it endlessly many."""
+"""Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests for ever."""
 NO_NAMES = frozenset({"", ".", ".."})
-"""What cannot be the name of a file, though it may be a part of an object's key."""
+"""Components that a key of an object may have, but a path of a file may not."""
 FOLLOW_LINKS = "follow_links"
-"""The option that lets links of checkpoints on local disk lead anywhere; stores have no links."""
+"""Option that allows symbolic links of local checkpoints to leave the root; remote storages have no links."""
 OF_OPENING = {FOLLOW_LINKS, "open_budget"}
-"""Options that are not the fsspec class's."""
+"""Options of ckpttool itself; all others go to the fsspec class."""
 WAIT = "wait until the save is over, then try again"
 
 
@@ -47,22 +47,22 @@ class Entry:
     nbytes: int
     """Size of a file in bytes; 0 for a directory."""
     version: str = ""
-    """Differs when the file was written anew: its modification time, or what a remote store has in its place."""
+    """Changes when the file is rewritten: modification time and inode on local disk, ETag or the like elsewhere."""
     modified: float | None = None
-    """When it was last written, in seconds since 1970; None where nothing tells."""
+    """Modification time in seconds since 1970; None if the storage does not report one."""
 
 
 class RangeReader(Protocol):
-    """An open file of which ranges can be read. Threads may share it."""
+    """An open file with reads of byte ranges. Threads may share it."""
 
     path: str
-    """What error messages call the file."""
+    """Path or URL of the file, as error messages show it."""
     nbytes: int
-    """Size of the file when it was opened."""
+    """Size of the file in bytes when it was opened."""
     version: str
-    """As ``Entry.version``, when it was opened."""
+    """``Entry.version`` when the file was opened."""
     remote: bool
-    """Whether each read costs a round trip: better to read little often than not."""
+    """Whether each read costs a round trip, so that few large reads are faster than many small ones."""
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -72,14 +72,14 @@ class RangeReader(Protocol):
         """
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order; one call, so that a remote store may coalesce and overlap them."""
+        """Return the bytes of each range, in order; a remote storage may coalesce and overlap the requests."""
 
     def close(self) -> None:
         """Release the file."""
 
 
 class Reader(RangeReader, Protocol):
-    """A file as a storage opens it."""
+    """An open file of a storage."""
 
     def __enter__(self) -> Reader: ...
 
@@ -95,68 +95,68 @@ class Reader(RangeReader, Protocol):
         """
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Be ready to read these ranges, where it is faster to ask for all of them at once."""
+        """Prefetch ranges if one batch of requests is faster than separate reads."""
 
     def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened.
+        """Check that the file has not changed since it was opened.
 
         Raises:
-            StorageError: It was written anew since.
+            StorageError: The file was rewritten.
         """
 
 
 class Storage(Protocol):
-    """A place where files lie."""
+    """A storage that files are read from."""
 
     remote: bool
-    """Whether each call costs a round trip, and many at once cost no more."""
+    """Whether each call costs a round trip, so that concurrent calls are faster."""
     reads_versions: bool
-    """Whether what is read of a file is of the version that was listed, or an error."""
+    """Whether a read fails if the file has changed since it was listed."""
 
     def listing(self, path: str) -> list[Entry]:
-        """The names in a directory, sorted.
+        """Return the entries of a directory, sorted by name.
 
         Raises:
-            StorageError: There is no such directory, or it cannot be read.
+            StorageError: The directory does not exist or cannot be read.
         """
 
     def list_tree(self, path: str) -> None:
-        """Be ready to list a directory and all below it, where one request can do that."""
+        """Prefetch the listings of a directory tree if one request can return them."""
 
     def is_dir(self, path: str) -> bool:
-        """Whether the path is a directory that can be looked at."""
+        """Return whether the path is a directory."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything at the path."""
+        """Return whether the path exists."""
 
     def open(self, path: str, *, ahead: bool = False) -> Reader:
         """Open a file for reading ranges.
 
         Args:
             path: The file.
-            ahead: Where reads are remote, read more than is asked for at both ends and keep it: for who looks at the
-                structure of a file.
+            ahead: Whether a remote storage reads ahead at both ends of the file and caches the bytes; for reads of a
+                file's structure.
 
         Raises:
-            StorageError: It is missing, not a file, or not permitted.
+            StorageError: The file is missing, not a regular file, or not readable.
         """
 
     def read_text(self, path: str) -> str:
-        """The content of a small text file.
+        """Return the content of a small text file.
 
         Raises:
-            StorageError: It cannot be read, is larger than 1 MiB or is not text.
+            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
         """
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> Sequence[bytes | memoryview]:
-        """The bytes [start, end) of each reader of this storage, many at once where that is faster."""
+        """Return the bytes [start, end) of each reader of this storage; remote reads run concurrently."""
 
     def refresh(self, paths: Sequence[str]) -> None:
-        """Look anew: forget what was listed, and see at once to these files where that is faster."""
+        """Drop cached listings; with ``paths``, a remote storage lists their directories again."""
 
 
 def walk(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
-    """Every file below a directory, by its name relative to it, in order.
+    """Yield every file below a directory: its relative name and its entry.
 
     Raises:
         StorageError: A directory cannot be read.
@@ -166,11 +166,11 @@ def walk(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
     seen: set[str] = set()
     while stack:
         prefix = stack.pop()
-        if not storage.remote:  # links may lead back to where they are
-            place = os.path.realpath(f"{path}/{prefix}")
-            if place in seen:
+        if not storage.remote:  # a link may lead to a parent directory
+            real = os.path.realpath(f"{path}/{prefix}")
+            if real in seen:
                 continue
-            seen.add(place)
+            seen.add(real)
         for entry in storage.listing(f"{path}/{prefix}".rstrip("/")):
             if not entry.is_dir:
                 yield prefix + entry.name, entry
@@ -179,10 +179,10 @@ def walk(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
 
 
 def check_text(path: str, nbytes: int) -> int:
-    """The size of a small text file, if it can be one.
+    """Return the size of a small text file; refuse a large one.
 
     Raises:
-        StorageError: It is larger than 1 MiB.
+        StorageError: The file is larger than 1 MiB.
     """
     if nbytes > MAX_TEXT_BYTES:
         raise StorageError(path, f"is {nbytes} bytes long, too large for a text file", "is it damaged?")
@@ -190,22 +190,22 @@ def check_text(path: str, nbytes: int) -> int:
 
 
 def decode_text(path: str, data: bytes) -> str:
-    """A small file's content.
+    """Decode the content of a small text file.
 
     Raises:
-        StorageError: It is not text.
+        StorageError: The content is not UTF-8.
     """
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise StorageError(path, "is not text", "is it damaged? pass --tag to choose a checkpoint") from error
+        raise StorageError(path, "is not text", "is it damaged? pass tag to choose a checkpoint", ("tag",)) from error
 
 
 class PartWriter(Protocol):
-    """Writes parts of one file in any process. It can be pickled."""
+    """Writes parts of one file in any process. Picklable."""
 
     def write(self, start: int, data: memoryview) -> Any:
-        """Write the part that begins at byte ``start``; a repeated call does no harm.
+        """Write the part that begins at byte ``start``; a repeated call has no further effect.
 
         Returns:
             A result for ``Writer.accept``.
@@ -216,7 +216,7 @@ class PartWriter(Protocol):
 
 
 class Writer(Protocol):
-    """One file that is written in parts. Threads may share it. No reader sees the file before ``commit``."""
+    """Writes one file in parts. Threads may share it. No reader sees the file before ``commit``."""
 
     path: str
     """Path or URL of the file."""
@@ -224,7 +224,7 @@ class Writer(Protocol):
     """Size of every part but the last, in bytes; a multiple of 64."""
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Whether an earlier process has written the part that begins at byte ``start``."""
+        """Return whether an earlier process has written the part that begins at byte ``start``."""
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at byte ``start``.
@@ -237,7 +237,7 @@ class Writer(Protocol):
         """Wake threads that wait for an earlier part, and raise ``error`` in them."""
 
     def part_writer(self) -> PartWriter:
-        """An object that writes parts in other processes.
+        """Return an object that writes parts in other processes.
 
         Raises:
             StorageError: Only one process can write this file.
@@ -247,10 +247,10 @@ class Writer(Protocol):
         """Record what ``PartWriter.write`` returned for a part."""
 
     def commit(self) -> None:
-        """Show the complete file to readers.
+        """Make the complete file visible to readers.
 
         Raises:
-            ExistsError: The file must be new, and another one has its name.
+            ExistsError: ``new`` was requested, and the path exists.
             StorageError: The storage fails.
         """
 
@@ -259,53 +259,53 @@ class Writer(Protocol):
 
 
 class WritableStorage(Storage, Protocol):
-    """A storage that files are written to. A call returns when its effect is durable."""
+    """A storage that files are read from and written to. A call returns when its effect is durable."""
 
     parts_at_once: int
-    """Parts of one file that are worth writing at the same time."""
+    """Number of parts of one file that are worth writing concurrently."""
     retries: Tally
-    """Counts the requests of this storage that were repeated."""
+    """Counts the repeated requests of this storage."""
 
     def make_directory(self, path: str) -> None:
         """Create a directory and its missing parents.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The directory cannot be created.
         """
 
     def free_bytes(self, path: str) -> int | None:
-        """Bytes that can still be written below a directory; None if the storage does not tell."""
+        """Return the free bytes of the file system of a directory; None if the storage does not report them."""
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
-        """Write a small file, or replace it, in one step: readers see the old bytes or the new ones.
+        """Write or replace a small file atomically: readers see the old bytes or the new ones.
 
         Args:
             path: The file.
             *parts: Its bytes.
-            mode: Its permissions before the umask, on storages that have permissions.
+            mode: Its permissions before the umask, on storages with permissions.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
-        """Write a small file only if no other writer was faster.
+        """Write a small file only if no other process has written it meanwhile.
 
         Args:
             path: The file.
             *parts: Its bytes.
-            over: ``Entry.version`` of the file to replace; None if no file may be there.
+            over: ``Entry.version`` of the file to replace; None if the path must not exist.
             mode: As for ``put``.
 
         Returns:
-            False if another file, or another version, is there; nothing was written then.
+            False if the path exists, or has another version than ``over``; nothing was written then.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
 
     def writer(self, path: str, nbytes: int, *, new: bool = False) -> Writer:
-        """Begin to write a file of known size in parts.
+        """Open a writer for a file of known size.
 
         Args:
             path: The file; its directory exists.
@@ -313,12 +313,12 @@ class WritableStorage(Storage, Protocol):
             new: Whether ``Writer.commit`` must not replace a file.
 
         Raises:
-            ExistsError: The file must be new, and one is there already.
-            StorageError: It cannot be created.
+            ExistsError: ``new`` is set, and the path exists.
+            StorageError: The file cannot be created.
         """
 
     def sync(self, path: str) -> None:
-        """Make the names that ``Writer.commit`` has put into a directory durable.
+        """Make the file names durable that ``Writer.commit`` has added to a directory.
 
         Raises:
             StorageError: The storage fails.
@@ -328,22 +328,22 @@ class WritableStorage(Storage, Protocol):
         """Delete files; missing ones are ignored.
 
         Raises:
-            StorageError: One cannot be deleted.
+            StorageError: A file cannot be deleted.
         """
 
     def rename(self, path: str, to: str) -> bool:
-        """Rename a directory in one step; False if this storage cannot.
+        """Rename a directory atomically; return False if this storage cannot rename.
 
         Raises:
             StorageError: The rename failed.
         """
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory and all files below it; after a crash readers refuse what is left of it.
+        """Remove a directory and all files below it; after a crash readers refuse the remaining files.
 
         Raises:
             StorageError: A file cannot be removed.
         """
 
     def abandon(self, path: str) -> None:
-        """Discard the uploads that killed processes have left below a directory."""
+        """Abort the multipart uploads that killed processes left below a directory."""

@@ -1,4 +1,4 @@
-"""Writes into open local files, past the page cache or through it."""
+"""Write into open local files with direct I/O or through the page cache, whichever is faster."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-BLOCK_BYTES = 1 << 22
-"""Bytes that are written past the page cache at a time, ending at multiples of it in the file."""
-TELLING_BYTES = 1 << 19
-"""Fewer are written through the page cache, and tell nothing about the pace of either way."""
+DIRECT_BYTES = 1 << 22
+"""Bytes of one direct write; each ends at a multiple of this offset in the file."""
+MIN_DIRECT_BYTES = 1 << 19
+"""Least bytes of a direct write, and of a write whose time is measured; smaller ones go through the page cache."""
 
 
 @dataclass(slots=True)
 class OpenFile:
-    """A file that is being written."""
+    """The descriptors of a local file that is being written."""
 
     path: str
-    """What errors call it."""
+    """Path, as error messages show it."""
     fd: int
-    """Where it is open for writing."""
+    """Descriptor for writes through the page cache."""
     direct: int = -1
-    """Where it is open for writing past the page cache; -1 if it is not."""
+    """Descriptor for direct I/O; -1 without."""
     sharing: bool = False
-    """Whether the kernel may let it share blocks with other files instead of copying them."""
+    """Whether the kernel may share blocks with the source file instead of copying them."""
     by_one: bool = False
-    """Whether one thread alone writes it."""
+    """Whether only one thread writes it."""
 
 
 class BlockWrites:
-    """Writes past the page cache where that is better. Threads may share it."""
+    """Writes to local files with direct I/O where that is faster. Threads may share it."""
 
     def __init__(self) -> None:
         self._pace = Pace()
         self._blocks: list[NDArray[Any]] = []
-        """Memory that nobody uses. It is kept: the kernel takes longer to find some than to fill it."""
+        """Free buffers. Reuse is faster: the kernel takes longer to allocate pages than to fill them."""
 
     def take_block(self) -> NDArray[Any]:
-        """Memory of BLOCK_BYTES (uint8) that begins with a page."""
+        """Return a page-aligned buffer of DIRECT_BYTES (uint8)."""
         try:
             return self._blocks.pop()
         except IndexError:
-            return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+            return np.frombuffer(mmap.mmap(-1, DIRECT_BYTES), np.uint8)
 
     def give_back(self, block: NDArray[Any]) -> None:
-        """Let others have it."""
+        """Return a buffer for reuse."""
         self._blocks.append(block)
 
     @contextlib.contextmanager
     def turn(self, into: OpenFile, at: int, left: int, through_cache: int) -> Iterator[tuple[int, bool]]:
-        """Say how many of the bytes that are left to write now, and whether past the page cache; do it meanwhile.
+        """Yield the byte count of the next write and whether to use direct I/O; time the body, which writes them.
 
         Args:
-            into: Where to.
-            at: First byte there.
-            left: How many are left.
-            through_cache: How many are written at a time through the page cache.
+            into: The file.
+            at: Offset in the file.
+            left: Bytes left to write.
+            through_cache: Most bytes of one write through the page cache.
         """
         nbytes = min(left, through_cache - at % through_cache)
-        aligned = min(left, BLOCK_BYTES - at % BLOCK_BYTES) // ALIGNMENT * ALIGNMENT
-        if into.direct < 0 or aligned < TELLING_BYTES:
+        aligned = min(left, DIRECT_BYTES - at % DIRECT_BYTES) // ALIGNMENT * ALIGNMENT
+        if into.direct < 0 or aligned < MIN_DIRECT_BYTES:
             yield nbytes, False
             return
         if at % ALIGNMENT:
@@ -84,11 +84,11 @@ class BlockWrites:
         try:
             yield nbytes, past_cache
         finally:
-            told = nbytes if nbytes >= TELLING_BYTES else 0
-            self._pace.end(into.fd, past_cache, told, time.perf_counter() - began)
+            measured = nbytes if nbytes >= MIN_DIRECT_BYTES else 0
+            self._pace.end(into.fd, past_cache, measured, time.perf_counter() - began)
 
     def write(self, into: OpenFile, data: memoryview, at: int, *, past_cache: bool) -> None:
-        """Write in a turn, the way that it said; past the page cache memory must begin with a page.
+        """Write bytes as ``turn`` has chosen; for direct I/O ``data`` must be page-aligned.
 
         Raises:
             StorageError: Writing failed.
@@ -97,29 +97,29 @@ class BlockWrites:
         if past_cache:
             with translate_os_errors(into.path):
                 done = write_direct(into.direct, data, at)
-        if done < len(data):  # this disk wants another alignment
+        if done < len(data):  # the disk requires another alignment
             write_at(into.fd, data[done:], at + done, into.path)
 
 
 class Stream:
-    """Bytes that come a few at a time, written one behind the other.
+    """Collects consecutive small pieces into blocks and writes them.
 
     Args:
-        writes: Writes them.
-        into: Where to.
-        at: First byte there.
-        nbytes: How many will come.
+        writes: Writes the blocks.
+        into: The file.
+        at: Offset of the first byte in the file.
+        nbytes: Total bytes of all pieces.
     """
 
     def __init__(self, writes: BlockWrites, into: OpenFile, at: int, nbytes: int) -> None:
         self._writes = writes
         self._into = into
-        self._begin = self._end = at  # of what waits in memory
-        self._in_blocks = into.direct >= 0 and nbytes >= TELLING_BYTES
+        self._begin = self._end = at  # range of the bytes in the buffer
+        self._in_blocks = into.direct >= 0 and nbytes >= MIN_DIRECT_BYTES
         self._block: NDArray[Any] | None = None
 
     def put(self, data: NDArray[Any]) -> None:
-        """Write bytes (uint8), or keep them for later.
+        """Write or buffer a piece (uint8).
 
         Raises:
             StorageError: Writing failed.
@@ -132,16 +132,16 @@ class Stream:
             self._block = self._writes.take_block()
         done = 0
         while done < len(data):
-            place = self._end % BLOCK_BYTES  # as it lies in the file's pages
-            count = min(len(data) - done, BLOCK_BYTES - place)
-            np.copyto(self._block[place : place + count], data[done : done + count])  # others may run meanwhile
+            offset = self._end % DIRECT_BYTES  # the offset in the buffer has the alignment of that in the file
+            count = min(len(data) - done, DIRECT_BYTES - offset)
+            np.copyto(self._block[offset : offset + count], data[done : done + count])  # releases the GIL
             done += count
             self._end += count
-            if self._end % BLOCK_BYTES == 0:
+            if self._end % DIRECT_BYTES == 0:
                 self._flush(self._block)
 
     def finish(self) -> None:
-        """Write what waits, and let the memory go.
+        """Write the buffered bytes, and release the buffer.
 
         Raises:
             StorageError: Writing failed.
@@ -153,8 +153,8 @@ class Stream:
 
     def _flush(self, block: NDArray[Any]) -> None:
         while self._begin < self._end:
-            place = self._begin % BLOCK_BYTES
+            offset = self._begin % DIRECT_BYTES
             left = self._end - self._begin
-            with self._writes.turn(self._into, self._begin, left, BLOCK_BYTES) as (count, past_cache):
-                self._writes.write(self._into, block[place : place + count].data, self._begin, past_cache=past_cache)
+            with self._writes.turn(self._into, self._begin, left, DIRECT_BYTES) as (count, past_cache):
+                self._writes.write(self._into, block[offset : offset + count].data, self._begin, past_cache=past_cache)
             self._begin += count

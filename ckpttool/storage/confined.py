@@ -1,8 +1,8 @@
-"""Checkpoints on local disk whose symbolic links lead nowhere else.
+"""Read checkpoints on local disk without following symbolic links out of their root.
 
-A checkpoint from somebody else may hold a link to any file of this user, and a command would show it, or copy it to
-where others read it. Links that stay inside the checkpoint's root are followed. So are those of a Hugging Face cache,
-whose ``snapshots`` are links into the ``blobs`` beside them.
+A checkpoint from an untrusted source may hold a link to any file of this user; a command would show that file, or copy
+it to a place where others can read it. This storage follows links that stay inside the checkpoint's root, and links of
+a Hugging Face cache from ``snapshots`` to the sibling directory ``blobs``.
 
 Source: huggingface_hub 1.0, ``file_download.py`` (``_create_symlink``): ``models--ORG--NAME/snapshots/REVISION/FILE``
 is a link to ``../../blobs/ETAG``.
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from ckpttool.storage.base import Entry, Storage
 
 LATEST = ("latest", "latest_universal")
-"""What lies in a checkpoint's root."""
+"""Files that identify the root of a checkpoint."""
 
 
 def local_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> LocalStorage:
-    """The storage of checkpoints on local disk.
+    """Return the storage for checkpoints on local disk.
 
     Args:
-        paths: Their directories.
-        options: With ``follow_links`` links may lead anywhere.
+        paths: Directories of the checkpoints.
+        options: ``follow_links`` allows links that leave the root.
     """
     if options and options.get(FOLLOW_LINKS):
         return LOCAL
@@ -39,39 +39,39 @@ def local_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> Lo
 
 
 def confined(storage: Storage, root: str, options: Mapping[str, Any] | None) -> Storage:
-    """The storage that a root's checkpoints are read from: the same, but for links that leave a root on local disk.
+    """Return the storage for reading the checkpoints of a root: ``storage``, or a confined one on local disk.
 
     Args:
-        storage: Where the root lies.
-        root: Its path.
-        options: With ``follow_links`` links may lead anywhere.
+        storage: Storage of the root.
+        root: Directory of the checkpoints.
+        options: ``follow_links`` allows links that leave the root.
     """
     return storage if storage is not LOCAL else local_storage([root], options)
 
 
 def leads_out(storage: Storage, path: str) -> bool:
-    """Whether a path goes through a link that the storage does not follow."""
+    """Return whether a path passes a link that the storage does not follow."""
     return isinstance(storage, ConfinedStorage) and not storage.holds(path)
 
 
 class ConfinedStorage(LocalStorage):
-    """Files on local disk, as far as they lie where their paths say.
+    """Local disk without links that leave the directories of some checkpoints.
 
     Args:
-        bases: Directories, or files, by their full paths. They themselves may be reached through links. What lies
-            beside one of them (a tag's directory) may be no link.
+        bases: Absolute paths of directories or files. The paths to them may contain links. Siblings of a base (a tag's
+            directory) must not be links.
     """
 
     def __init__(self, bases: tuple[str, ...]) -> None:
         self.bases = bases
-        """Full paths; what they really are may differ between nodes."""
+        """Absolute paths; the resolved paths may differ between nodes."""
 
     def listing(self, path: str) -> list[Entry]:
-        """The names in a directory, sorted.
+        """Return the entries of a directory, sorted by name.
 
         Raises:
-            StorageError: There is no such directory, or it cannot be read.
-            LinkError: It is reached through a link that leaves the checkpoint's root.
+            StorageError: The directory does not exist or cannot be read.
+            LinkError: The directory is reached through a link that leaves the checkpoint's root.
         """
         self._check(path, os.path.realpath(path))
         return super().listing(path)
@@ -80,47 +80,50 @@ class ConfinedStorage(LocalStorage):
         """Open a file for reading ranges.
 
         Raises:
-            StorageError: It is missing, not a file, or not permitted.
-            LinkError: It is reached through a link that leaves the checkpoint's root.
+            StorageError: The file is missing, not a regular file, or not readable.
+            LinkError: The file is reached through a link that leaves the checkpoint's root.
         """
         self._check(path, os.path.realpath(path))
         reader = super().open(path, ahead=ahead)
-        try:  # a directory above it may have been replaced by a link meanwhile
+        try:  # another process may have replaced a parent directory by a link meanwhile
             self._check(path, os.readlink(f"/proc/self/fd/{reader.fd}"))
         except OSError:
-            pass  # no Linux
+            pass  # not Linux
         except StorageError:
             reader.close()
             raise
         return reader
 
     def holds(self, path: str) -> bool:
-        """Whether a path leads nowhere else."""
+        """Return whether the resolved path lies in an allowed directory."""
         real = os.path.realpath(path)
         return any(_is_within(real, base) for base in self._allowed(os.path.abspath(path)))
 
     def _check(self, path: str, real: str) -> None:
-        """Refuse a path that leads somewhere else."""
+        """Refuse a path whose resolved path lies outside the allowed directories."""
         full = os.path.abspath(path)
         if not any(_is_within(real, base) for base in self._allowed(full)):
-            hint = "copy it here, or pass --follow-links (follow_links in storage_options)"
-            raise LinkError(path, "is reached through a link that leaves the checkpoint's root", hint)
+            problem, hint = (
+                "is reached through a link that leaves the checkpoint's root",
+                "copy it here, or pass follow_links=True as a storage option",
+            )
+            raise LinkError(path, problem, hint, (FOLLOW_LINKS,))
 
     def _allowed(self, full: str) -> list[str]:
-        """The real directories in which something may lie that has a path."""
+        """Return the directories in which the resolved path of ``full`` may lie."""
         found: list[str] = []
         for base in self.bases:
             above = os.path.dirname(base)
             if _is_within(full, base):
-                found += _places(base)
+                found += _link_targets(base)
                 if any(os.path.isfile(os.path.join(above, name)) for name in LATEST):
                     found.append(os.path.realpath(above))
-        # Beside a tag's directory lie small files that belong to it, and other tags.
-        return found or _places(os.path.dirname(full))
+        # The parent of a tag's directory holds sidecar files and other tags.
+        return found or _link_targets(os.path.dirname(full))
 
 
-def _places(base: str) -> list[str]:
-    """A directory and, in a Hugging Face cache, where its links lead to."""
+def _link_targets(base: str) -> list[str]:
+    """Return a directory and, in a Hugging Face cache, the directory ``blobs`` of its links' targets."""
     real = os.path.realpath(base)
     places = [real]
     snapshots = os.path.dirname(real if os.path.isdir(real) else os.path.dirname(base))

@@ -1,7 +1,7 @@
-"""Writing past the page cache.
+"""Open files for direct I/O and write to them past the page cache.
 
-Through the page cache each byte is copied to memory that the kernel must find first, and that pushes out what others
-read; past it the disk takes them from here.
+The page cache costs a copy, the allocation of kernel memory, and the eviction of other files' pages; with direct I/O
+the disk reads from the buffer of this process.
 
 Source: Linux, open(2): O_DIRECT; and Wang et al., "FastPersist: Accelerating Model Checkpointing in Deep Learning"
 (2024), which writes DeepSpeed's checkpoints that way.
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from ckpttool.storage.safe_files import Directory
 
 FILE_SYSTEMS = {"ext4", "xfs"}
-"""Those that are written past the page cache. Those of networks have caches and locks of their own."""
+"""File systems for direct I/O. Network file systems have caches and locks of their own."""
 SHARING = {"xfs"}
-"""Those of them in which files may share blocks, which is better than any copy of whole pages."""
+"""File systems whose files can share blocks, which is faster than any copy."""
 ALIGNMENT = 4096
-"""What memory, offset and length of such a write are a multiple of, in bytes; disks that want more refuse it."""
+"""Alignment of memory, offset and length of a direct write, in bytes; disks that require more refuse the write."""
 
 
 def open_direct(path: str, directory: Directory | None = None) -> int:
-    """Open a file that is there for writing past the page cache; -1 if it takes no such writes.
+    """Open an existing file for direct writes; return -1 if its file system supports none.
 
     Args:
-        path: Where it is, or its name in the directory.
-        directory: What holds it.
+        path: Path of the file, or its name in ``directory``.
+        directory: Directory of the file.
     """
     flags = os.O_WRONLY | os.O_DIRECT
     with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ def open_direct(path: str, directory: Directory | None = None) -> int:
 
 
 def write_direct(fd: int, data: memoryview, start: int) -> int:
-    """Write aligned bytes past the page cache; how many were, none if the disk wants them aligned otherwise.
+    """Write aligned bytes with direct I/O; return the bytes written, 0 if the disk requires another alignment.
 
     Raises:
         OSError: Writing failed.
@@ -56,7 +56,7 @@ def write_direct(fd: int, data: memoryview, start: int) -> int:
 
 
 def file_system_of(path: str) -> str:
-    """What kind of file system holds a path, such as "ext4"; empty where that cannot be said.
+    """Return the type of the file system of a path, such as "ext4"; "" if unknown.
 
     Source: Linux, proc_pid_mountinfo(5).
     """

@@ -1,4 +1,4 @@
-"""What operating systems say, in plain words."""
+"""Translate errors of the operating system to error messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ExistsError(StorageError):
-    """There is a file where a new one was to be written."""
+    """A new file cannot be written because its path exists."""
 
 
 @contextlib.contextmanager
 def translate_os_errors(path: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StorageError that names the path."""
+    """Raise an OSError of the body as a StorageError that names the path."""
     try:
         yield
     except OSError as error:
@@ -26,7 +26,7 @@ def translate_os_errors(path: str) -> Iterator[None]:
 
 
 def storage_error(path: str, error: OSError) -> StorageError:
-    """Say an OSError in plain words."""
+    """Return the StorageError for an OSError."""
     if error.errno == errno.ENOENT:
         return StorageError(path, "does not exist", "check the path")
     if error.errno in {errno.EACCES, errno.EPERM}:

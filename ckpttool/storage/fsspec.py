@@ -1,7 +1,7 @@
-"""Any storage that fsspec reaches, read by ranges.
+"""Read and write files of any fsspec storage.
 
-What costs here is not bytes but round trips: directories are listed once and remembered, a listing tells size and
-version of every file in it, and where several ranges are wanted they are asked for at once.
+Round trips cost more than bytes: the storage caches listings, takes size and version of every file from them, and
+requests several ranges concurrently.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 CONNECTIONS = 32
-"""Requests in flight at once, for one storage."""
+"""Concurrent requests of one storage."""
 PART_BYTES = 8 << 20
-"""What a file is written in at a time, where it fits into MAX_PARTS of these."""
+"""Bytes of a part, for files of at most MAX_PARTS such parts."""
 MAX_PARTS = 50_000
-"""Parts of a file in a container of Azure."""
+"""Most parts of a file in Azure Blob Storage."""
 PART_UNIT = 1 << 18
-"""What the size of Google's parts is a multiple of."""
+"""Google Cloud Storage requires part sizes that are multiples of this, in bytes."""
 FAR_APART = 8
-"""Directories, none within another, that are listed one by one; more of them are listed with all that lies between."""
+"""Most unrelated directories to list one by one; for more, one request lists their common parent directory."""
 
 
 class RemoteStorage:
     """A storage behind an fsspec file system. Threads may share it.
 
     Args:
-        fs: The file system, without a cache of its own.
+        fs: The file system, without a listings cache.
     """
 
     remote = True
     reads_versions = False
     parts_at_once = 8
     parts_from_anywhere = False
-    """Whether several processes can write parts of one file, in any order."""
+    """Whether several processes can write parts of one file in any order."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -68,23 +68,23 @@ class RemoteStorage:
         return call(path, function, self.retries)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For other processes: with what the file system was made with, and nothing that was listed.
+        # Other processes get the file system with its options, without cached listings.
         return type(self), (self.fs,)
 
-    # ------------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------------- listing
 
     def listing(self, path: str) -> list[Entry]:
-        """The names in a directory, sorted.
+        """Return the entries of a directory, sorted by name.
 
         Raises:
-            StorageError: There is no such directory, or it cannot be read.
+            StorageError: The directory does not exist or cannot be read.
         """
         key = self.key(path)
         found = self._listed.get(key)
         return self._remember(path, key, self.call(path, partial(self.look, key))) if found is None else found
 
     def look(self, key: str) -> list[dict[str, Any]]:
-        """What fsspec tells of all that lies in a directory, or of the file that lies there instead."""
+        """Return fsspec's infos of a directory's entries, or of the file at that key."""
         infos: list[dict[str, Any]] = self.fs.ls(key, detail=True)
         return infos
 
@@ -98,13 +98,13 @@ class RemoteStorage:
         return found
 
     def list_tree(self, path: str) -> None:
-        """List a directory and all below it with few requests, and remember them."""
+        """List a directory tree with few requests, and cache the listings."""
         root = self.key(path).rstrip("/")
         infos = self.call(path, partial(self.fs.find, root, detail=True))
         self._listed |= tree_of(root, infos.values())
 
     def is_dir(self, path: str) -> bool:
-        """Whether the path is a directory that can be looked at."""
+        """Return whether the path is a directory."""
         known, entry = self._lookup(path)
         if known:
             return entry is not None and entry.is_dir
@@ -112,27 +112,28 @@ class RemoteStorage:
             return bool(self.listing(path))
         except StorageError as error:
             if error.problem == MISSING:
-                self._listed[self.key(path).rstrip("/")] = []  # nothing is there: not to be asked again
+                self._listed[self.key(path).rstrip("/")] = []  # cached: the path does not exist
                 return False
             if self.key(path) in self._single:
                 return False
             raise
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything at the path."""
+        """Return whether the path exists."""
         known, entry = self._lookup(path)
         return entry is not None if known else self.is_dir(path) or self.is_file(path)
 
     def is_file(self, path: str) -> bool:
-        """Whether a file is at a path that was found to be no directory."""
+        """Return whether a path that is not a directory is a file."""
         return self.key(path) in self._single
 
     def refresh(self, paths: Sequence[str]) -> None:
-        """Forget what was listed where these files lie, and list it anew with few requests; without any, forget all."""
+        """Drop cached listings of these files' directories and list them again; without paths, drop all listings."""
         if not paths:
             self.forget()
         directories = {posixpath.dirname(self.key(path)): posixpath.dirname(path) for path in paths}
-        # Those with others below them are listed with all that is there; between two that lie far apart may lie much.
+        # A directory with others below it is listed as a tree. A few unrelated directories are listed one by one: the
+        # tree of their common parent may hold many other files.
         tops = _tops(directories)
         if len(tops) > FAR_APART and (shared := posixpath.commonpath(list(tops))).strip("/"):
             tops = {shared: True}
@@ -146,10 +147,10 @@ class RemoteStorage:
         self.at_once(calls)
 
     def entry(self, path: str) -> Entry:
-        """What is known of a file.
+        """Return the entry of a file, from a cached listing or by a request.
 
         Raises:
-            StorageError: It is missing, or is a directory.
+            StorageError: The path does not exist or is a directory.
         """
         known, found = self._lookup(path)
         if not known:
@@ -157,7 +158,7 @@ class RemoteStorage:
             found = self._single[key] = entry_of(self.call(path, partial(self.fs.info, key)))
         if found is None:
             raise StorageError(path, MISSING, "check the path")
-        if found.is_dir:  # an object may have the name of a directory
+        if found.is_dir:  # an object may have the same key as a directory
             above, name = posixpath.split(self.key(path).rstrip("/"))
             files = (e for e in self._listed.get(above, ()) if e.name == name and not e.is_dir)
             found = next(files, found)
@@ -166,7 +167,7 @@ class RemoteStorage:
         return found
 
     def _lookup(self, path: str) -> tuple[bool, Entry | None]:
-        """Whether listings tell what is at a path, and what they tell."""
+        """Return whether cached listings cover a path, and the entry in them."""
         key = self.key(path).rstrip("/")
         listed = self._listed.get(key)
         if listed is not None:
@@ -174,50 +175,50 @@ class RemoteStorage:
         single = self._single.get(key)
         if single is not None:
             return True, single
-        beside = self._listed.get(posixpath.dirname(key))
-        if beside is None:
+        siblings = self._listed.get(posixpath.dirname(key))
+        if siblings is None:
             return False, None
-        return True, next((e for e in beside if e.name == posixpath.basename(key)), None)
+        return True, next((e for e in siblings if e.name == posixpath.basename(key)), None)
 
     def key(self, path: str) -> str:
-        """What the file system calls a path."""
+        """Return the key of a path in the file system."""
         scheme = scheme_of(path)
         return str(self.fs._strip_protocol(scheme + path[len(scheme) :]))
 
     def is_same(self, other: object) -> bool:
-        """Whether one path means the same here and there."""
+        """Return whether a path means the same file in another storage."""
         return isinstance(other, RemoteStorage) and type(self.fs) is type(other.fs)
 
     # ------------------------------------------------------------------------------------------- reading
 
     def open(self, path: str, *, ahead: bool = False) -> RemoteReader:
-        """Open a file for reading ranges; no request where its directory was listed.
+        """Open a file for reading ranges; without a request if its directory's listing is cached.
 
         Raises:
-            StorageError: It is missing, not a file, or not permitted.
+            StorageError: The file is missing, not a regular file, or not readable.
         """
         entry = self.entry(path)
         return RemoteReader(self, path, entry, ahead=ahead)
 
     def read_text(self, path: str) -> str:
-        """The content of a small text file.
+        """Return the content of a small text file.
 
         Raises:
-            StorageError: It cannot be read, is larger than 1 MiB or is not text.
+            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
         """
         with self.open(path) as reader:
             return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
 
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
-        """The bytes [start, end) of a file; one request."""
+        """Return the bytes [start, end) of a file; one request."""
         return bytes(self.fs.cat_file(self.key(path), start=start, end=end))
 
     def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
-        """The bytes [start, end) of each reader, which is one of this storage's; many at once."""
+        """Return the bytes [start, end) of each reader of this storage; the requests run concurrently."""
         return self.at_once([partial(reader.fetch, start, end) for reader, start, end in wanted])
 
     def at_once(self, calls: Sequence[partial[Any]]) -> list[Any]:
-        """Make calls, each of one request, at the same time; their results in order."""
+        """Make calls of one request each concurrently; return their results in order."""
         if len(calls) <= 1:
             return [one() for one in calls]
         futures = [self._requests.submit(c) for c in calls]
@@ -226,7 +227,7 @@ class RemoteStorage:
         finally:
             for future in futures:
                 future.cancel()
-            # What has begun may still change the store: nobody is to clean up before it has ended.
+            # A running call may still change the storage: callers must not clean up before it has ended.
             wait(futures)
 
     @property
@@ -239,63 +240,63 @@ class RemoteStorage:
     # ------------------------------------------------------------------------------------------- writing
 
     def make_directory(self, path: str) -> None:
-        """Nothing: names of files make directories."""
+        """Do nothing but drop cached listings: a storage of objects has no directories."""
         self.forget()
 
     def free_bytes(self, path: str) -> int | None:
-        """None: stores do not tell."""
+        """Return None: fsspec file systems do not report free bytes."""
         return None
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
-        """Write a small file, or replace it.
+        """Write or replace a small file.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         try:
             self.call(path, partial(self.fs.pipe_file, self.key(path), b"".join(parts)))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
-            problem = "cannot be written: what it is to lie in does not exist"
+            problem = "cannot be written: its bucket or directory does not exist"
             raise StorageError(path, problem, "create the bucket or directory first, or check the name") from error
         self.forget()
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
-        """Write a small file only if no other writer was faster; see ``WritableStorage.put_new``.
+        """Write a small file only if no other process has written it; see ``WritableStorage.put_new``.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         self.forget()  # fsspec has no conditional writes: this only makes a collision unlikely
-        there = self.entry(path).version if self.exists(path) else None
-        if there != over:
+        current = self.entry(path).version if self.exists(path) else None
+        if current != over:
             return False
         self.put(path, *parts)
         return True
 
     def writer(self, path: str, nbytes: int, *, new: bool = False) -> Writer:
-        """Begin to write a file of known size in parts.
+        """Open a writer for a file of known size.
 
         Raises:
-            ExistsError: The file must be new, and one is there already.
-            StorageError: It cannot be begun.
+            ExistsError: ``new`` is set, and the path exists.
+            StorageError: The upload cannot begin.
         """
         size = self.part_bytes(nbytes)
         return SmallWriter(self, path, nbytes, size, new=new) if nbytes <= size else self.upload(path, nbytes, new=new)
 
     def upload(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> Writer:
-        """Begin to write a file that is too large for one request.
+        """Open a writer for a file that is too large for one request.
 
         Args:
             path: The file.
             nbytes: Its size in bytes.
-            key: Number of the upload to go on with; only for storages that have ``uploads``.
-            new: Whether it must not replace a file.
+            key: Identifier of the upload to resume; only for storages with ``uploads``.
+            new: Whether the upload must not replace a file.
 
         Raises:
-            ExistsError: The file must be new, and one is there already.
-            StorageError: It cannot be begun.
+            ExistsError: ``new`` is set, and the path exists.
+            StorageError: The upload cannot begin.
         """
         self.forget()
         if new and self.exists(path):
@@ -303,27 +304,27 @@ class RemoteStorage:
         return StreamWriter(self, path, self.part_bytes(nbytes))
 
     def part_bytes(self, nbytes: int) -> int:
-        """How large the parts are that a file of this size is written in."""
+        """Return the part size in bytes for a file of ``nbytes`` bytes."""
         if nbytes <= MAX_PARTS * PART_BYTES:
             return PART_BYTES
         return -(-nbytes // MAX_PARTS // PART_UNIT) * PART_UNIT
 
     def object_name(self, path: str) -> str:
-        """What ``uploads`` calls a file."""
+        """Return the name of a file in ``uploads``."""
         return self.key(path)
 
     def uploads(self, path: str) -> dict[str, str]:
-        """Uploads below a path that can be gone on with."""
+        """Return the resumable uploads below a path: object name to upload identifier."""
         return {}
 
     def abort_uploads(self, path: str, names: Iterable[str]) -> None:
-        """Give up what killed runs have left of uploads of these files below a path; most stores do so themselves."""
+        """Abort the uploads of these files that killed runs left below a path; most storages do so themselves."""
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Remove files; those that are not there are none of its business.
+        """Delete files; missing ones are ignored.
 
         Raises:
-            StorageError: One cannot be removed.
+            StorageError: A file cannot be deleted.
         """
         self.at_once([partial(self._delete, path) for path in paths])
         self.forget()
@@ -336,41 +337,41 @@ class RemoteStorage:
                 raise
 
     def sync(self, path: str) -> None:
-        """Nothing: a store has answered when a file is durable."""
+        """Do nothing: remote storages answer when a file is durable."""
 
     def rename(self, path: str, to: str) -> bool:
-        """False: objects have no directories."""
+        """Return False: object storages cannot rename directories."""
         return False
 
     def remove_tree(self, path: str) -> None:
-        """Remove all files below a directory; the in-progress marker comes first and goes last.
+        """Remove all files below a directory; write the in-progress marker first and delete it last.
 
         Raises:
-            StorageError: One cannot be removed.
+            StorageError: A file cannot be removed.
         """
         path = path.rstrip("/")
         self.forget()
-        self.abandon(path)  # before the marker goes: after a crash here the removal is repeated
+        self.abandon(path)  # before the marker is deleted: after a crash here the next run repeats the removal
         remove_remote(self, path)
 
     def abandon(self, path: str) -> None:
-        """Discard the uploads that killed processes have left below a directory."""
+        """Abort the uploads that killed processes left below a directory."""
         prefix = f"{self.object_name(path)}/"
         try:
             begun = [key.removeprefix(prefix) for key in self.uploads(path)]
             if begun:
                 self.abort_uploads(path, begun)
-        except CkptError as error:  # these credentials may not list them
+        except CkptError as error:  # the credentials may lack the right to list uploads
             LOG.warning("uploads of a killed save were not aborted: %s", error)
 
     def forget(self) -> None:
-        """Remember no listing: something was written."""
+        """Drop all cached listings; called after each write."""
         self._listed.clear()
         self._single.clear()
 
 
 def _tops(directories: Iterable[str]) -> dict[str, bool]:
-    """The directories that lie in none of the others, and whether others lie in them."""
+    """Return the directories without a parent among the others, and whether others lie below them."""
     tops: dict[str, bool] = {}
     for key in sorted(directories, key=lambda d: d.split("/")):
         top = next(reversed(tops), None)

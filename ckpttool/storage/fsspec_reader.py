@@ -1,4 +1,4 @@
-"""Reads ranges of one file of an fsspec storage."""
+"""Read byte ranges of one file of an fsspec storage."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from ckpttool.storage.fsspec import RemoteStorage
 
 AHEAD_BYTES = 1 << 16
-"""What is read at either end of a file whose structure is looked at. torch's directory of hundreds of records fits."""
+"""Bytes to read ahead at either end of a file; the directory of a torch archive with hundreds of records fits."""
 
 
 class RemoteReader:
-    """A file of which ranges are read. Threads may share it.
+    """An open remote file. Threads may share it.
 
     Args:
-        storage: Where it lies.
-        path: Its URL.
-        entry: What its directory says of it.
-        ahead: Read more than is asked for at both ends, and keep it.
+        storage: Storage of the file.
+        path: URL of the file.
+        entry: Its entry in the listing of its directory.
+        ahead: Whether to read ahead at both ends of the file and cache the bytes.
     """
 
     remote = True
@@ -41,7 +41,7 @@ class RemoteReader:
         self.nbytes = entry.nbytes
         self.version = entry.version
         self._ahead = ahead
-        self._kept: list[tuple[int, bytes]] = []
+        self._cache: list[tuple[int, bytes]] = []
 
     def __enter__(self) -> RemoteReader:
         return self
@@ -55,40 +55,40 @@ class RemoteReader:
         """Return the bytes [start, end).
 
         Raises:
-            StorageError: The file ends before ``end``, was written anew, or the store keeps failing.
+            StorageError: The file ends before ``end``, was rewritten, or the store keeps failing.
         """
         return bytes(self.fetch(start, end))
 
     def fetch(self, start: int, end: int) -> bytes | memoryview:
-        """As ``read``, but the bytes may lie where they came to: to copy them takes longer than all else about them."""
+        """Like ``read``, but may return the buffer of the response: a copy would take longer than all other steps."""
         if start >= end:
             return b""
         if end > self.nbytes:
             raise StorageError(self.path, f"ended at byte {self.nbytes} while it was being read", WAIT)
-        if (kept := self._find(start, end)) is not None:
-            return kept
+        if (cached := self._cached(start, end)) is not None:
+            return cached
         first, last = self._widened(start, end) if self._ahead else (start, end)
         data = self.storage.call(self.path, partial(self._get, first, last))
         if self._ahead:
-            self._keep(first, bytes(data))
+            self._store(first, bytes(data))
         return data[start - first : end - first] if (first, last) != (start, end) else data
 
-    def _find(self, start: int, end: int) -> bytes | None:
-        for at, data in self._kept[max(0, bisect.bisect_right(self._kept, start, key=itemgetter(0)) - 2) :]:
+    def _cached(self, start: int, end: int) -> bytes | None:
+        for at, data in self._cache[max(0, bisect.bisect_right(self._cache, start, key=itemgetter(0)) - 2) :]:
             if at > start:
                 break
             if end <= at + len(data):
                 return data[start - at : end - at]
         return None
 
-    def _keep(self, start: int, data: bytes) -> None:
-        bisect.insort(self._kept, (start, data), key=itemgetter(0))
+    def _store(self, start: int, data: bytes) -> None:
+        bisect.insort(self._cache, (start, data), key=itemgetter(0))
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Read ranges at once, and keep them until the file is closed."""
+        """Read ranges concurrently, and cache the bytes until the file is closed."""
         wanted = coalesced(ranges, gap=AHEAD_BYTES)
         for where, data in zip(wanted, self.read_many(wanted), strict=True):
-            self._keep(where.start, data)
+            self._store(where.start, data)
 
     def _widened(self, start: int, end: int) -> tuple[int, int]:
         if self.nbytes <= 2 * AHEAD_BYTES:
@@ -106,27 +106,27 @@ class RemoteReader:
         return data
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order; asked for at once."""
+        """Return the bytes of each range, in order; the requests run concurrently."""
         return [bytes(data) for data in self.storage.read_all([(self, r.start, r.end) for r in ranges])]
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on.
 
         Raises:
-            StorageError: The file ends too early, was written anew, or the store keeps failing.
+            StorageError: The file is too short, was rewritten, or the store keeps failing.
         """
         buffer[:] = self.fetch(start, start + len(buffer))
 
     def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened.
+        """Check that the file has not changed since it was opened.
 
         Raises:
-            StorageError: Its size or version changed since, as far as the storage's listing tells.
+            StorageError: Its size or version in the listing changed.
         """
         entry = self.storage.entry(self.path)
         if (entry.nbytes, entry.version) != (self.nbytes, self.version):
             raise StorageError(self.path, "changed while it was being read", WAIT)
 
     def close(self) -> None:
-        """Forget what was read ahead."""
-        self._kept.clear()
+        """Drop the cached bytes."""
+        self._cache.clear()

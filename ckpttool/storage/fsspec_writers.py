@@ -1,4 +1,4 @@
-"""Writes one file of an fsspec storage."""
+"""Write one file of an fsspec storage, in one request or as a stream."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class SmallWriter:
-    """A file that one request writes, when all its bytes are there.
+    """Buffers a small file and writes it with one request.
 
     Args:
-        storage: Its storage.
-        path: Its URL.
+        storage: Storage of the file.
+        path: URL of the file.
         nbytes: Its size in bytes.
-        part_bytes: Size of a part.
+        part_bytes: Size of a part in bytes.
         new: Whether it must not replace a file.
     """
 
@@ -35,18 +35,18 @@ class SmallWriter:
         self._data = bytearray(nbytes)
 
     def has(self, start: int, nbytes: int) -> bool:
-        """False: nothing was sent."""
+        """Return False: no part is stored before ``commit``."""
         return False
 
     def write(self, start: int, data: bytes | memoryview) -> None:
-        """Keep the bytes."""
+        """Buffer a part."""
         self._data[start : start + len(data)] = data
 
     def fail(self, error: BaseException) -> None:
-        """Nothing: no thread waits for another's part."""
+        """Do nothing: no thread waits for the part of another."""
 
     def part_writer(self) -> PartWriter:
-        """Nothing that another process could use.
+        """Refuse: only one process can write this file.
 
         Raises:
             StorageError: Always.
@@ -54,13 +54,13 @@ class SmallWriter:
         raise _one_process(self.path)
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Never called: there is no part writer."""
+        """Do nothing: without a part writer there is no result."""
 
     def commit(self) -> None:
-        """Send the file.
+        """Write the file.
 
         Raises:
-            ExistsError: The file must be new, and another one has its name.
+            ExistsError: ``new`` is set, and the path exists.
             StorageError: The storage fails.
         """
         data = bytes(self._data)
@@ -70,79 +70,79 @@ class SmallWriter:
             raise ExistsError(self.path, "exists already", "choose another name")
 
     def discard(self) -> None:
-        """Nothing: nothing was sent."""
+        """Do nothing: no part is stored before ``commit``."""
 
 
 class StreamWriter:
-    """A file that is written from its first byte to its last, as every fsspec file system can.
+    """Writes a file sequentially from its first byte to its last, which every fsspec file system supports.
 
     Args:
-        storage: Where.
-        path: Its URL.
-        part_bytes: How much is written at a time.
+        storage: Storage of the file.
+        path: URL of the file.
+        part_bytes: Size of a part in bytes.
     """
 
     def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
         self._storage = storage
         self.path = path
         self.part_bytes = part_bytes
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._at = 0
         self._failed: BaseException | None = None
-        self._before = self._there()
-        # As large as what is written at a time: more would be held back for nothing, tens of MB by some.
+        self._before = self._entry()
+        # One part per block: some file systems buffer tens of MB by default.
         options = {"block_size": part_bytes, "autocommit": False}
         self._file = storage.call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
 
     def has(self, start: int, nbytes: int) -> bool:
-        """No: such an upload cannot be gone on with."""
+        """Return False: a sequential upload cannot be resumed."""
         return False
 
     def write(self, start: int, data: bytes | memoryview) -> None:
-        """Write the part that begins at a byte, when all before it are written.
+        """Wait until all earlier parts are written, then write the part that begins at byte ``start``.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The part cannot be written.
         """
-        with self._turn:
-            self._turn.wait_for(lambda: self._failed is not None or self._at == start)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or self._at == start)
             if self._failed is not None:
-                raise self._failed  # what the others are told as well, so that it does not matter whose error is seen
+                raise self._failed  # all threads raise the same error, so that the caller may report any of them
             try:
-                self._file.write(data)  # not again if it fails: part of it may be on its way
+                self._file.write(data)  # no second attempt: the first may have sent some of the bytes
             except Exception as error:
                 problem = f"could not be written: {type(error).__name__}"
                 self._failed = explain(self.path, error) or StorageError(self.path, problem, "try again")
                 raise self._failed from error
             finally:
                 self._at = start + len(data)
-                self._turn.notify_all()
+                self._changed.notify_all()
 
     def commit(self) -> None:
-        """Let the file be seen."""
+        """Make the complete file visible to readers."""
         self._file.close()
-        # A file system that writes at once to the real place has nothing to commit.
+        # A file system that writes to the final path has no commit.
         if hasattr(self._file, "commit"):
             self._file.commit()
         self._storage.forget()
 
     def discard(self) -> None:
-        """Give it up."""
-        self.fail(StorageError(self.path, "was given up", "try again"))
+        """Abort the upload, and delete the file if the storage has written to the final path."""
+        self.fail(StorageError(self.path, "was discarded", "try again"))
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(AttributeError):
-            self._file.closed = True  # or it would be written when it is collected
+            self._file.closed = True  # otherwise garbage collection would flush and commit it
         self._storage.forget()
-        # What is there may be what was there before: only some storages write at once to the real place.
-        if self._before is None or self._there() != self._before:
+        # Only some storages write to the final path before the commit; with others the previous file is still there.
+        if self._before is None or self._entry() != self._before:
             self._storage.delete([self.path])
 
-    def _there(self) -> Entry | None:
+    def _entry(self) -> Entry | None:
         return self._storage.entry(self.path) if self._storage.exists(self.path) else None
 
     def part_writer(self) -> PartWriter:
-        """Nothing that another process could use.
+        """Refuse: only one process can write this file.
 
         Raises:
             StorageError: Always.
@@ -150,14 +150,14 @@ class StreamWriter:
         raise _one_process(self.path)
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Never called: there is no part writer."""
+        """Do nothing: without a part writer there is no result."""
 
     def fail(self, error: BaseException) -> None:
         """Wake threads that wait for an earlier part, and raise ``error`` in them."""
-        with self._turn:
+        with self._changed:
             self._failed = self._failed or error
-            self._turn.notify_all()
+            self._changed.notify_all()
 
 
 def _one_process(path: str) -> StorageError:
-    return StorageError(path, "can be written by one process alone", "write it to S3, or to local disk")
+    return StorageError(path, "can be written by only one process", "write it to S3, or to local disk")

@@ -1,7 +1,7 @@
-"""What fsspec's listings say, as entries of directories.
+"""Convert fsspec's listings to entries of directories.
 
-The key of an object is any text: its parts may be empty, "." or "..", which are no names of files. Such an object is
-listed as one file with all of the rest of its key for a name, in the last directory that has a plain name.
+The key of an object is any text: its components may be empty, "." or "..", which are not valid names of files. Such an
+object becomes one file in the last directory with a valid name; its name is the rest of the key.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def tree_of(root: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, list[Entry]]:
-    """The entries of a directory and of all below it, from a listing of its files.
+    """Build the entries of all directories of a tree from a listing of its files.
 
     Args:
-        root: The directory.
-        infos: All files below it.
+        root: Key of the directory.
+        infos: fsspec's infos of all files below it.
     """
     listed: dict[str, dict[tuple[str, bool], Entry]] = {root: {}}
     for info in infos:
@@ -38,12 +38,12 @@ def tree_of(root: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, list[Ent
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries by name; where an object has the name of a directory, that comes first."""
+    """Sort entries by name; a directory comes before an object of the same name."""
     return sorted(entries, key=lambda e: (e.name, not e.is_dir))
 
 
 def _split(root: str, key: str) -> tuple[str, str]:
-    """The directory of a file below a root, and its name in it."""
+    """Split the key of a file below a root into its directory and its name."""
     if key.startswith(f"{root}/"):
         parts = key[len(root) + 1 :].split("/")
         for number, part in enumerate(parts):
@@ -53,17 +53,17 @@ def _split(root: str, key: str) -> tuple[str, str]:
 
 
 def name_of(info: Mapping[str, Any]) -> str:
-    """The path of a file or directory."""
+    """Return the key of a file or directory without a trailing slash."""
     return str(info["name"]).rstrip("/")
 
 
 def _is_marker(info: Mapping[str, Any]) -> bool:
-    """Whether it is an empty object in a directory's place, as consoles leave them."""
+    """Return whether an info is an empty object that stands for a directory; web consoles create them."""
     return str(info["name"]).endswith("/") and info["type"] != "directory" and not info["size"]
 
 
 def entry_of(info: Mapping[str, Any]) -> Entry:
-    """What fsspec tells of a file or directory."""
+    """Convert fsspec's info of a file or directory to an entry."""
     is_dir = info["type"] == "directory"
     keys = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "mtime", "modified", "created")
     version = next((str(info[k]) for k in keys if info.get(k)), "")

@@ -1,7 +1,7 @@
-"""Files on local disk.
+"""Read and write files on local disk.
 
-Source of the order of steps of a durable write: POSIX, rename() and fsync(): the bytes of a file are safe after fsync
-of the file, its name after fsync of the directory.
+Source: POSIX, rename() and fsync(), for the steps of a durable write: the bytes of a file are durable after fsync of
+the file, its name after fsync of the directory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ if TYPE_CHECKING:
 
 
 class LocalReader:
-    """A file on local disk, opened once, read with ``pread``."""
+    """An open file on local disk, read with ``pread``.
+
+    Args:
+        path: The file.
+
+    Raises:
+        StorageError: The file is missing, not a regular file, or not readable.
+    """
 
     remote = False
 
     def __init__(self, path: str) -> None:
         self.path = path
         with translate_os_errors(path):
-            # Not blocking: opening a named pipe would wait for a writer for ever.
+            # Non-blocking: to open a named pipe would wait for a writer for ever.
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             info = os.fstat(self.fd)
         if not stat_module.S_ISREG(info.st_mode):
@@ -61,7 +68,7 @@ class LocalReader:
         parts: list[bytes] = []
         position = start
         while position < end:
-            try:  # not translate_os_errors: this is called a million times for the largest checkpoints
+            try:  # not translate_os_errors: the largest checkpoints take a million calls
                 data = os.pread(self.fd, end - position, position)
             except OSError as error:
                 raise storage_error(self.path, error) from error
@@ -94,13 +101,13 @@ class LocalReader:
         return [self.read(r.start, r.end) for r in ranges]
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Nothing is remote here."""
+        """Do nothing: local reads need no prefetch."""
 
     def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened.
+        """Check that the file has not changed since it was opened.
 
         Raises:
-            StorageError: Its size or modification time changed since.
+            StorageError: Its size or modification time changed.
         """
         with translate_os_errors(self.path):
             info = os.fstat(self.fd)
@@ -122,7 +129,7 @@ def _version(info: os.stat_result) -> str:
 
 
 class LocalStorage:
-    """Files on local disk."""
+    """The storage of local files."""
 
     remote = False
     reads_versions = False
@@ -131,16 +138,16 @@ class LocalStorage:
     """Stays 0: the kernel repeats what can be repeated."""
 
     def listing(self, path: str) -> list[Entry]:
-        """The names in a directory, sorted.
+        """Return the entries of a directory, sorted by name.
 
         Raises:
-            StorageError: There is no such directory, or it cannot be read.
+            StorageError: The directory does not exist or cannot be read.
         """
         entries = []
         with translate_os_errors(path), os.scandir(path) as names:
             for item in names:
                 is_dir = item.is_dir()
-                # A dangling link has no size; opening it later says what is wrong.
+                # A dangling link has no size; ``open`` reports it.
                 with contextlib.suppress(FileNotFoundError):
                     info = item.stat()
                     nbytes = 0 if is_dir else info.st_size
@@ -148,39 +155,39 @@ class LocalStorage:
         return sorted(entries, key=lambda e: e.name)
 
     def list_tree(self, path: str) -> None:
-        """Nothing is remote here."""
+        """Do nothing: local listings need no prefetch."""
 
     def is_dir(self, path: str) -> bool:
-        """Whether the path is a directory that can be looked at."""
+        """Return whether the path is a directory."""
         return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether there is anything at the path, a dangling link included."""
+        """Return whether the path exists, even as a dangling link."""
         return os.path.lexists(path)
 
     def open(self, path: str, *, ahead: bool = False) -> LocalReader:
         """Open a file for reading ranges.
 
         Raises:
-            StorageError: It is missing, not a file, or not permitted.
+            StorageError: The file is missing, not a regular file, or not readable.
         """
         return LocalReader(path)
 
     def read_text(self, path: str) -> str:
-        """The content of a small text file.
+        """Return the content of a small text file.
 
         Raises:
-            StorageError: It cannot be read, is larger than 1 MiB or is not text.
+            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
         """
         with self.open(path) as reader:
             return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
-        """The bytes [start, end) of each reader."""
+        """Return the bytes [start, end) of each reader."""
         return [reader.read(start, end) for reader, start, end in wanted]
 
     def refresh(self, paths: Sequence[str]) -> None:
-        """Nothing is remembered here."""
+        """Do nothing: local listings are not cached."""
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -188,7 +195,7 @@ class LocalStorage:
         """Create a directory and its missing parents.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The directory cannot be created.
         """
         with translate_os_errors(path):
             missing = []
@@ -202,24 +209,24 @@ class LocalStorage:
                 sync_directory(os.path.dirname(one))
 
     def free_bytes(self, path: str) -> int | None:
-        """Bytes that can still be written below a directory."""
+        """Return the free bytes of the file system of a directory."""
         with translate_os_errors(path):
             info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
-        """Write a small file, or replace it, in one step. A link is replaced itself, not its target.
+        """Write or replace a small file atomically. A link is replaced itself, not its target.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         self._put(path, parts, mode, new=False)
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
-        """Write a small file only if no other writer was faster; see ``WritableStorage.put_new``.
+        """Write a small file only if no other process has written it; see ``WritableStorage.put_new``.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         try:
             if over is not None and _version(os.stat(path)) != over:
@@ -240,15 +247,15 @@ class LocalStorage:
         self.sync(os.path.dirname(path))
 
     def writer(self, path: str, nbytes: int, *, new: bool = False) -> LocalWriter:
-        """Begin to write a file of known size in parts.
+        """Open a writer for a file of known size.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
         return LocalWriter(path, nbytes, new=new, reserved=True)
 
     def sync(self, path: str) -> None:
-        """Make the names in a directory durable.
+        """Make the file names in a directory durable.
 
         Raises:
             StorageError: The disk fails.
@@ -260,7 +267,7 @@ class LocalStorage:
         """Delete files; missing ones are ignored.
 
         Raises:
-            StorageError: One cannot be deleted.
+            StorageError: A file cannot be deleted.
         """
         for path in paths:
             with translate_os_errors(path):
@@ -288,16 +295,16 @@ class LocalStorage:
         remove_local(path.rstrip("/"))
 
     def abandon(self, path: str) -> None:
-        """Nothing: unfinished files lie in the directory itself."""
+        """Do nothing: temporary files lie in the directory itself."""
 
 
 def is_linked(storage: Storage, root: str, path: str) -> bool:
-    """Whether a symbolic link lies between a root and what is below it, so that it may be anywhere.
+    """Return whether a component of a path below a root is a symbolic link.
 
     Args:
-        storage: Where both lie; only local disks have links.
-        root: A directory, which may itself be reached through links.
-        path: What is below it.
+        storage: Storage of both; only local disks have links.
+        root: A directory; the path to it may contain links.
+        path: A path below it.
     """
     if storage.remote:
         return False

@@ -1,7 +1,7 @@
-"""Writes one file on local disk, under a temporary name until it is complete.
+"""Write one file on local disk, under a temporary name until it is complete.
 
-A save waits until its bytes are on the disk. Measured with checksums, 1 GB takes 0.25 s of a processor with direct I/O,
-against 0.5 s through the page cache where free memory is at hand and 3 s where it is not.
+A save waits until its bytes are durable. Measured with checksums, 1 GB takes 0.25 s of CPU time with direct I/O, and
+through the page cache 0.5 s with enough free memory and 3 s without.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ckpttool.storage.base import PartWriter
 
 PARTIAL = ".partial"
-"""Suffix of the temporary name of a file that is being written."""
+"""Suffix of the temporary name of an incomplete file."""
 PART_BYTES = 1 << 23
 """Bytes of one write."""
 
 
 class LocalWriter:
-    """A file on local disk that is written in parts.
+    """Writes one file on local disk in parts.
 
     Args:
         path: The file.
@@ -39,7 +39,7 @@ class LocalWriter:
         reserved: Whether to allocate its blocks now, so that a full disk fails at once.
 
     Raises:
-        StorageError: It cannot be created.
+        StorageError: The file cannot be created.
     """
 
     part_bytes = PART_BYTES
@@ -64,7 +64,7 @@ class LocalWriter:
                 raise
 
     def has(self, start: int, nbytes: int) -> bool:
-        """False: another process cannot find the temporary name."""
+        """Return False: another process cannot find the temporary name."""
         return False
 
     def write(self, start: int, data: bytes | memoryview) -> None:
@@ -84,10 +84,10 @@ class LocalWriter:
                     os.fsync(self._fd)
 
     def append(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Write all parts of a file, one behind the other.
+        """Write all parts of a file in order.
 
         Raises:
-            StorageError: One cannot be written.
+            StorageError: A part cannot be written.
         """
         start = 0
         for part in parts:
@@ -95,24 +95,24 @@ class LocalWriter:
             start += len(part)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing: no thread waits for another's part."""
+        """Do nothing: no thread waits for the part of another."""
 
     def part_writer(self) -> PartWriter:
-        """Nothing that another process could use.
+        """Refuse: only one process can write this file.
 
         Raises:
             StorageError: Always.
         """
-        raise StorageError(self.path, "can be written by one process alone", "write it without workers")
+        raise StorageError(self.path, "can be written by only one process", "write it without workers")
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Never called: there is no part writer."""
+        """Do nothing: without a part writer there is no result."""
 
     def commit(self) -> None:
-        """Give the file its name.
+        """Rename the file to its final name.
 
         Raises:
-            ExistsError: The file must be new, and another one has its name.
+            ExistsError: ``new`` is set, and the path exists.
             StorageError: The rename failed.
         """
         with translate_os_errors(self.path):
@@ -126,7 +126,7 @@ class LocalWriter:
                 raise ExistsError(self.path, "exists already", "choose another name") from error
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the temporary file."""
         self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)

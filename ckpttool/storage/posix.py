@@ -1,4 +1,4 @@
-"""System calls on local files: names that replace nothing, kernel copies, reserved space, synced directories."""
+"""Wrap system calls on local files: rename without replacing, copy in the kernel, reserve space, sync directories."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from ckpttool.storage.local import LocalReader
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-"""How to open a new file: what lies there already, a link that somebody planted for instance, is never written."""
+"""Flags that create a new file and refuse an existing one, such as a link that another user has planted."""
 KERNEL_COPY_UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
-"""What ``copy_file_range`` answers where this pair of file systems cannot do it; plain reads and writes can."""
+"""Errors of ``copy_file_range`` for a pair of file systems that needs plain reads and writes."""
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _NO_SUCH_RENAME = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-"""What answers where a kernel or file system cannot rename without replacing."""
+"""Errors of a kernel or file system that cannot rename without replacing."""
 
 
 def rename_new(before: str, after: str) -> None:
-    """Give a file a name that no other has.
+    """Rename a file; never replace another.
 
     Source: Linux, renameat2(2), ``RENAME_NOREPLACE``; elsewhere link(2), which replaces nothing.
 
     Raises:
-        FileExistsError: One has it.
-        OSError: It cannot be renamed.
+        FileExistsError: The new name exists.
+        OSError: The rename failed.
     """
     call = _renameat2()
     if call is not None:
@@ -63,7 +63,7 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
 
 
 def copy_range(source: LocalReader, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
-    """Let the kernel copy bytes from one file to another; no byte enters this process.
+    """Copy bytes from one file to another in the kernel.
 
     Returns:
         False if this pair of file systems cannot do it; nothing was copied then.
@@ -89,9 +89,9 @@ def copy_range(source: LocalReader, start: int, target_fd: int, target_start: in
 
 @functools.cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """Linux's own call; None elsewhere.
+    """Return Linux's ``fallocate``; None on other systems.
 
-    Not os.posix_fallocate: where the file system cannot do it, the C library writes to every block instead.
+    Not os.posix_fallocate: on file systems without support, the C library writes to every block instead.
     """
     found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if found is not None:
@@ -100,12 +100,12 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 def reserve(fd: int, nbytes: int, target: str) -> None:
-    """Give a new file its size, and its place on the disk where the file system can do so at once.
+    """Set the size of a new file, and allocate its blocks if the file system supports that.
 
-    Writing then costs a third less, the file lies in one piece, and a disk that is too small says so now.
+    Writes then cost a third less, the file is contiguous, and a full disk fails at once.
 
     Raises:
-        StorageError: There is no room; names the target.
+        StorageError: The disk has too little space; names the target.
     """
     with translate_os_errors(target):
         os.ftruncate(fd, nbytes)
@@ -117,11 +117,11 @@ def reserve(fd: int, nbytes: int, target: str) -> None:
 
 
 _NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP}
-"""What file systems of networks answer that sync no directories: names are safe there when they were made."""
+"""Errors of network file systems that cannot sync directories; there a name is durable when its creation returns."""
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in a directory safe.
+    """Make the file names in a directory durable.
 
     Raises:
         StorageError: The disk failed.
@@ -146,7 +146,7 @@ def write_at(fd: int, data: bytes | memoryview, start: int, target: str) -> None
     view = memoryview(data)
     done = 0
     while done < len(view):
-        try:  # not translate_os_errors: this is called for every buffer
+        try:  # not translate_os_errors: each buffer takes a call
             done += os.pwrite(fd, view[done:] if done else view, start + done)
         except OSError as error:
             raise storage_error(target, error) from error
@@ -156,7 +156,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def write_all(fd: int, data: bytes | memoryview, start: int) -> None:
-    """Write through the page cache, and let the disk begin with it, so that it has little left to do when synced.
+    """Write through the page cache and start writeback at once, so that a later sync is short.
 
     Raises:
         OSError: Writing failed.

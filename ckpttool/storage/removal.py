@@ -1,4 +1,4 @@
-"""Removes a directory so that what is left of it if that fails is not taken for whole."""
+"""Remove a directory so that readers refuse the remaining files after a failure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 REMOVED = ".removed"
-"""What a directory that is being removed is called: its name with a dot before it and this behind it."""
+"""Suffix of a directory that is being removed; its name also gets the prefix "."."""
 
 
 MAX_NAME_BYTES = 255
 _ASIDE = re.compile(rf"\..+{re.escape(REMOVED)}")
 REMOVAL_MARK = '{"key": "removed", "files": []}'
-"""What the mark in a bucket says where a directory is being removed."""
+"""Content of the in-progress marker in a remote directory that is being removed."""
 HALF_REMOVED = "half removed by a run that was killed"
-"""What is wrong with such a directory."""
+"""Error message for such a directory."""
 
 
 def is_half_removed(storage: Storage, path: str) -> bool:
-    """Whether a run that was killed has left a directory that it was removing.
+    """Return whether a killed run has removed only a part of a directory.
 
     Raises:
-        StorageError: It cannot be looked at.
+        StorageError: The directory cannot be read.
     """
     if not storage.remote:
         return _ASIDE.fullmatch(os.path.basename(path)) is not None
@@ -43,7 +43,7 @@ def is_half_removed(storage: Storage, path: str) -> bool:
 
 
 def _aside_name(name: str) -> str:
-    """What a directory is called while it is being removed."""
+    """Return the name of a directory during its removal."""
     aside = f".{name}{REMOVED}"
     if len(os.fsencode(aside)) <= MAX_NAME_BYTES:
         return aside
@@ -51,31 +51,31 @@ def _aside_name(name: str) -> str:
 
 
 def remove_local(path: str) -> None:
-    """Remove a directory on local disk.
+    """Rename a directory on local disk, then remove it.
 
     Raises:
-        StorageError: It cannot be removed.
+        StorageError: The directory cannot be removed.
     """
     above, name = os.path.split(path)
     if os.path.islink(path):
-        raise StorageError(path, "is a link, and what it leads to is not removed", "remove the link by hand")
+        raise StorageError(path, "is a link, and ckpttool does not remove its target", "remove the link by hand")
     aside = path if _ASIDE.fullmatch(name) else os.path.join(above, _aside_name(name))
     if os.path.islink(aside):
         aside = os.path.join(above, _aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{secrets.token_hex(4)}"))
     with translate_os_errors(path):
         if aside != path:
             if os.path.isdir(aside):
-                shutil.rmtree(aside)  # a run before this one was killed
+                shutil.rmtree(aside)  # left by a killed run
             os.rename(path, aside)
-            sync_directory(above)  # or after a power failure some of it might be back under its name
+            sync_directory(above)  # otherwise a power failure might bring back some files under the old name
         shutil.rmtree(aside)
 
 
 def remove_remote(storage: WritableStorage, path: str) -> None:
-    """Remove all objects below a path; the mark that makes readers refuse it first comes, and goes last.
+    """Remove all files below a remote path; write the marker that makes readers refuse it first, delete it last.
 
     Raises:
-        StorageError: One cannot be removed.
+        StorageError: A file cannot be removed.
     """
     names = [name for name, _ in walk(storage, path)]
     storage.put(f"{path}/{MARK}", REMOVAL_MARK.encode())

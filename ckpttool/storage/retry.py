@@ -1,4 +1,4 @@
-"""What stores and networks say, in plain words, and whether asking again may help."""
+"""Retry calls to remote storages, and translate their errors to error messages."""
 
 from __future__ import annotations
 
@@ -19,41 +19,45 @@ T = TypeVar("T")
 
 
 class Tally:
-    """Counts, in every thread."""
+    """A counter that threads may share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.count = 0
 
     def add(self) -> None:
-        """One more."""
+        """Add one."""
         with self._lock:
             self.count += 1
 
 
 ATTEMPTS = 7
-"""How often a call is made before it is given up."""
+"""Most attempts of a call."""
 PATIENCE = 120.0
-"""Seconds after which it is not made again, but for a second time: some clients try again themselves, for a minute."""
+"""Seconds after which only a second attempt is made: some clients retry by themselves for a minute."""
 FIRST_PAUSE = 0.1
-"""Seconds before the second attempt; each pause is up to twice as long as the one before it."""
+"""Seconds before the second attempt; each pause is at most twice as long as the previous one."""
 LONGEST_PAUSE = 8.0
-"""Seconds that no pause is longer than."""
+"""Longest pause in seconds."""
 
 MISSING = "does not exist"
-"""What is wrong with a path at which nothing is."""
+"""Error message for a missing path."""
 NO_BUCKET = "there is no such bucket"
-_SIGN_IN = "sign in again, or check the environment, the profile and --storage-option"
+_SIGN_IN = "sign in again, or check the environment, the profile and storage_options"
 _EXPIRED = ("the credentials have expired", _SIGN_IN)
 _STILL_EXPIRED = "refreshed credentials are still expired"
-"""What botocore says in the text of a RuntimeError alone."""
+"""Text of botocore's RuntimeError; it has no class of its own."""
 NO_CREDENTIALS = ("there are no credentials", _SIGN_IN)
-"""What is wrong where a store wants some, and what to do."""
-_MEANING = {
+"""Error message and hint for a store that requires credentials."""
+BAD_OPTIONS = ("has options that its file system does not accept", "check storage_options")
+"""Error message and hint for options that the fsspec class refuses."""
+OPTIONS = ("storage_options", "max_shard_size")
+"""Parameters that the hints name."""
+_MESSAGE_OF_CODE = {
     "NoSuchBucket": (NO_BUCKET, "check the name, the region and the endpoint"),
-    "InvalidBucketName": ("is no valid name of a bucket", "check the name"),
+    "InvalidBucketName": ("has an invalid bucket name", "check the name"),
     "NoSuchKey": (MISSING, "check the path"),
-    "NoSuchUpload": ("its upload was aborted by somebody else", "see that no other run writes it, then try again"),
+    "NoSuchUpload": ("another process aborted its upload", "check that no other run writes it, then try again"),
     "404": (MISSING, "check the path"),
     "AccessDenied": ("access denied", "check what these credentials may do"),
     "AllAccessDisabled": ("access denied", "check what these credentials may do"),
@@ -68,42 +72,42 @@ _MEANING = {
     "InvalidClientTokenId": ("the credentials are not accepted", _SIGN_IN),
     "AuthorizationHeaderMalformed": ("the region or the credentials are wrong", _SIGN_IN),
     "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it, then try again"),
-    "PermanentRedirect": ("lies in another region", "name it with --storage-option client_kwargs.region_name=..."),
-    "301": ("lies in another region", "name it with --storage-option client_kwargs.region_name=..."),
+    "PermanentRedirect": ("lies in another region", "set storage_options client_kwargs.region_name=..."),
+    "301": ("lies in another region", "set storage_options client_kwargs.region_name=..."),
     "400": ("the request was refused, without a reason", _SIGN_IN),
     "PreconditionFailed": ("changed while it was being read", WAIT),
     "412": ("changed while it was being read", WAIT),
     "InvalidRange": ("changed while it was being read", WAIT),
     "416": ("changed while it was being read", WAIT),
-    "EntityTooLarge": ("is larger than the store takes", "choose a smaller --max-shard-size"),
+    "EntityTooLarge": ("is larger than the store allows", "choose a smaller max_shard_size"),
     "QuotaExceeded": ("no space left", "free some space or choose another place"),
     "ContainerNotFound": (NO_BUCKET, "check the name, the account and the endpoint"),
     "BlobNotFound": (MISSING, "check the path"),
     "AuthenticationFailed": ("the credentials are not accepted", _SIGN_IN),
     "InvalidAuthenticationInfo": ("the credentials are not accepted", _SIGN_IN),
-    "InvalidResourceName": ("is no name that the store takes", "check the URL"),
-    "OutOfRangeInput": ("is no name that the store takes", "check the URL"),
+    "InvalidResourceName": ("is not a name that the store accepts", "check the URL"),
+    "OutOfRangeInput": ("is not a name that the store accepts", "check the URL"),
 }
-"""Codes of S3 and Azure, and of HTTP where there is no other, after which asking again does not help."""
-_PASSING = {
+"""Error message and hint by code of S3 or Azure, or by HTTP status if there is no code; retries do not help."""
+_TEMPORARY_CODES = {
     "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "RequestTimeoutException", "Throttling",
     "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "OperationAborted", "BadDigest", "IncompleteBody",
     "XAmzContentSHA256Mismatch", "500", "502", "503", "504", "429", "408", "409",
 }  # fmt: skip
-_MEANING_OF_CLASS = {
+_MESSAGE_OF_CLASS = {
     "NoCredentialsError": NO_CREDENTIALS,
     "PartialCredentialsError": ("the credentials are incomplete", _SIGN_IN),
-    "CredentialRetrievalError": ("the credentials cannot be had", _SIGN_IN),
+    "CredentialRetrievalError": ("the credentials cannot be obtained", _SIGN_IN),
     "TokenRetrievalError": _EXPIRED,
     "UnauthorizedSSOTokenError": _EXPIRED,
-    "ProfileNotFound": ("the profile is not there", "check AWS_PROFILE and ~/.aws/config"),
-    "NoRegionError": ("no region is known", "name it with --storage-option client_kwargs.region_name=..."),
-    "InvalidRegionError": ("the region is no valid name", "check the region"),
-    "ParamValidationError": ("is no name that the store takes", "check the URL"),
+    "ProfileNotFound": ("the profile does not exist", "check AWS_PROFILE and ~/.aws/config"),
+    "NoRegionError": ("no region is set", "set storage_options client_kwargs.region_name=..."),
+    "InvalidRegionError": ("the region name is invalid", "check the region"),
+    "ParamValidationError": ("is not a name that the store accepts", "check the URL"),
     "DefaultCredentialsError": NO_CREDENTIALS,
     "RefreshError": _EXPIRED,
     "ClientAuthenticationError": ("the credentials are not accepted", _SIGN_IN),
-    "TypeError": ("its options do not fit", "check --storage-option"),
+    "TypeError": BAD_OPTIONS,
     "FileNotFoundError": (MISSING, "check the path"),
     "PermissionError": ("access denied", "check what these credentials may do"),
     "NotADirectoryError": ("is not a directory", "pass a checkpoint's directory"),
@@ -111,35 +115,35 @@ _MEANING_OF_CLASS = {
     "FileExistsError": ("exists already", "choose another name"),
     "NotImplementedError": ("cannot be done on this storage", "copy it to local disk first"),
 }
-"""By the name of an exception's class; those of packages that need not be installed among them."""
-_PASSING_CLASSES = {
+"""Error message and hint by class name of an exception; the packages of some classes may not be installed."""
+_TEMPORARY_CLASSES = {
     "HTTPClientError", "EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError",
     "ClientPayloadError", "ClientConnectionError", "ServerDisconnectedError", "IncompleteRead", "IncompleteReadError",
     "ResponseParserError", "ResponseStreamingError", "FlexibleChecksumError", "FSTimeoutError", "TimeoutError",
     "ConnectionError", "HttpResponseError", "ServiceRequestError", "ShortReadError",
 }  # fmt: skip
-_PASSING_NUMBERS = {
+_TEMPORARY_NUMBERS = {
     errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
     errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EAGAIN,
 }  # fmt: skip
-_PLAIN_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EFBIG}
-"""What storages say that are disks of other machines."""
+_DISK_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EFBIG}
+"""Errors of remote file systems such as SFTP that mean the same as those of local disk."""
 
 
 class ShortReadError(Exception):
-    """A store sent fewer bytes than it was asked for."""
+    """A store sent another number of bytes than the request asked for."""
 
 
 def call(path: str, function: Callable[[], T], retries: Tally) -> T:
-    """Do something that may fail for a while, again and again with growing pauses.
+    """Call a function; retry temporary failures with growing pauses.
 
     Args:
-        path: What errors call the file.
-        function: What to do; it must do no harm if done twice.
+        path: Path of the file, for error messages.
+        function: The function; a repeated call must have no further effect.
         retries: Counts the repeated attempts.
 
     Raises:
-        StorageError: It failed for good, or too often.
+        StorageError: The failure is permanent, or all attempts failed.
     """
     pause = FIRST_PAUSE
     began = time.monotonic()
@@ -149,59 +153,59 @@ def call(path: str, function: Callable[[], T], retries: Tally) -> T:
         except CkptError:
             raise
         except Exception as error:
-            found = explain(path, error)
-            if found is not None:
-                raise found from error
+            permanent = explain(path, error)
+            if permanent is not None:
+                raise permanent from error
             if attempt == ATTEMPTS or (attempt > 1 and time.monotonic() - began > PATIENCE):
-                problem = f"the store failed {attempt} times, at last with {_in_short(error)}"
+                problem = f"the store failed {attempt} times, last with {_short_name(error)}"
                 raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
         retries.add()
-        # At random, so that many who failed at once do not come back at once.
+        # Random, so that many processes that failed together do not retry together.
         time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError
 
 
 def explain(path: str, error: BaseException) -> StorageError | None:
-    """Say a failure in plain words; None if it may pass."""
+    """Return the StorageError for a permanent failure; None for a temporary one."""
     code, status = _codes(error)
-    for known in (code, "" if code and status == "400" else status):  # any code says more than that
-        if known in _PASSING:
+    for known in (code, "" if code and status == "400" else status):  # any other code is more precise than status 400
+        if known in _TEMPORARY_CODES:
             return None
-        if known in _MEANING:
-            return StorageError(path, *_MEANING[known])
+        if known in _MESSAGE_OF_CODE:
+            return StorageError(path, *_MESSAGE_OF_CODE[known], OPTIONS)
     chain = _chain(error)
     if any(_STILL_EXPIRED in str(link) for link in chain):
-        return StorageError(path, *_EXPIRED)
+        return StorageError(path, *_EXPIRED, OPTIONS)
     for link in chain:
         for name in (c.__name__ for c in type(link).__mro__):
-            # ConnectionError and TimeoutError before the OSError that they are.
-            if name in _MEANING_OF_CLASS:
-                return StorageError(path, *_MEANING_OF_CLASS[name])
-            if name in _PASSING_CLASSES:
+            # The most derived class first: ConnectionError and TimeoutError before OSError.
+            if name in _MESSAGE_OF_CLASS:
+                return StorageError(path, *_MESSAGE_OF_CLASS[name], OPTIONS)
+            if name in _TEMPORARY_CLASSES:
                 return None
-    # s3fs turns codes that it does not know into EIO; a status of 4xx says that it is our fault all the same.
-    if not status.startswith("4") and any(isinstance(e, OSError) and e.errno in _PASSING_NUMBERS for e in chain):
+    # s3fs raises EIO for unknown codes; with a status of 4xx the request is wrong all the same.
+    if not status.startswith("4") and any(isinstance(e, OSError) and e.errno in _TEMPORARY_NUMBERS for e in chain):
         return None
-    if not code and (full := next((e for e in chain if isinstance(e, OSError) and e.errno in _PLAIN_NUMBERS), None)):
+    if not code and (full := next((e for e in chain if isinstance(e, OSError) and e.errno in _DISK_NUMBERS), None)):
         return storage_error(path, full)
-    return StorageError(path, f"the store said {_in_short(error)}", "check the URL and --storage-option")
+    return StorageError(path, f"the store answered {_short_name(error)}", "check the URL and storage_options", OPTIONS)
 
 
 def _codes(error: BaseException) -> tuple[str, str]:
-    """The code that the store gave, and the status of its answer; "" where there is none."""
+    """Return the code and the HTTP status of the store's answer; "" if there is none."""
     for link in _chain(error):
         response: Any = getattr(link, "response", None)
         if isinstance(response, dict):
             code = str(response.get("Error", {}).get("Code", ""))
             return code, str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
-        for attribute in ("status", "status_code", "code"):  # of aiohttp, azure, gcsfs
+        for attribute in ("status", "status_code", "code"):  # attributes of aiohttp, azure and gcsfs
             value = getattr(link, attribute, None)
             if isinstance(value, int) and 400 <= value < 600:
-                named = getattr(link, "error_code", None)  # of azure, where some are members of an enumeration
+                named = getattr(link, "error_code", None)  # of azure: a text or an enumeration member
                 return str(getattr(named, "value", named or "")), str(value)
-        if any(c.__name__ in _PASSING_CLASSES for c in type(link).__mro__):
-            break  # what it wraps may have a number that no store gave: aiohttp calls a body that is cut off "400"
+        if any(c.__name__ in _TEMPORARY_CLASSES for c in type(link).__mro__):
+            break  # the wrapped error may have a status that no store sent: aiohttp gives a truncated body status 400
     return "", ""
 
 
@@ -214,8 +218,8 @@ def _chain(error: BaseException) -> list[BaseException]:
     return links
 
 
-def _in_short(error: BaseException) -> str:
-    """The store's own code, or the class of the error. Not its text: it may quote what was sent, secrets included."""
+def _short_name(error: BaseException) -> str:
+    """Return the store's code, or the class of the error; not its text, which may quote secrets of the request."""
     code, status = _codes(error)
     if code or status:
         return code or f"HTTP {status}"

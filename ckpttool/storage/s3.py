@@ -1,4 +1,4 @@
-"""Amazon's S3 and what speaks its language, through s3fs: reads of one version, and uploads in parts."""
+"""Read and write objects in S3 and compatible stores through s3fs: ranges of one version, and multipart uploads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from ckpttool.storage.s3_parts import PartClient
 
 MAX_PARTS = 10_000
-"""S3's own limits: parts of one upload,"""
+"""Most parts of one upload; a limit of S3."""
 MIN_PART_BYTES = 5 << 20
-"""and bytes of each but the last."""
+"""Least bytes of each part but the last; a limit of S3."""
 BULK_BYTES = 1 << 20
-"""Ranges from this size on are read through obstore, if it is installed."""
+"""Least bytes of a range to read through obstore, if it is installed."""
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """s3fs's options with what suits ranges and retries of our own; what the user says counts more.
+    """Add defaults for concurrent ranges and for retries by ckpttool to s3fs's options; given options take precedence.
 
     Raises:
         ValueError: An option has the wrong form.
@@ -42,25 +42,25 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
         "max_pool_connections": 2 * CONNECTIONS,  # botocore's own default is 10
         "connect_timeout": 10,
         "read_timeout": 20,
-        "retries": {"total_max_attempts": 1},  # failures.call tries again, once for all reasons
+        "retries": {"total_max_attempts": 1},  # retry.call retries all kinds of errors
         **dict(options.get("config_kwargs", {})),
     }
     return {**options, "config_kwargs": config}
 
 
 UPLOADED_BY = "ckpttool-upload"
-"""Metadata of an object that must be known again: whether it is this upload's or another's."""
+"""Metadata key that identifies the upload that has created an object."""
 CONFLICT, PRECONDITION_FAILED = 409, 412
-"""Status of answers to conditional writes."""
+"""HTTP status of refused conditional writes."""
 NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
-"""Codes of answers of servers that know no conditional writes."""
+"""Error codes of servers that do not support conditional writes."""
 
 
 class S3Storage(RemoteStorage):
-    """A bucket.
+    """The storage of S3 buckets. Threads may share it.
 
     Args:
-        fs: s3fs's file system.
+        fs: The file system of s3fs.
     """
 
     reads_versions = True
@@ -74,19 +74,19 @@ class S3Storage(RemoteStorage):
         self._has_part_client = False
 
     def look(self, key: str) -> list[dict[str, Any]]:
-        """What s3fs tells of all that lies in a directory, or of the object that lies there instead.
+        """Return s3fs's infos of a directory's entries, or of the object at that key.
 
-        Where there is nothing s3fs lists all that lies beside it, which may be very much.
+        Not ``fs.ls``: for a missing key s3fs lists the parent directory, which may hold very many objects.
         """
         if "/" not in key:
             return super().look(key)
-        found = self._below(key) or self._itself(key)
+        found = self._below(key) or self._object(key)
         if not found:
             raise FileNotFoundError(key)
         return found
 
     def is_dir(self, path: str) -> bool:
-        """Whether anything lies below the path; one request."""
+        """Return whether any object lies below the path; one request."""
         key = self.key(path).rstrip("/")
         if self._lookup(path)[0] or "/" not in key:
             return super().is_dir(path)
@@ -94,15 +94,15 @@ class S3Storage(RemoteStorage):
         return bool(found and self._remember(path, key, found))
 
     def is_file(self, path: str) -> bool:
-        """Whether an object is at a path that was found to be no directory; one request."""
+        """Return whether a path that is not a directory is an object; one request."""
         key = self.key(path).rstrip("/")
         if "/" not in key:
             return False
-        found = self.call(path, partial(self._itself, key))
+        found = self.call(path, partial(self._object, key))
         if found:
             self._single[key] = entry_of(found[0])
         else:
-            self._listed[key] = []  # nothing is there: not to be asked again
+            self._listed[key] = []  # cached: the path does not exist
         return bool(found)
 
     def _below(self, key: str) -> list[dict[str, Any]]:
@@ -111,8 +111,11 @@ class S3Storage(RemoteStorage):
         found: list[dict[str, Any]] = sync(self.fs.loop, self.fs._lsdir, key)
         return found
 
-    def _itself(self, key: str) -> list[dict[str, Any]]:
-        """The object of this very name; of all that begin so it is the first in a listing, for which rights suffice."""
+    def _object(self, key: str) -> list[dict[str, Any]]:
+        """Return the info of the object with exactly this key: the first of a listing with that prefix.
+
+        A listing, because the credentials may have no right to HEAD.
+        """
         from fsspec.asyn import sync
 
         above, _, name = key.rpartition("/")
@@ -120,9 +123,9 @@ class S3Storage(RemoteStorage):
         return [info for info in found if info["name"] == key]
 
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
-        """The bytes [start, end) of one version of an object; one request.
+        """Return the bytes [start, end) of one version of an object; one request.
 
-        The ETag goes along, so that an object that was written anew is not taken for the one that was listed.
+        The request has the ETag of the listing, so that the store refuses it if the object was rewritten.
         """
         from fsspec.asyn import sync
 
@@ -131,8 +134,8 @@ class S3Storage(RemoteStorage):
             data = ranges.get(key, start, end, version)
             if data is not None:
                 return data
-        only = {"IfMatch": f'"{version}"'} if version else {}
-        return bytes(sync(self.fs.loop, self._get, bucket, key, start, end, only))
+        condition = {"IfMatch": f'"{version}"'} if version else {}
+        return bytes(sync(self.fs.loop, self._get, bucket, key, start, end, condition))
 
     def _ranges_of(self, bucket: str) -> ObstoreRanges | None:
         with self._lock:
@@ -140,16 +143,16 @@ class S3Storage(RemoteStorage):
                 from ckpttool.storage.s3_obstore import ObstoreRanges
 
                 self._ranges[bucket] = None
-                # Whatever keeps it from being made, s3fs will do, or say what is wrong.
+                # After any failure here s3fs reads the ranges, or reports the error.
                 with contextlib.suppress(Exception):
                     self._ranges[bucket] = ObstoreRanges(self.fs, bucket)
             return self._ranges[bucket]
 
-    async def _get(self, bucket: str, key: str, start: int, end: int, only: dict[str, str]) -> bytes:
+    async def _get(self, bucket: str, key: str, start: int, end: int, condition: dict[str, str]) -> bytes:
         wanted = f"bytes={start}-{end - 1}"
-        response = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=wanted, **only)
+        response = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=wanted, **condition)
         try:
-            # Looked at first: a server that knows no ranges would send all of a file that may be larger than memory.
+            # Checked first: a server without support for ranges would send the whole file, which may exceed the memory.
             if response["ContentLength"] != end - start:
                 raise ShortReadError(f"{response['ContentLength']:,} bytes instead of {end - start:,}")
             return bytes(await response["Body"].read())
@@ -157,28 +160,28 @@ class S3Storage(RemoteStorage):
             response["Body"].close()
 
     def part_client(self) -> PartClient | None:
-        """A client that sends parts from any thread; None if only s3fs can follow the options."""
+        """Return a client that sends parts from any thread; None if only s3fs supports the options."""
         with self._lock:
             if not self._has_part_client:
                 from ckpttool.storage.s3_parts import PartClient
 
                 self._has_part_client = True
-                # Without this client s3fs sends the parts, or says what is wrong.
+                # Without this client s3fs sends the parts, or reports the error.
                 with contextlib.suppress(Exception):
                     self._part_client = PartClient(self.fs)
             return self._part_client
 
     def checksum_of(self, data: bytes | memoryview) -> dict[str, str]:
-        """What a store is to compare a part with, if it is to.
+        """Return the checksum parameters of a part; empty if the store gets none.
 
-        It is what botocore would compute itself, a few times slower. Not with every store: some know no checksums.
+        botocore would compute the same checksum a few times slower. Some stores do not support checksums.
         """
         if getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_supported":
             return {}
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def upload(self, path: str, nbytes: int, key: str = "", *, new: bool = False) -> S3Writer:
-        """Begin an upload in parts, or go on with upload number ``key``.
+        """Begin a multipart upload, or resume the upload with identifier ``key``.
 
         Raises:
             StorageError: The store fails.
@@ -187,10 +190,10 @@ class S3Storage(RemoteStorage):
         return S3Writer(self, path, bucket, name, part_bytes(nbytes), key, new=new)
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
-        """Write a small object, or replace it.
+        """Write or replace a small object.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The object cannot be written.
         """
         bucket, name = self._names(path)
         data = b"".join(parts)
@@ -198,24 +201,25 @@ class S3Storage(RemoteStorage):
         self.forget()
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
-        """Write a small object only if no other writer was faster; see ``WritableStorage.put_new``.
+        """Write a small object only if no other process has written it; see ``WritableStorage.put_new``.
 
-        Source: Amazon S3, PutObject (``If-None-Match``, ``If-Match``); where a server knows neither, it is
-        looked at first.
+        On servers without conditional writes, checks for the object before the write.
+
+        Source: Amazon S3, PutObject (``If-None-Match``, ``If-Match``).
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The object cannot be written.
         """
         bucket, name = self._names(path)
         data = b"".join(parts)
-        only = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
+        condition = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
 
         def write() -> bool:
             try:
-                self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **only)
+                self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **condition)
             except FileNotFoundError:
                 if over is None:
-                    raise  # the bucket
+                    raise  # the bucket does not exist
                 return False
             except OSError as error:
                 code, answer = _answer_of(error)
@@ -228,7 +232,7 @@ class S3Storage(RemoteStorage):
 
         written = self.call(path, write)
         self.forget()
-        # The answer to an attempt before may have been lost, of the HTTP client's own too: then what is there is ours.
+        # The answer to an earlier attempt, also one of the HTTP client, may be lost: then the object has these bytes.
         return written or (self.exists(path) and self._holds(path, data))
 
     def _holds(self, path: str, data: bytes) -> bool:
@@ -238,33 +242,33 @@ class S3Storage(RemoteStorage):
         return not data or bytes(self.call(path, partial(self.get, path, 0, len(data), entry.version))) == data
 
     def part_bytes(self, nbytes: int) -> int:
-        """How large the parts of an object of this size are."""
+        """Return the part size in bytes for an object of ``nbytes`` bytes."""
         return part_bytes(nbytes)
 
     def object_name(self, path: str) -> str:
-        """The key of an object in its bucket."""
+        """Return the key of an object in its bucket."""
         return self._names(path)[1]
 
     def uploads(self, path: str) -> dict[str, str]:
-        """Uploads that were begun below a path and not ended: key of the object to number of its newest upload."""
+        """Return the pending uploads below a path: key of the object to identifier of its newest upload."""
         bucket, prefix = self._names(path)
         return dict(self.pending(path, bucket, f"{prefix}/" if prefix else ""))
 
     def pending(self, path: str, bucket: str, prefix: str) -> list[tuple[str, str]]:
-        """Key and number of every upload that was begun and not ended; of one object there may be several."""
+        """Return key and identifier of every pending upload; one object may have several."""
         markers = ("KeyMarker", "UploadIdMarker")
         pages = self._pages(path, "list_multipart_uploads", markers, Bucket=bucket, Prefix=prefix)
         return [(u["Key"], u["UploadId"]) for page in pages for u in page.get("Uploads", [])]
 
     def abort_uploads(self, path: str, names: Iterable[str]) -> None:
-        """Give up all uploads of these files below a path that were begun and not ended."""
+        """Abort all pending uploads of these files below a path."""
         bucket, prefix = self._names(path)
         keys = {f"{prefix}/{name}" if prefix else name for name in names}
         found = self.pending(path, bucket, f"{prefix}/" if prefix else "")
         self.at_once([partial(self.abort, path, bucket, *one) for one in found if one[0] in keys])
 
     def abort(self, path: str, bucket: str, name: str, number: str) -> bool:
-        """Give up an upload; what it stored so far is removed. Whether there still was one."""
+        """Abort an upload and remove its parts; return False if the upload does not exist."""
         return self.call(path, partial(self._abort, bucket, name, number))
 
     def _abort(self, bucket: str, name: str, number: str) -> bool:
@@ -274,11 +278,11 @@ class S3Storage(RemoteStorage):
             found = explain(name, error)
             if found is not None and found.problem == NO_BUCKET:
                 raise
-            return False  # it is complete, or an attempt before this one was heard
+            return False  # the upload is complete, or an earlier attempt has aborted it
         return True
 
     def parts(self, path: str, bucket: str, name: str, number: str) -> dict[int, tuple[str, int]]:
-        """The parts of an upload that are stored: number to ETag and size."""
+        """Return the stored parts of an upload: part number to ETag and size in bytes."""
         pages = self._pages(path, "list_parts", ("PartNumberMarker",), Bucket=bucket, Key=name, UploadId=number)
         return {p["PartNumber"]: (p["ETag"], p["Size"]) for page in pages for p in page.get("Parts", [])}
 
@@ -297,35 +301,35 @@ class S3Storage(RemoteStorage):
 
 
 def _answer_of(error: BaseException) -> tuple[int, str]:
-    """The status of the answer behind an error, and its code; 0 and "" if there was none."""
+    """Return HTTP status and error code of the answer behind an error; 0 and "" without an answer."""
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))
 
 
 def part_bytes(nbytes: int) -> int:
-    """How large the parts of an object of this size are; a multiple of 64, so that no element is cut."""
+    """Return the part size in bytes for an object of ``nbytes`` bytes; a multiple of 64, which splits no element."""
     return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
 
 
 @dataclass(frozen=True, slots=True)
 class S3Parts:
-    """Writes parts of an upload that was begun, in this process or another."""
+    """Writes parts of a pending upload in any process."""
 
     storage: S3Storage
-    """Where."""
+    """Storage of the object."""
     path: str
     """URL of the object."""
     where: Mapping[str, str]
-    """Its bucket, its key there and the number of the upload."""
+    """Parameters ``Bucket``, ``Key`` and ``UploadId`` of requests."""
     part_bytes: int
-    """Size of every part but the last."""
+    """Size of every part but the last, in bytes."""
 
     def write(self, start: int, data: bytes | memoryview) -> str:
-        """Write the part that begins at a byte, in place of what was written of it before; returns its ETag.
+        """Write or replace the part that begins at byte ``start``; return its ETag.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The part cannot be written.
         """
         return self.storage.call(self.path, partial(self._send, start // self.part_bytes + 1, data))
 
@@ -333,23 +337,26 @@ class S3Parts:
         sums = self.storage.checksum_of(data)
         if (client := self.storage.part_client()) is not None:
             return client.send(data, number, self.where, sums.get("ChecksumCRC32", ""))
-        # As a stream: bytes would be sent in one go, and nothing else be done meanwhile.
+        # A stream, because the event loop would send bytes in one call and block meanwhile.
         body = io.BytesIO(data)
         answer = self.storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **sums, **self.where)
         return str(answer["ETag"])
 
 
 class S3Writer:
-    """An upload in parts, in any order. Nobody sees the object before it is committed.
+    """Writes an object by a multipart upload, in any order. No reader sees the object before ``commit``.
 
     Args:
-        storage: Where.
+        storage: Storage of the object.
         path: URL of the object.
         bucket: Its bucket.
-        name: Its key there.
-        part_bytes: Size of every part but the last.
-        number: Of an upload to go on with; "" for a new one.
-        new: Whether it must replace no object.
+        name: Its key in the bucket.
+        part_bytes: Size of every part but the last, in bytes.
+        number: Identifier of the upload to resume; "" for a new one.
+        new: Whether the upload must not replace an object.
+
+    Raises:
+        StorageError: The store fails.
     """
 
     def __init__(
@@ -374,7 +381,7 @@ class S3Writer:
         self._committing = False
 
     def _abort_others(self, number: str) -> None:
-        """Give up what attempts have begun whose answer was lost; it may lack the rights to see them."""
+        """Abort the uploads of earlier attempts with lost answers; the credentials may lack the right to list them."""
         bucket, name = self._where["Bucket"], self._where["Key"]
         with contextlib.suppress(CkptError):
             for key, other in self._storage.pending(self.path, bucket, name):
@@ -383,23 +390,23 @@ class S3Writer:
 
     def _begin(self) -> str:
         self._attempts += 1
-        told = {"Metadata": {UPLOADED_BY: self._token}} if self._new else {}
-        return str(self._storage.fs.call_s3("create_multipart_upload", **told, **self._where)["UploadId"])
+        metadata = {"Metadata": {UPLOADED_BY: self._token}} if self._new else {}
+        return str(self._storage.fs.call_s3("create_multipart_upload", **metadata, **self._where)["UploadId"])
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Whether the part that begins at a byte is there already."""
+        """Return whether the part that begins at byte ``start`` is stored."""
         return self._parts.get(start // self.part_bytes + 1, ("", -1))[1] == nbytes
 
     def write(self, start: int, data: bytes | memoryview) -> None:
-        """Write the part that begins at a byte.
+        """Write the part that begins at byte ``start``.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The part cannot be written.
         """
         self.accept(start, len(data), self.part_writer().write(start, data))
 
     def part_writer(self) -> S3Parts:
-        """An object that writes parts, in this process or another."""
+        """Return an object that writes parts in any process."""
         return S3Parts(self._storage, self.path, self._where, self.part_bytes)
 
     def accept(self, start: int, nbytes: int, result: str) -> None:
@@ -408,10 +415,10 @@ class S3Writer:
             self._parts[start // self.part_bytes + 1] = (result, nbytes)
 
     def commit(self) -> None:
-        """Let the object be seen.
+        """Make the complete object visible to readers.
 
         Raises:
-            ExistsError: It is to be new, and there is one.
+            ExistsError: ``new`` is set, and the object exists.
             StorageError: The store fails.
         """
         parts = [{"PartNumber": n, "ETag": etag} for n, (etag, _) in sorted(self._parts.items())]
@@ -420,10 +427,11 @@ class S3Writer:
         self._storage.forget()
 
     def _complete(self, parts: dict[str, Any]) -> None:
-        """Complete the upload, over no object if it is to be new.
+        """Complete the upload; with ``new`` never replace an object.
 
-        Source: Amazon S3, CompleteMultipartUpload (``If-None-Match``); where a server does not know it, it is looked
-        at first.
+        On servers without conditional writes, checks for the object before the write.
+
+        Source: Amazon S3, CompleteMultipartUpload (``If-None-Match``).
         """
         complete = partial(self._storage.fs.call_s3, "complete_multipart_upload", MultipartUpload=parts, **self._where)
         try:
@@ -432,8 +440,8 @@ class S3Writer:
             else:
                 complete()
         except FileNotFoundError:
-            # The answer to an attempt before this one was lost: the upload is gone because it is complete.
-            if not self._is_whole():
+            # The answer to an earlier attempt may be lost: the upload does not exist any more because it is complete.
+            if not self._is_complete():
                 raise
 
     def _complete_new(self, complete: Callable[..., Any]) -> None:
@@ -443,18 +451,18 @@ class S3Writer:
             raise
         except OSError as error:
             code, name = _answer_of(error)
-            if code in {CONFLICT, PRECONDITION_FAILED} and not self._is_whole():
-                raise ExistsError(self.path, "is there already", "see who else writes there") from error
+            if code in {CONFLICT, PRECONDITION_FAILED} and not self._is_complete():
+                raise ExistsError(self.path, "exists already", "check which other process writes it") from error
             if name in NO_CONDITIONS:
                 self._storage.forget()
                 if self._storage.exists(self.path):
-                    raise ExistsError(self.path, "is there already", "see who else writes there") from error
+                    raise ExistsError(self.path, "exists already", "check which other process writes it") from error
                 complete()
             elif code not in {CONFLICT, PRECONDITION_FAILED}:
                 raise
 
-    def _is_whole(self) -> bool:
-        """Whether the object is there, and what this upload has made; if it may replace one, by its size alone."""
+    def _is_complete(self) -> bool:
+        """Return whether this upload has created the object; without ``new`` only its size is compared."""
         fs = self._storage.fs
         try:
             if self._new:
@@ -466,10 +474,10 @@ class S3Writer:
         return bool(found["size"] == sum(size for _, size in self._parts.values()))
 
     def fail(self, error: BaseException) -> None:
-        """Nothing: parts come in any order, no thread waits."""
+        """Do nothing: no thread waits for the part of another."""
 
     def discard(self) -> None:
-        """Give it up, and leave nothing of it."""
+        """Abort the upload; delete the object if this upload has completed it."""
         aborted = self._storage.abort(self.path, self._where["Bucket"], self._where["Key"], self._where["UploadId"])
-        if not aborted and self._committing and self._storage.call(self.path, self._is_whole):
+        if not aborted and self._committing and self._storage.call(self.path, self._is_complete):
             self._storage.delete([self.path])

@@ -1,7 +1,7 @@
-"""Large ranges of S3's objects through obstore, where it is installed: several times s3fs's bytes a second.
+"""Read large ranges of S3 objects through obstore if it is installed, several times as fast as s3fs.
 
-s3fs stays in charge: it finds the endpoint and the credentials, lists, writes, and says what is wrong. What obstore is
-not sure to do as s3fs would, it is not asked for.
+s3fs still finds the endpoint and the credentials, lists, writes, and reports errors. obstore is used only if it follows
+all options as s3fs would.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ObstoreRanges:
     """Reads ranges of the objects of one bucket. Threads may share it.
 
     Args:
-        fs: s3fs's file system.
+        fs: The file system of s3fs.
         bucket: The bucket.
 
     Raises:
         ImportError: obstore is not installed.
-        ValueError: Not all that this file system was told can be told obstore.
-        OSError: There is no such file of certificates.
+        ValueError: The file system has options that obstore does not follow.
+        OSError: The file of CA certificates cannot be read.
     """
 
     def __init__(self, fs: Any, bucket: str) -> None:
@@ -63,19 +63,19 @@ class ObstoreRanges:
             endpoint=client.meta.endpoint_url,
             region=region_of(fs),
             client_options=client_options,
-            retry_config={"max_retries": 0},  # failures.call tries again, once for all reasons
+            retry_config={"max_retries": 0},  # retry.call retries all kinds of errors
             **signing,
         )
 
     def get(self, key: str, start: int, end: int, version: str) -> memoryview | None:
-        """The bytes [start, end) of one version of an object; None if s3fs is to be asked.
+        """Return the bytes [start, end) of one version of an object; None if s3fs must read them.
 
         Raises:
-            AnswerError: The store refused.
-            ShortReadError: It sent something else.
-            ConnectionError: It was not heard to the end.
+            AnswerError: The store answered with an error.
+            ShortReadError: The store sent another range.
+            ConnectionError: The connection broke.
         """
-        if self._given_up or os.getpid() != self._process:  # its threads are not there in a process that was forked
+        if self._given_up or os.getpid() != self._process:  # a forked process lacks its threads
             return None
         options: Any = {"range": (start, end)}
         if version:
@@ -93,7 +93,7 @@ class ObstoreRanges:
         return data
 
     def _raise_if_plain(self, text: str) -> None:
-        """Raise what an error of obstore's means, unless s3fs may know more of it."""
+        """Raise the error for a text of obstore, unless s3fs may succeed or report it better."""
         found = _STATUS.search(text)
         status = int(found[1]) if found else 0
         if is_plain(status):
@@ -101,7 +101,7 @@ class ObstoreRanges:
             raise AnswerError(code[1] if code else "", status)
         if not status and self._works and self._refused is None:
             raise ConnectionError
-        # The first that is heard of a store that s3fs reaches: certificates, proxies, regions, signatures.
+        # obstore fails before its first success: certificates, proxies, regions or signatures may need s3fs.
         self._given_up = not self._works
         self._refused = None
 
@@ -121,5 +121,5 @@ class ObstoreRanges:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": expires and expires.astimezone(timezone.utc),  # it takes no other zone
+            "expires_at": expires and expires.astimezone(timezone.utc),  # obstore requires UTC
         }

@@ -1,7 +1,6 @@
-"""Sends parts of uploads to S3 from the threads that hold them, with botocore's own client.
+"""Send parts of multipart uploads to S3 with botocore's client, from several threads.
 
-s3fs sends everything from one thread, which computes and copies for each request: of many parts at once each waits for
-the others.
+s3fs sends all requests from one thread, which also computes and copies for each: concurrent parts wait for each other.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
-"""Options of s3fs, and what botocore calls them."""
+"""botocore's names of options of s3fs."""
 
 
 class PartClient:
-    """Sends parts of uploads. Threads may share it.
+    """Sends parts of multipart uploads. Threads may share it.
 
     Args:
-        fs: s3fs's file system.
+        fs: The file system of s3fs.
 
     Raises:
         ImportError: botocore is not installed.
@@ -39,7 +38,7 @@ class PartClient:
             raise ValueError("requests are not signed")
         given = fs.storage_options
         settings = dict(given.get("config_kwargs") or {})
-        # urllib3 grants what it sends no more time than connecting: a slow link needs more.
+        # urllib3 limits each send by the connect timeout, which is too short for a slow link.
         settings["connect_timeout"] = max(settings.get("connect_timeout", 60), settings.get("read_timeout", 60))
         self._profile = given.get("profile")
         self._client_options = {
@@ -53,24 +52,24 @@ class PartClient:
         self._client: Any = None
 
     def send(self, data: bytes | memoryview, number: int, where: Mapping[str, str], checksum: str) -> str:
-        """Send a part; returns its ETag.
+        """Send a part; return its ETag.
 
         Args:
             data: Its bytes.
             number: Its number, from 1 on.
-            where: Bucket, key and number of the upload.
-            checksum: CRC-32 in base 64 that the store compares the part with; "" for none.
+            where: Parameters ``Bucket``, ``Key`` and ``UploadId``.
+            checksum: CRC-32 of the part in base 64, for the store to check; "" for none.
 
         Raises:
-            Exception: botocore's, as ``retry.explain`` knows them.
+            Exception: An error of botocore, for ``retry.explain``.
         """
         sums = {"ChecksumCRC32": checksum} if checksum else {}
-        # As a stream: a socket must take what it is given at once within its timeout, however slow the link is.
+        # A stream, because a single send of all bytes must end within the socket's timeout, however slow the link is.
         answer = self._opened().upload_part(PartNumber=number, Body=io.BytesIO(data), **sums, **where)
         return str(answer["ETag"])
 
     def _opened(self) -> Any:
-        """The client of this process: a forked one must not share connections."""
+        """Return the client of this process; a forked process must not share connections."""
         with self._lock:
             if self._process != os.getpid():
                 from botocore.session import Session

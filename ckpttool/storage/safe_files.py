@@ -1,7 +1,7 @@
-"""Creates, opens and removes files where other users may write too.
+"""Create, open and remove files in directories that other users can write to.
 
-Every name is looked up relative to the descriptor of an open directory, one component at a time, and never through a
-symbolic link: what was planted under a name is refused, whatever it leads to.
+Every lookup is relative to the descriptor of an open directory, one component at a time, and never follows a symbolic
+link, so that this module refuses links that another user has planted.
 
 Source: Linux, open(2): ``O_NOFOLLOW``, ``O_EXCL``, ``openat``; Linux, proc(5): ``fs.protected_symlinks``.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOVE = "move it out of the way, or choose another OUT"
-"""What to do about something in the way."""
+"""Hint for an existing file that blocks the output."""
 MAX_NAME_BYTES = 255
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _IS_LINK = {errno.ELOOP, errno.EMLINK}
-"""What opening a link with ``O_NOFOLLOW`` answers."""
+"""Errors of opening a link with ``O_NOFOLLOW``."""
 _IS_DIRECTORY = {errno.EISDIR, errno.EPERM}
-"""What removing a directory as a file answers."""
+"""Errors of ``unlink`` on a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class Directory:
     """An open directory."""
 
     path: str
-    """What errors call it."""
+    """Path, as error messages show it."""
     fd: int
     """Its descriptor."""
 
     @classmethod
     def open(cls, path: str) -> Directory:
-        """Open a directory; its last component may be no link.
+        """Open a directory; the last component of its path must not be a link.
 
         Raises:
-            StorageError: It is a link.
-            OSError: It cannot be opened.
+            StorageError: The last component is a link.
+            OSError: The directory cannot be opened.
         """
         return cls(path, _open_directory(path, path))
 
     def close(self) -> None:
-        """Release it."""
+        """Close the descriptor."""
         os.close(self.fd)
 
     def __enter__(self) -> Directory:
@@ -63,47 +63,47 @@ class Directory:
         self.close()
 
     def make(self, name: str, mode: int = 0o777) -> Directory:
-        """Make a directory in it, which must not be there, and open it.
+        """Create and open a new directory in this one.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The name exists, or the directory cannot be created.
         """
         os.mkdir(name, mode, dir_fd=self.fd)
         path = os.path.join(self.path, name)
         return Directory(path, _open_directory(name, path, self.fd))
 
     def names(self) -> list[str]:
-        """All names in it."""
+        """Return all names in the directory."""
         return os.listdir(self.fd)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """What a name is, a link as such; None if there is none."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._holding(name) as (fd, last):
+        """Return the stat of a name without following links; None if the name does not exist."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._parent_of(name) as (fd, last):
             return os.stat(last, dir_fd=fd, follow_symlinks=False)
         return None
 
     def create(self, name: str, mode: int = 0o666) -> int:
-        """Create a file, and the directories above it; returns its descriptor for reading and writing.
+        """Create a file and its missing parent directories; return its descriptor for reading and writing.
 
         Args:
-            name: Relative, with "/" between directories.
-            mode: Permissions, before the umask.
+            name: Relative path, with "/" between directories.
+            mode: Permissions before the umask.
 
         Raises:
-            FileExistsError: Something has that name.
-            OSError: It cannot be created.
+            FileExistsError: The name exists.
+            OSError: The file cannot be created.
         """
-        with self._holding(name, make=True) as (fd, last):
+        with self._parent_of(name, make=True) as (fd, last):
             return os.open(last, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=fd)
 
     def open_file(self, name: str, flags: int) -> int:
-        """Open a file that is there.
+        """Open an existing regular file; return its descriptor.
 
         Raises:
-            StorageError: It is a link, or no regular file.
-            OSError: It cannot be opened.
+            StorageError: The name is a link, or not a regular file.
+            OSError: The file cannot be opened.
         """
-        with self._holding(name) as (fd, last):
+        with self._parent_of(name) as (fd, last):
             path = os.path.join(self.path, name)
             try:
                 opened = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=fd)
@@ -117,17 +117,17 @@ class Directory:
         return opened
 
     def remove(self, name: str) -> None:
-        """Remove a file, a link, or a directory and all in it.
+        """Remove a file, a link, or a directory tree.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: The name cannot be removed.
         """
-        with self._holding(name) as (fd, last):
+        with self._parent_of(name) as (fd, last):
             _remove(fd, last, os.path.join(self.path, name))
 
     @contextlib.contextmanager
-    def _holding(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """The directory that directly holds a name, and the name's last component."""
+    def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Yield the descriptor of the parent directory of a relative path, and the last component."""
         *above, last = name.split("/")
         fd, path = self.fd, self.path
         try:
@@ -150,7 +150,7 @@ def _open_directory(name: str, path: str, at: int | None = None) -> int:
     try:
         return os.open(name, _DIRECTORY, dir_fd=at)
     except OSError as error:
-        # A link to a directory answers ENOTDIR, for O_DIRECTORY is looked at first.
+        # For a link to a directory the kernel answers ENOTDIR: it checks O_DIRECTORY first.
         linked = error.errno in _IS_LINK
         with contextlib.suppress(OSError):
             linked = linked or stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode)
@@ -177,25 +177,25 @@ def _remove(at: int, name: str, path: str) -> None:
 
 
 def check_own(directory: Directory) -> None:
-    """Refuse a directory into which another user may have put something.
+    """Refuse a directory that another user may have changed.
 
     Raises:
-        StorageError: It belongs to another user, or others may write into it.
-        OSError: It cannot be looked at.
+        StorageError: The directory belongs to another user, or other users can write to it.
+        OSError: The directory cannot be read.
     """
     info = os.fstat(directory.fd)
     if info.st_uid == os.geteuid() and not info.st_mode & _OTHERS_WRITE:
         return
-    # File systems without owners or modes (CIFS, a squashed NFS) give all files the same: a new file tells.
-    made = _made_in(directory)
-    if info.st_uid not in {os.geteuid(), made.st_uid}:
+    # File systems without owners or modes (CIFS, a squashed NFS) give all files the same ones: compare a new file.
+    probe = _stat_of_new_file(directory)
+    if info.st_uid not in {os.geteuid(), probe.st_uid}:
         raise StorageError(directory.path, f"belongs to another user (number {info.st_uid})", MOVE)
-    if info.st_mode & _OTHERS_WRITE & ~made.st_mode:
+    if info.st_mode & _OTHERS_WRITE & ~probe.st_mode:
         raise StorageError(directory.path, "can be written by other users, who may have put files into it", MOVE)
 
 
-def _made_in(directory: Directory) -> os.stat_result:
-    """What a file that this process creates in a directory looks like."""
+def _stat_of_new_file(directory: Directory) -> os.stat_result:
+    """Return the stat of a new file of this process in a directory; the file is removed."""
     name = f".{secrets.token_hex(8)}.ckpttool"
     fd = directory.create(name, 0o600)
     try:
@@ -206,11 +206,11 @@ def _made_in(directory: Directory) -> os.stat_result:
 
 
 def check_plain(directory: Directory) -> None:
-    """Refuse a directory in which anything is but files and directories of one owner.
+    """Refuse a directory tree with entries other than regular files and directories of one owner.
 
     Raises:
-        StorageError: There is a link, a device, a pipe, a file with a second name, or something of another user.
-        OSError: It cannot be looked at.
+        StorageError: The tree has a link, a device, a pipe, a file with a second name, or an entry of another user.
+        OSError: The tree cannot be read.
     """
     _check_plain(directory.fd, directory.path, os.fstat(directory.fd).st_uid)
 
@@ -228,19 +228,19 @@ def _check_plain(fd: int, path: str, owner: int) -> None:
             finally:
                 os.close(below)
         elif not stat.S_ISREG(info.st_mode):
-            what = "a link" if stat.S_ISLNK(info.st_mode) else "no regular file"
+            what = "a link" if stat.S_ISLNK(info.st_mode) else "not a regular file"
             raise StorageError(inner, f"is {what}", MOVE)
         elif info.st_nlink != 1:
             raise StorageError(inner, "has a second name (a hard link)", MOVE)
 
 
 def check_link(path: str) -> None:
-    """Refuse a link that another user has put where this one writes.
+    """Refuse an output path that is a link of another user.
 
-    The kernel refuses to follow such links in directories like ``/tmp``, but does not see what ``realpath`` does.
+    The kernel refuses to follow such links in directories like ``/tmp``, but ``realpath`` follows them.
 
     Raises:
-        StorageError: It is a link of somebody else than this user, root or the directory's owner.
+        StorageError: The path is a link whose owner is not this user, root or the owner of the directory.
     """
     try:
         info = os.lstat(path)
@@ -249,12 +249,12 @@ def check_link(path: str) -> None:
             if info.st_uid not in owners:
                 raise StorageError(path, f"is a link of another user (number {info.st_uid})", "choose another OUT")
     except OSError:
-        return  # what is wrong is found when it is used
+        return  # a later use of the path reports the error
 
 
 @contextlib.contextmanager
 def opened(directory: Directory | str) -> Iterator[Directory]:
-    """A directory by its path, open for as long as the body runs; one that is open stays so."""
+    """Open a directory for the body; an open ``Directory`` is yielded as it is and stays open."""
     if isinstance(directory, Directory):
         yield directory
         return
@@ -265,18 +265,18 @@ def opened(directory: Directory | str) -> Iterator[Directory]:
 
 
 def temporary_name(name: str, suffix: str) -> str:
-    """A name that nobody can guess, for a file that is going to get another.
+    """Return an unguessable temporary name for a file.
 
     Args:
-        name: What it is going to be called.
-        suffix: What the temporary name ends with.
+        name: Final name of the file.
+        suffix: Suffix of the temporary name.
     """
     ending = f".{secrets.token_hex(4)}{suffix}"
     return os.fsdecode(os.fsencode(name)[: MAX_NAME_BYTES - len(ending)]) + ending
 
 
 def umask() -> int:
-    """The permissions that this process gives to nobody."""
+    """Return the umask of this process."""
     with (
         contextlib.suppress(OSError, ValueError),
         open("/proc/self/status", encoding="ascii", errors="replace") as file,
@@ -290,9 +290,9 @@ def umask() -> int:
 
 
 def permissions(path: str) -> int:
-    """The permissions of a file or directory on local disk, or those of what a link leads to.
+    """Return the permissions of a file or directory on local disk; follows links.
 
     Raises:
-        OSError: It is not there.
+        OSError: The path does not exist.
     """
     return os.stat(path).st_mode & 0o777

@@ -1,4 +1,4 @@
-"""Writes a stream of bytes to a file whose parts are written at once where the storage gains from that."""
+"""Write a stream of bytes to a file in parts, concurrently if the storage gains from that."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def write_stream(writer: Writer, stream: Iterable[bytes | memoryview], *, at_onc
     """
     buffers: Buffers = queue.SimpleQueue()
     for _ in range(at_once + 1):
-        # Mapped, so that direct I/O finds whole pages.
+        # mmap, so that the buffer is page-aligned for direct I/O.
         buffers.put(np.frombuffer(mmap.mmap(-1, writer.part_bytes), np.uint8))
     parts = _packed(stream, buffers)
-    # When this returns, no thread reads the stream any more: both pools are waited for.
+    # This function waits for both pools: when it returns, no thread reads the stream.
     with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-pack") as packer:
         if at_once == 1:
             _write_one_by_one(writer, parts, packer, buffers)
@@ -81,7 +81,7 @@ def _write_at_once(
             for buffer, part in parts:
                 if failed.is_set():
                     break
-                # In order: a writer of consecutive bytes must never wait for a part that has not begun.
+                # In order: a sequential writer must never wait for a part without a thread.
                 running.append(pool.submit(write, start, part, buffer))
                 start += len(part)
             for future in running:
@@ -92,7 +92,7 @@ def _write_at_once(
 
 
 def _packed(stream: Iterable[bytes | memoryview], buffers: Buffers) -> Iterator[tuple[NDArray[np.uint8], memoryview]]:
-    """Full buffers, but for the last; the caller puts each back when its bytes are written."""
+    """Pack the stream into full buffers, except for the last; the caller returns each buffer after its write."""
     buffer, filled = None, 0
     for data in stream:
         source = np.frombuffer(data, np.uint8)
@@ -101,7 +101,7 @@ def _packed(stream: Iterable[bytes | memoryview], buffers: Buffers) -> Iterator[
             if buffer is None:
                 buffer = buffers.get()
             count = min(len(buffer) - filled, len(source) - at)
-            np.copyto(buffer[filled : filled + count], source[at : at + count])  # releases the interpreter's lock
+            np.copyto(buffer[filled : filled + count], source[at : at + count])  # releases the GIL
             filled += count
             at += count
             if filled == len(buffer):

@@ -1,4 +1,4 @@
-"""An open file behind another: what readers that check bytes have in common."""
+"""Base class of readers that check the bytes of another reader."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class WrappedReader:
-    """Passes on all that reads no bytes. Subclasses add ``read``, ``read_many`` and ``read_into``.
+    """Forwards all methods that return no bytes. Subclasses add ``read``, ``read_many`` and ``read_into``.
 
     Args:
-        reader: The file.
+        reader: The wrapped reader.
     """
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        """The file itself."""
+        """The wrapped reader."""
         self.path = reader.path
         self.nbytes = reader.nbytes
         self.version = reader.version
@@ -38,14 +38,14 @@ class WrappedReader:
         self.close()
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Be ready to read these ranges."""
+        """Prefetch ranges."""
         self.reader.read_ahead(ranges)
 
     def check_unchanged(self) -> None:
-        """Make sure that the file is still the one that was opened.
+        """Check that the file has not changed since it was opened.
 
         Raises:
-            StorageError: It was written anew since.
+            StorageError: The file was rewritten.
         """
         self.reader.check_unchanged()
 

@@ -1,73 +1,72 @@
-"""Which of two ways to write is taken: past the page cache, or through it."""
+"""Choose between direct I/O and the page cache for each write, by measured speed."""
 
 from __future__ import annotations
 
 import threading
 
 _WEIGHT = 0.5
-"""Of the newest measurement."""
+"""Weight of the newest measurement in the moving average."""
 _TRIALS = 0.04
-"""Part of the time that may be lost by trying the way that was the slower one: it may no longer be."""
+"""Fraction of the time to spend on trials of the slower method, which may have become the faster one."""
 
 
 class Pace:
-    """Chooses for each write to one of several files. Threads may share it.
+    """Chooses the method of each write to one of several files. Threads may share it.
 
-    Past the cache it takes the time of the disk; through it, the time to find memory and to copy into it, and once too
-    much waits there, that of the disk as well. Where threads write a file each both are kept busy: half of the writes
-    go past the cache, the others through it, and each way takes what it can. Into a file that is written alone, or by
-    many, they go the way that was the faster one lately, for a write of one kind keeps those of the other out of its
-    file.
+    Direct I/O takes the time of the disk. The page cache takes the time to allocate memory and to copy; when too many
+    bytes await writeback, it takes the time of the disk too. If several threads write one file each, half of the writes
+    use direct I/O and the others the page cache, which keeps disk and memory busy. A single file, or a file of several
+    threads, gets the method that was faster recently, because the two methods lock each other out of a file.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._writing: dict[object, int] = {}
-        """Writes to each file at this moment."""
-        self._past = 0
-        """Those of them that go past the cache."""
+        """Running writes by file."""
+        self._direct = 0
+        """Running writes with direct I/O."""
         self._costs: dict[bool, float] = {}
-        """Seconds that a byte takes one thread, past the cache (True) and through it."""
-        self._to_lose = 0.0
-        """Seconds that may be lost by trying."""
+        """Seconds per byte of one thread, with direct I/O (True) and through the page cache (False)."""
+        self._trial_seconds = 0.0
+        """Seconds available for trials."""
 
     def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
-        """Begin to write about so many bytes; whether past the cache.
+        """Begin a write; return whether to use direct I/O.
 
         Args:
-            file: Which file, by anything that is the same for it alone.
-            nbytes: How many.
-            by_one: Whether one thread alone writes it.
+            file: Identifier of the file.
+            nbytes: Size of the write in bytes, approximately.
+            by_one: Whether only one thread writes the file.
         """
         with self._lock:
             if not by_one or self._writing.keys() <= {file}:
-                past_cache = self._faster(nbytes)
+                direct = self._faster(nbytes)
             else:
-                past_cache = 2 * self._past <= sum(self._writing.values())
+                direct = 2 * self._direct <= sum(self._writing.values())
             self._writing[file] = self._writing.get(file, 0) + 1
-            self._past += past_cache
-            return past_cache
+            self._direct += direct
+            return direct
 
-    def end(self, file: object, past_cache: bool, nbytes: int, seconds: float) -> None:
-        """Take in how long it took; of no bytes nothing is learned."""
+    def end(self, file: object, direct: bool, nbytes: int, seconds: float) -> None:
+        """End a write and record its time; ``nbytes`` is 0 for a write that is too small to measure."""
         with self._lock:
-            self._past -= past_cache
+            self._direct -= direct
             self._writing[file] -= 1
             if not self._writing[file]:
                 del self._writing[file]
             if not nbytes:
                 return
             cost = seconds / nbytes
-            held, other = self._costs.get(past_cache), self._costs.get(not past_cache)
-            if other is not None and other < (held if held is not None else cost):
-                self._to_lose = 0.0
+            average, other = self._costs.get(direct), self._costs.get(not direct)
+            if other is not None and other < (average if average is not None else cost):
+                self._trial_seconds = 0.0
             else:
-                self._to_lose += _TRIALS * seconds
-            self._costs[past_cache] = cost if held is None else held + _WEIGHT * (cost - held)
+                self._trial_seconds += _TRIALS * seconds
+            self._costs[direct] = cost if average is None else average + _WEIGHT * (cost - average)
 
     def _faster(self, nbytes: int) -> bool:
         if len(self._costs) < 2:
             return True not in self._costs
-        past_cache = self._costs[True] <= self._costs[False]
+        direct = self._costs[True] <= self._costs[False]
         lost = nbytes * abs(self._costs[True] - self._costs[False])
-        return not past_cache if lost <= self._to_lose else past_cache
+        return not direct if lost <= self._trial_seconds else direct

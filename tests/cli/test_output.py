@@ -87,7 +87,7 @@ def test_empty_name_is_not_the_current_directory(tmp_path: Path, monkeypatch: py
 
 def test_url_is_no_directory_called_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    error = "Error: nowhere://bucket/out: nowhere:// is no storage that is known; check the URL"
+    error = "Error: nowhere://bucket/out: nowhere:// is not a known storage; check the URL"
     assert ckpttool(*consolidate("nowhere://bucket/out")).error == error
     assert ckpttool("inspect", "nowhere://bucket/out").error == error
     assert remains(tmp_path) == []

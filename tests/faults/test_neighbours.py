@@ -177,7 +177,7 @@ def test_conversion_does_not_go_on_through_a_link(what: str, left: Path, tmp_pat
         os.mkfifo(left / "global_step3" / "pipe")
     else:
         os.link(victim, left / "global_step3" / "second")
-    with pytest.raises(StorageError, match=r"(is a link|second name|no regular file).*; move it out of the way"):
+    with pytest.raises(StorageError, match=r"(is a link|second name|not a regular file).*; move it out of the way"):
         _convert(tmp_path / "out")
     assert list(elsewhere.iterdir()) == []
     assert not (tmp_path / "out").exists()

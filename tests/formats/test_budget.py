@@ -92,7 +92,7 @@ def test_manifest_that_is_large_beside_its_files_is_refused(checkpoint_copy: Cal
         file.write('{"a": [' + "[]," * 10_000_000 + "[]]}")
     for arguments in (("inspect", root), ("verify", root), ("ls", root)):
         done = command(*arguments)
-        assert ": takes more than" in done.stdout + done.stderr
+        assert ": needs more than" in done.stdout + done.stderr
 
 
 def test_budget_grows_with_the_files_and_with_the_factor() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.restore_order import candidates
-from ckpttool.commit.checksummed import GuardedStorage
+from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.commit.manifest import CHECKSUM, is_commit, parse_manifest, read_manifest
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
@@ -103,7 +103,7 @@ def content(storage: Storage, path: str) -> Version:
     names = [name for name, _ in walk(storage, path) if name not in {MANIFEST, MARK}]
     if is_commit(storage, path):
         manifest = read_manifest(storage, path)
-        storage = GuardedStorage(storage, {posixpath.join(path, n): s for n, s in manifest.files.items()})
+        storage = ChecksummedStorage(storage, {posixpath.join(path, n): s for n, s in manifest.files.items()})
         names = list(manifest.files)
     found = {}
     for name in names:

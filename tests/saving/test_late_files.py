@@ -89,7 +89,7 @@ def test_before_the_first_file_is_begun(root: str, other: Callable[[], None]) ->
         return write_files(*given)
 
     told = str(_commits_nothing(Intercepted(open_storage(root), late), root))
-    assert "taken over" in told or "is there already" in told
+    assert "taken over" in told or "exists already" in told
 
 
 def test_before_a_file_is_published(root: str, other: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ class Law(History):
             told = str(error)
         else:
             told = ""
-        assert "taken over" in told or "is there already" in told
+        assert "taken over" in told or "exists already" in told
         self.sound[tag] = second
         self.sound.pop(f"{tag}.replaced", None)
         self.unsure.pop(f"{tag}.replaced", None)

@@ -130,8 +130,8 @@ def test_files_that_are_not_there_in_full(tmp_path: Path) -> None:
     (tmp_path / "a" / "b.pt").write_bytes(b"hell")
     problems = [str(p) for p in size_problems(LOCAL, str(tmp_path), GOOD)]
     assert [p.split("; ")[0] for p in problems] == [
-        f"{tmp_path}/a/b.pt: is 4 bytes long, 5 by the manifest",
-        f"{tmp_path}/empty: is missing, and the manifest has it",
+        f"{tmp_path}/a/b.pt: is 4 bytes long, but 5 in the manifest",
+        f"{tmp_path}/empty: is missing, but the manifest lists it",
     ]
     (tmp_path / "a" / "b.pt").write_bytes(b"hello")
     (tmp_path / "empty").touch()

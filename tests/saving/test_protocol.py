@@ -106,7 +106,7 @@ def test_tag_that_is_there_is_refused_on_every_rank(root: str, together: Callabl
 def test_files_of_somebody_are_not_removed(root: str) -> None:
     os.makedirs(f"{root}/step1")
     open(f"{root}/step1/notes.txt", "w").close()
-    with pytest.raises(StorageError, match="holds files that are none of this save's"):
+    with pytest.raises(StorageError, match="holds other files"):
         put(root, "step1", 1)
     assert os.listdir(f"{root}/step1") == ["notes.txt"]
 
@@ -130,7 +130,7 @@ def test_set_aside_checkpoint_is_not_removed_for_what_is_none(root: str) -> None
 
 def test_plain_save_can_be_replaced(root: str) -> None:
     plain(root, "step1", 1)
-    with pytest.raises(StorageError, match="none of this save's"):
+    with pytest.raises(StorageError, match="holds other files"):
         put(root, "step1", 2)
     put(root, "step1", 2, overwrite=True)
     assert whole(root) == {"step1": version(2)}
@@ -174,7 +174,7 @@ def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., l
     assert len(texts) == 1
     text = texts.pop()
     assert "rank 2: " in text
-    assert "is not seen by all ranks: rank 0 made it; choose a root that all nodes share" in text
+    assert "was created by rank 0, but not all ranks see it; choose a root that all nodes share" in text
     assert chosen(str(directory / "node0")) is None
     assert not os.path.exists(directory / "node1" / "step1")
 
@@ -192,7 +192,7 @@ def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[
     outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step2", 2))
     needed = int(two_phase.ROOM * total)
     assert {str(o.error) for o in outcomes} == {
-        f"{root}/step2: takes {needed:,} bytes, and only {total:,} are free; "
+        f"{root}/step2: needs {needed:,} bytes, but only {total:,} are free; "
         "free some space, keep fewer checkpoints, or choose another root"
     }
     assert not os.path.exists(f"{root}/step2")

@@ -63,7 +63,7 @@ GOOD = [
     (client_error("NoSuchBucket", 404), "there is no such bucket"),
     (client_error("NoSuchKey", 404), "does not exist"),
     (client_error("404", 404), "does not exist"),
-    (client_error("NoSuchUpload", 404), "its upload was aborted by somebody else"),
+    (client_error("NoSuchUpload", 404), "another process aborted its upload"),
     (client_error("AccessDenied", 403), "access denied"),
     (client_error("403", 403), "access denied"),
     (client_error("ExpiredToken"), "the credentials have expired"),
@@ -75,7 +75,7 @@ GOOD = [
     (client_error("PermanentRedirect", 301), "lies in another region"),
     (client_error("301", 301), "lies in another region"),
     (client_error("400", 400), "the request was refused"),
-    (client_error("KeyTooLongError"), "the store said KeyTooLongError"),
+    (client_error("KeyTooLongError"), "the store answered KeyTooLongError"),
     (_AnswerError(status=404), "does not exist"),
     (_AnswerError(status=403), "access denied"),
     (_AnswerError(status_code=401), "the credentials are not accepted"),
@@ -85,16 +85,16 @@ GOOD = [
     (_AnswerError(status_code=403, error_code="AuthenticationFailed"), "the credentials are not accepted"),
     (_AnswerError(status_code=403, error_code="AuthorizationFailure"), "access denied"),
     (_AnswerError(status_code=403, error_code=None), "access denied"),
-    (_AnswerError(status_code=400, error_code=_AzureCode.OUT_OF_RANGE_INPUT), "is no name that the store takes"),
-    (client_error("Teapot", 418), "the store said Teapot"),
+    (_AnswerError(status_code=400, error_code=_AzureCode.OUT_OF_RANGE_INPUT), "is not a name that the store accepts"),
+    (client_error("Teapot", 418), "the store answered Teapot"),
     (NoCredentialsError(), "there are no credentials"),
-    (ProfileNotFound(profile="sesame"), "the profile is not there"),
-    (ParamValidationError(report="sesame"), "is no name that the store takes"),
+    (ProfileNotFound(profile="sesame"), "the profile does not exist"),
+    (ParamValidationError(report="sesame"), "is not a name that the store accepts"),
     (FileNotFoundError("sesame"), "does not exist"),
     (PermissionError("sesame"), "access denied"),
     (NotADirectoryError("sesame"), "is not a directory"),
     (NotImplementedError("sesame"), "cannot be done on this storage"),
-    (ValueError("sesame"), "the store said ValueError"),
+    (ValueError("sesame"), "the store answered ValueError"),
     (OSError(errno.ENOSPC, "sesame"), "no space left"),
 ]
 PASSING = [
@@ -149,7 +149,7 @@ def test_what_may_pass_is_tried_again(error: Exception) -> None:
         tries.append(1)
         raise error
 
-    with pytest.raises(StorageError, match=f"the store failed {ATTEMPTS} times, at last with ") as caught:
+    with pytest.raises(StorageError, match=f"the store failed {ATTEMPTS} times, last with ") as caught:
         call("s3://b/k", fail, Tally())
     assert len(tries) == ATTEMPTS
     assert "sesame" not in str(caught.value)
@@ -174,7 +174,7 @@ def test_who_waits_long_in_each_attempt_makes_two(monkeypatch: pytest.MonkeyPatc
         now[0] += 2 * PATIENCE
         raise TimeoutError
 
-    with pytest.raises(StorageError, match="the store failed 2 times, at last with TimeoutError"):
+    with pytest.raises(StorageError, match="the store failed 2 times, last with TimeoutError"):
         call("az://b/k", fail_late, Tally())
     assert len(tries) == 2
 
@@ -241,7 +241,7 @@ def test_who_wants_credentials_at_once_is_understood() -> None:
 def test_what_has_no_place_to_lie_in_is_told() -> None:
     storage = open_storage("picky://b", {"key": 1})
     assert isinstance(storage, RemoteStorage)
-    with pytest.raises(StorageError, match="b/x: cannot be written: what it is to lie in does not exist; create the b"):
+    with pytest.raises(StorageError, match="b/x: cannot be written: its bucket or directory does not exist; create"):
         storage.put("picky://b/x", b"")
 
 

@@ -152,7 +152,7 @@ def test_credentials_that_cannot_be_renewed_are_one_clear_line(
             time.sleep(4.1)
         program.write_text("raise SystemExit('sesame')")
         retried = storage.retries.count
-        with pytest.raises(StorageError, match="the credentials cannot be had") as raised:
+        with pytest.raises(StorageError, match="the credentials cannot be obtained") as raised:
             reader.read(BULK_BYTES, 2 * BULK_BYTES)
     assert storage.retries.count == retried
     assert "sesame" not in str(raised.value)

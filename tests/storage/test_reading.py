@@ -238,7 +238,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     s3.upload(write_weights(tmp_path / "large"), "large")
     rule = proxy.add(Unranged(), "get_object", times=None)
     error = command("inspect", s3.url("large")).error
-    assert "large/model.safetensors: the store failed 7 times, at last with 22,4" in error
+    assert "large/model.safetensors: the store failed 7 times, last with 22,4" in error
     assert "bytes instead of " in error
     assert rule.fired == 0 or proxy.requests("get_object")
     assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (road == "obstore")  # which is then given up
@@ -249,7 +249,7 @@ def test_a_read_that_always_fails_is_given_up(fault: str, run: str, s3: Bucket, 
     rule = proxy.add(READS[fault], "get_object", "rank_2_mp_rank_00_optim", times=None)
     done = command("consolidate", run, tmp_path / "out", "--to", "torch", *SHORT)
     assert re.search(
-        r"/run/\w+/\w*rank_2_mp_rank_00_optim_states\.pt: the store failed 7 times, at last with ", done.error
+        r"/run/\w+/\w*rank_2_mp_rank_00_optim_states\.pt: the store failed 7 times, last with ", done.error
     )
     # aiohttp itself asks once more where a connection was closed that it had used before.
     assert retry.ATTEMPTS <= rule.fired <= 2 * retry.ATTEMPTS
@@ -258,7 +258,7 @@ def test_a_read_that_always_fails_is_given_up(fault: str, run: str, s3: Bucket, 
 
 def test_a_listing_that_always_fails_is_given_up(run: str, proxy: Proxy) -> None:
     rule = proxy.add(faults.UNAVAILABLE, "list_objects_v2", times=None)
-    assert "/run: the store failed 7 times, at last with ServiceUnavailable" in command("inspect", run).error
+    assert "/run: the store failed 7 times, last with ServiceUnavailable" in command("inspect", run).error
     assert rule.fired == retry.ATTEMPTS
 
 
@@ -285,7 +285,7 @@ def _assert_no_secret(text: str) -> None:
         (faults.Answer(403, "RequestTimeTooSkewed", "sesame"), "this machine's clock is wrong"),
         (faults.Answer(404, "NoSuchBucket", "sesame"), "there is no such bucket"),
         (faults.Answer(400, "AuthorizationHeaderMalformed", "sesame"), "the region or the credentials are wrong"),
-        (faults.Answer(418, "Teapot", "sesame"), "the store said Teapot"),
+        (faults.Answer(418, "Teapot", "sesame"), "the store answered Teapot"),
     ],
     ids=lambda v: v.code if isinstance(v, faults.Answer) else "",
 )
@@ -322,7 +322,7 @@ def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
 
 def test_an_endpoint_at_which_nobody_is(s3: Bucket, run: str) -> None:
     error = command("inspect", run, "--storage-option", "endpoint_url=http://127.0.0.1:9").error
-    assert f"{run}: the store failed 7 times, at last with " in error
+    assert f"{run}: the store failed 7 times, last with " in error
     error = command("inspect", run, "--storage-option", "endpoint_url=sesame").error
     assert error.startswith(f"Error: {run}: ")
     _assert_no_secret(error)
@@ -336,7 +336,7 @@ def test_no_credentials_and_no_profile(s3: Bucket, run: str, monkeypatch: pytest
     monkeypatch.setenv("AWS_PROFILE", "sesame")
     s3fs.S3FileSystem.clear_instance_cache()
     error = command("inspect", run).error
-    assert error.startswith(f"Error: {run}: the profile is not there; ")
+    assert error.startswith(f"Error: {run}: the profile does not exist; ")
     _assert_no_secret(error)
 
 
@@ -401,7 +401,7 @@ def test_urls_are_shown_without_secrets(url: str, shown: str) -> None:
 
 
 def test_unknown_and_missing_schemes(tmp_path: Path) -> None:
-    assert "nonsense:// is no storage that is known" in command("inspect", "nonsense://a/b").error
+    assert "nonsense:// is not a known storage" in command("inspect", "nonsense://a/b").error
     assert command("inspect", " s3://bucket/run").error.endswith("does not exist; check the path")
     assert "names a host" in command("inspect", "file://host/a").error
     for url in ("s3://", "s3:///run", "memory://none", "memory://"):
@@ -427,7 +427,7 @@ def in_memory() -> str:
 def test_a_short_answer_is_never_taken_for_a_whole_one(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = RemoteStorage.get
     monkeypatch.setattr(RemoteStorage, "get", lambda *arguments: read(*arguments)[:-1])
-    with pytest.raises(StorageError, match=f"the store failed {retry.ATTEMPTS} times, at last with .* bytes instead"):
+    with pytest.raises(StorageError, match=f"the store failed {retry.ATTEMPTS} times, last with .* bytes instead"):
         ckpttool.inspect(in_memory)
 
 

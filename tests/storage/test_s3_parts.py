@@ -107,7 +107,7 @@ def test_what_passes_is_tried_again(fault: faults.Answer, s3: Bucket, proxy: Pro
 
 def test_what_is_gone_is_said(s3: Bucket, proxy: Proxy) -> None:
     proxy.add(faults.NO_SUCH_UPLOAD, "upload_part", "partNumber=2", times=None)
-    with pytest.raises(StorageError, match="its upload was aborted by somebody else"):
+    with pytest.raises(StorageError, match="another process aborted its upload"):
         _write(s3)
     assert len(_parts(proxy)[0]) == 2
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.commit.checksummed import GuardedStorage
+from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.load_native import read_native
@@ -41,7 +41,7 @@ def prepare(
     Raises:
         CkptError: They do not fit, or reading failed.
     """
-    if isinstance(checkpoint.storage, GuardedStorage):
+    if isinstance(checkpoint.storage, ChecksummedStorage):
         options = replace(options, check="off")  # its manifest has all checksums
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored

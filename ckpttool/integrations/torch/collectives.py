@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.commit.checksummed import GuardedStorage, guard
+from ckpttool.commit.checksummed import ChecksummedStorage, checksummed
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.execution.read_checks import FRAGMENT
 from ckpttool.execution.sources import Sources
@@ -53,21 +53,21 @@ def open_together(
     def opened(_: list[Any]) -> None:
         try:
             checkpoint = look()
-            guarded = guard(checkpoint.storage, checkpoint.location)
+            checked = checksummed(checkpoint.storage, checkpoint.location)
         except CkptError:
             raise
         except Exception as error:
             LOG.exception("a checkpoint could not be opened")
             raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
         # A storage holds connections: every rank has its own.
-        shared[0] = replace(checkpoint, storage=LOCAL), getattr(guarded, "checksums", None)
+        shared[0] = replace(checkpoint, storage=LOCAL), getattr(checked, "checksums", None)
 
     ranks.agree(path, None, opened, timeout=timeout)
     if ranks.size > 1:
         dist.broadcast_object_list(shared)  # all ranks are here
     checkpoint: Checkpoint = shared[0][0]
     checksums = shared[0][1]
-    return replace(checkpoint, storage=storage if checksums is None else GuardedStorage(storage, checksums))
+    return replace(checkpoint, storage=storage if checksums is None else ChecksummedStorage(storage, checksums))
 
 
 def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpttool import checksums
 from ckpttool.checksums import of_bytes
-from ckpttool.commit.checksummed import GuardedStorage
+from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import ContainerError
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
@@ -41,7 +41,7 @@ def _into(reader: Reader, start: int, end: int) -> bytes:
     return bytes(buffer)
 
 
-WAYS: dict[str, Callable[[GuardedStorage, Reader, int, int], bytes]] = {
+WAYS: dict[str, Callable[[ChecksummedStorage, Reader, int, int], bytes]] = {
     "read": lambda storage, reader, a, b: bytes(reader.read(a, b)),
     "read_many": lambda storage, reader, a, b: bytes(reader.read_many([ByteRange(a, b)])[0]),
     "read_into": lambda storage, reader, a, b: _into(reader, a, b),
@@ -60,7 +60,7 @@ def _ranges() -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_ranges_at_the_edges_of_chunks(path: str, way: Callable[..., bytes]) -> None:
     for a, b in _ranges():
-        storage = GuardedStorage(LOCAL, {path: of_bytes(DATA)})
+        storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
         with storage.open(path) as reader:
             assert way(storage, reader, a, b) == DATA[a:b]
             assert way(storage, reader, a, b) == DATA[a:b]  # when it was found sound
@@ -75,7 +75,7 @@ def test_flipped_byte_anywhere_is_found_before_it_is_used(path: str, way: Callab
             os.pwrite(file.fileno(), bytes([DATA[at] ^ 4]), at)
         chunk = at // CHUNK
         for a, b in [(at, at + 1), (0, len(DATA)), (chunk * CHUNK, min(len(DATA), chunk * CHUNK + 1))]:
-            storage = GuardedStorage(LOCAL, {path: sums})
+            storage = ChecksummedStorage(LOCAL, {path: sums})
             with storage.open(path) as reader, pytest.raises(ContainerError, match="is damaged") as caught:
                 way(storage, reader, a, b)
             first, last = chunk * CHUNK, min(len(DATA), chunk * CHUNK + CHUNK)
@@ -96,7 +96,7 @@ def test_any_reads_one_after_the_other(
         file.write(DATA)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksums, "MIN_CHUNK_BYTES", CHUNK)
-        storage = GuardedStorage(LOCAL, {path: of_bytes(DATA)})
+        storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
     with storage.open(path) as reader:
         for way, start, length in reads:
             end = min(len(DATA), start + length)
@@ -104,15 +104,15 @@ def test_any_reads_one_after_the_other(
 
 
 def test_another_size_is_found_when_it_is_opened(path: str) -> None:
-    storage = GuardedStorage(LOCAL, {path: of_bytes(DATA)})
+    storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
     os.truncate(path, len(DATA) - 1)
-    with pytest.raises(ContainerError, match="is 116 bytes long, 117 by the manifest"):
+    with pytest.raises(ContainerError, match="is 116 bytes long, but 117 in the manifest"):
         storage.open(path)
 
 
 def test_other_files_are_read_as_they_are(path: str, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"other")
-    storage = GuardedStorage(LOCAL, {path: of_bytes(DATA)})
+    storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
     with storage.open(str(tmp_path / "other")) as other, storage.open(path) as reader:
         assert storage.read_all([(other, 1, 3), (reader, 20, 30), (other, 0, 5)]) == [b"th", DATA[20:30], b"other"]
     assert storage.read_text(str(tmp_path / "other")) == "other"
@@ -122,6 +122,6 @@ def test_other_files_are_read_as_they_are(path: str, tmp_path: Path) -> None:
 def test_empty_file(tmp_path: Path) -> None:
     path = str(tmp_path / "empty")
     open(path, "wb").close()
-    with GuardedStorage(LOCAL, {path: of_bytes(b"")}).open(path) as reader:
+    with ChecksummedStorage(LOCAL, {path: of_bytes(b"")}).open(path) as reader:
         assert reader.read(0, 0) == b""
         reader.read_into(0, memoryview(bytearray()))
