@@ -1,1 +1,1 @@
-"""The checkpoints under one root: listed, ordered for a restore, kept or removed."""
+"""List the checkpoints of a root, order them for a restore, decide which to keep, and remove the others."""

@@ -1,4 +1,4 @@
-"""Cleanup after a save: remove old checkpoints and leftovers of killed saves."""
+"""Remove old checkpoints and leftovers of killed saves after a save."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 SCRATCH = ".ckpttool-scratch-"
-"""Prefix of a directory for files that a framework copies by itself."""
+"""Prefix of a directory for files that a framework later copies itself."""
 
 
 def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
-    """Remove checkpoints that no rule keeps, and leftovers; failures are logged, and the next save tries again.
+    """Remove checkpoints that no rule keeps, and leftovers; log failures, which the next save tries again.
 
     Args:
-        storage: Where.
+        storage: Storage of the checkpoints.
         root: The directory of all checkpoints.
         rules: What to keep; None for all.
         grace: Age in seconds of leftovers to remove, counted from the newest of their files.
@@ -65,7 +65,7 @@ def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
         if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
             if rules.last is None and rules.every is None:
                 return []
-            rules = replace(rules, best=None)  # none is known to be better than another
+            rules = replace(rules, best=None)  # without metrics no checkpoint is better than another
     doomed = [d.entry.path for d in decide(entries, rules, root=root) if not d.keep]
     newest = max((e for e in entries if e.whole), key=lambda e: e.order, default=None)
     if not doomed or newest is None:
@@ -74,20 +74,20 @@ def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
         for path in dict.fromkeys([newest.path, *(e.path for e in entries if e.latest)]):
             open_whole(storage, path)
     except CkptError as error:
-        LOG.warning("no checkpoint was removed, for the newest one cannot be read: %s", error)
+        LOG.warning("no checkpoint was removed, because the newest one cannot be read: %s", error)
         return []
     return doomed
 
 
 def left_over(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Directories left over by killed saves and removals."""
+    """Return the directories that killed saves and removals left behind."""
     found = []
     here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
     for directory in dict.fromkeys([*here, *directories(storage, root)]):
         if not _is_left_over(storage, directory):
             continue
         if is_linked(storage, root, directory):
-            LOG.warning("%s is reached through a link: it is left as it is", printable(directory))
+            LOG.warning("%s is reached through a link and is not removed", printable(directory))
             continue
         newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
         if is_old(newest, grace) and is_alive(read_mark(storage, directory)) is not True:
@@ -96,12 +96,12 @@ def left_over(storage: WritableStorage, root: str, *, grace: float) -> list[str]
 
 
 def is_old(modified: float, grace: float) -> bool:
-    """Whether something was last written so many seconds ago, or by a clock that was ahead by as much."""
+    """Return whether a modification time is at least ``grace`` seconds away from now, in the past or the future."""
     return abs(time.time() - modified) >= grace
 
 
 def _partial_files(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Incomplete small files that a killed process left in a root."""
+    """Return the incomplete small files that a killed process left in a root."""
     entries = storage.listing(root) if storage.is_dir(root) else []
     found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
     return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]

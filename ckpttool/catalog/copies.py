@@ -1,4 +1,4 @@
-"""Plan of ``cp``: the files of a checkpoint, unchanged, and its sidecar files."""
+"""Plan the work of ``cp``: copy the files of a checkpoint unchanged, with its sidecar files."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 INDICES = (*(name for known in FORMATS for name in known.last), MANIFEST)
-"""Files that make the others of a checkpoint look whole."""
+"""Files whose presence tells readers that a checkpoint is complete; they are copied last."""
 CARRIED = (*RESUME_FILES, *RANDOM, *POSITION)
-"""What frameworks put beside a checkpoint to resume from it."""
+"""Sidecar files that frameworks need to resume from a checkpoint."""
 MAX_NAMED = 10
-"""Files left behind that are named one by one."""
+"""Most names of omitted files in a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What lies in a checkpoint's root, beside the directory of its tag."""
+    """The files in a checkpoint's root, beside the directory of its tag."""
 
     carried: Mapping[str, bytes]
-    """Sidecar files by name: configuration, and the state of a trainer."""
+    """Sidecar files to copy, by name: configuration, and the state of a trainer."""
     notes: tuple[str, ...]
-    """What is left behind."""
+    """Notes on files that are not copied."""
     modes: Mapping[str, int] = field(default_factory=dict)
-    """Permissions of those small files, by name."""
+    """Permissions of the sidecar files, by name."""
 
 
 def is_tagged(checkpoint: Checkpoint) -> bool:
-    """Whether it is a directory of its own in a root, named by ``latest``."""
+    """Return whether a checkpoint is the directory of a tag in a root with ``latest``."""
     return checkpoint.latest is not None
 
 
 def latest_name(checkpoint: Checkpoint) -> str:
-    """The file that names the newest checkpoint of its kind."""
+    """Return the name of the file that names the newest checkpoint of the same kind."""
     return checkpoint.latest or LATEST
 
 
 def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
-    """Every file in the checkpoint's directories, whether it was understood or not.
+    """Plan a copy of every file in the checkpoint's directories, also of files in unknown formats.
 
     Raises:
-        LayoutError: Two of the directories hold different files of one name.
-        StorageError: The key of an object is no path of a file.
+        LayoutError: Two directories hold different files of the same name.
+        StorageError: The key of an object is not a valid path of a file.
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
     if is_commit(checkpoint.storage, checkpoint.location):
@@ -81,7 +81,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
             source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
             if found.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
-                raise LayoutError(path, problem, "two saves are mixed: pass directories of one")
+                raise LayoutError(path, problem, "the directories belong to two saves: pass those of one save")
     names = sorted((n for n in found if n != MARK), key=lambda n: (n in INDICES, n))
     files = []
     for number, name in enumerate(names):
@@ -93,45 +93,45 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
 
 
 def _check_keys(directory: str, names: Collection[str]) -> None:
-    """Refuse keys of objects that a directory cannot hold as files.
+    """Refuse keys of objects that are not valid paths of files.
 
     Raises:
-        StorageError: There is one.
+        StorageError: A key is not valid.
     """
     hint = "give the object another key, or remove it"
     for name in names:
         parts = name.split("/")
         if not NO_NAMES.isdisjoint(parts):
-            problem = 'cannot be copied as a file: a part of its key is empty, "." or ".."'
+            problem = 'cannot be copied as a file: a component of its key is empty, "." or ".."'
             raise StorageError(f"{directory}/{name}", problem, hint)
         for count in range(1, len(parts)):
             if (above := "/".join(parts[:count])) in names:
-                problem = f"cannot be copied as a file: {above} is a file, too, and no directory"
+                problem = f"cannot be copied as a file: {above} is a file too, not a directory"
                 raise StorageError(f"{directory}/{name}", problem, hint)
 
 
 def _records(storage: Storage, path: str) -> tuple[Record, ...]:
-    """Records of an archive that no state of the checkpoint refers to: replicas and leftovers."""
+    """Return the records of an archive that the checkpoint does not use, such as a replica or a leftover."""
     try:
         return archive_records(storage, path)
     except ContainerError:
-        return ()  # damaged: it is copied as it is
+        return ()  # a damaged file is copied without a check
 
 
 def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:
-    """Whether a directory holds the files of a plan, by name and size, all of them and no others."""
+    """Return whether a directory holds exactly the files of a plan, by name and size."""
     if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
         return False
     return {n: e.nbytes for n, e in walk(storage, directory)} == {f.name: f.nbytes for f in plan.files}
 
 
 def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
-    """What of the files beside the directory of a tag goes along to another root.
+    """Read the sidecar files of a checkpoint's root that another root needs.
 
-    Only what frameworks are known to put there: a home directory is no part of a checkpoint.
+    Only files with known names of frameworks: the root may be a home directory with unrelated files.
 
     Raises:
-        LayoutError: The root holds another checkpoint's.
+        LayoutError: The other root has a different sidecar file of the same name.
     """
     if not is_tagged(checkpoint):
         return Beside({}, ())
@@ -150,10 +150,10 @@ def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
             carried[entry.name] = data
             modes[entry.name] = mode_of_file(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
         elif _content(storage, path) != data:
-            hint = "choose another root: a trainer's checkpoints need one each"
-            raise LayoutError(path, f"is another one than that beside {checkpoint.location}", hint)
+            hint = "choose another root: each trainer run needs its own"
+            raise LayoutError(path, f"differs from the file of that name beside {checkpoint.location}", hint)
     what = f"{', '.join(left[:MAX_NAMED])}{' ...' if len(left) > MAX_NAMED else ''}"
-    return Beside(carried, (f"what else lies beside it stays there: {what}",) if left else (), modes)
+    return Beside(carried, (f"other files beside it are not copied: {what}",) if left else (), modes)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -172,7 +172,7 @@ def _content(storage: Storage, path: str) -> bytes:
 
 
 def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapping[str, Any] | None) -> bool:
-    """Whether ``latest`` of a root is to name a copy: it is the first there, or as far as the one that is named.
+    """Return whether ``latest`` of a root should name a copy: without a valid ``latest``, or if it names no later step.
 
     Raises:
         StorageError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""What checkpoints lie under a root, and which of them are whole."""
+"""List the checkpoints under a root, and find out which are whole."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 MAX_NUMBERS = 10_000
-"""Of the numbers in a client state, no more are looked at."""
+"""Most numbers of a client state in an entry."""
 MAX_VISITED = 10 * MAX_NUMBERS
-"""Of the values in it, no more are looked at."""
+"""Most values of a client state to visit."""
 MAX_NAME = 1000
-"""A number whose keys are longer together is left out."""
+"""Most characters of a number's dotted key; numbers with longer keys are omitted."""
 OWN_ROOT = "is a root of its own"
-"""What begins the problem of a directory that holds checkpoints and is none."""
+"""Start of the problem of a directory that holds checkpoints but is not one itself."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
-"""What trainers call a directory that is one checkpoint and holds DeepSpeed's as a tag within it."""
+"""Trainers' names of a checkpoint directory that holds the DeepSpeed checkpoint as a tag."""
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
-"""What the Hugging Face Trainer calls them in its output folder."""
+"""The Hugging Face Trainer's names of checkpoint directories in its output folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +56,38 @@ class CatalogEntry:
     """One checkpoint under a root."""
 
     name: str
-    """Its directory, relative to the root: the tag, or a trainer's "checkpoint-500"."""
+    """Directory relative to the root: the tag, or a trainer's "checkpoint-500"."""
     path: str
-    """Its directory."""
+    """Path or URL of the directory."""
     format: str | None
-    """As ``Checkpoint.format``; None where it is unknown."""
+    """``Checkpoint.format``; None if unknown."""
     stage: int | None
     """ZeRO stage."""
     world_size: int | None
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
     step: int | None
     """Steps of the engine."""
     nbytes: int
-    """Size of all files below its directory; 0 for a link."""
+    """Size of all files below the directory in bytes; 0 for a link."""
     modified: float | None
-    """When the newest of them was written, in seconds since 1970."""
+    """Modification time of the newest file in seconds since 1970."""
     whole: bool
-    """Whether every rank's file is there and they agree."""
+    """Whether the files of all ranks exist and agree."""
     problem: str | None
-    """What is wrong if it is torn."""
+    """Problem of a checkpoint that is not whole."""
     latest: bool
     """Whether ``latest`` names it."""
     link: str | None
     """The target of a symbolic link; None for a directory."""
     metrics: Mapping[str, float]
-    """Numbers in its client state, by the keys that lead to them, with dots between them; and what it was saved with as
-    metrics."""
+    """Metrics of the manifest, and numbers of the client state by dotted key."""
     reported: bool = False
-    """Whether Ray Train's snapshot of the run lists it: Ray removes it when its own rules say so, and a run from which
-    it is gone does not start again."""
+    """Whether Ray Train's snapshot of the run lists it. Only Ray's own rules may remove it: without it the run does not
+    start again."""
 
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
-        """Older checkpoints before newer ones: by step, or the numbers in the name where no step is known."""
+        """Sort key, older checkpoints first: by step, or by the last number in the name if the step is unknown."""
         numbers = [int(value) for kind, value in natural_order(self.name) if kind == 0]
         step = self.step if self.step is not None else numbers[-1] if numbers else -1
         return step, natural_order(self.name)
@@ -101,21 +100,21 @@ class Catalog:
     root: str
     """The directory."""
     entries: tuple[CatalogEntry, ...]
-    """Older before newer ones."""
+    """Entries, older ones first."""
     problems: tuple[str, ...]
-    """What is wrong with ``latest``, or with Ray Train's snapshot."""
+    """Problems of ``latest`` and of Ray Train's snapshot."""
 
 
 def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
-    """The checkpoints in a directory.
+    """List the checkpoints in a directory.
 
     Args:
-        root: A checkpoint root; a directory of a trainer's ``checkpoint-N``; or a tag's directory.
-        options: What to tell the storage's fsspec class.
+        root: A checkpoint root, a trainer's output folder with ``checkpoint-N``, or the directory of a tag.
+        options: Options of the storage.
 
     Raises:
         StorageError: The directory cannot be read.
-        LayoutError: There is no checkpoint in it, or it is being written.
+        LayoutError: The directory holds no checkpoint, or another process writes it.
     """
     if not root:
         raise StorageError("ROOT", "is an empty name", "pass a directory that holds checkpoints")
@@ -149,9 +148,9 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
 
 
 def committed(storage: Storage, root: str) -> list[CatalogEntry]:
-    """The checkpoints in a directory that were saved to their end, by their manifests; older before newer ones.
+    """List the committed checkpoints in a directory by their manifests, older ones first.
 
-    Their files are not opened: one that is not as long as its manifest says makes a checkpoint torn.
+    Does not open their files: a checkpoint is not whole if a file has another size than in the manifest.
 
     Raises:
         CkptError: The directory cannot be read.
@@ -166,7 +165,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
         try:
             manifest = read_manifest(storage, directory)
         except CkptError:
-            continue  # without metrics it cannot be ranked: it is not counted, and stays
+            continue  # without metrics it has no rank: the rules neither count nor remove it
         name = directory.removeprefix(f"{root.rstrip('/')}/")
         problems = size_problems(storage, directory, manifest)
         entries.append(
@@ -190,7 +189,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
 
 
 def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
-    """The directories that ``latest`` files of a root name, and defects of those files."""
+    """Return the directories that the ``latest`` files of a root name, and the problems of those files."""
     found: set[str] = set()
     problems: list[str] = []
     for latest in (LATEST, LATEST_UNIVERSAL):
@@ -204,7 +203,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
             continue
         parts = posixpath.normpath(tag).split("/")
         if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
-            problems.append(f"{latest} names {brief(tag, 200)}, which is not there")
+            problems.append(f"{latest} names {brief(tag, 200)}, which does not exist")
         elif names is None or parts[0] in names:
             found.add(parts[0])
     return found, problems
@@ -227,7 +226,7 @@ def _look(
         except NoCheckpointError:
             return None
         except CkptError as error:
-            if error not in errors:  # the first that was reported ends the reading
+            if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
         if (
             checkpoint is not None
@@ -271,7 +270,7 @@ def _look(
 
 
 def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:
-    """A link that leaves the root; its target is not opened."""
+    """Return the entry of a link that leaves the root; its target is not opened."""
     return CatalogEntry(
         name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
         problem="is a link that leaves the root: follow_links is not set", latest=latest, link=link,
@@ -284,7 +283,7 @@ def _holds_one(name: str) -> bool:
 
 
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
-    """Whether a directory holds checkpoints without being one, like a trainer's directory of one step."""
+    """Return an error for a directory that holds checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
     if any(parse_name(e.name) for e in entries if not e.is_dir):
         return []
@@ -303,7 +302,7 @@ def _is_tag(storage: Storage, path: str) -> bool:
 
 
 def _first(errors: list[CkptError], path: str) -> str:
-    """The first error without the path that all of them begin with, and how many more there are."""
+    """Format the first error relative to the checkpoint's path, with the number of further errors."""
     own = next((e for e in errors if e.problem.startswith(OWN_ROOT)), None)
     if own is not None:
         return own.problem
@@ -318,7 +317,7 @@ def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
 
     def visit(prefix: str, value: object, depth: int) -> None:
         nonlocal visited
-        visited += 1  # a dict may hold another one hundreds of times, which holds a third one ...
+        visited += 1  # a dict may refer to the same dict hundreds of times, and so on in every level
         if visited > MAX_VISITED or len(found) >= MAX_NUMBERS or depth > 8 or len(prefix) > MAX_NAME:
             return
         if isinstance(value, dict):
@@ -328,7 +327,7 @@ def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
                 if isinstance(key, str | int):
                     visit(f"{prefix}.{key}" if prefix else str(key), inner, depth + 1)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # no float is as large as Python's integers may be
+            with contextlib.suppress(OverflowError):  # Python's integers may exceed the largest float
                 found[prefix] = float(value)
 
     visit("", dict(state), 0)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a root to go on from: the newest whole one."""
+"""Order the checkpoints of a root for a restore, the best candidate first."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Candidate:
     """A directory that may be a checkpoint."""
 
     tag: str
-    """Its name, relative to the root."""
+    """Directory relative to the root."""
     path: str
-    """Its directory."""
+    """Path or URL of the directory."""
     committed: bool
-    """Whether ckpttool saved it to its end."""
+    """Whether it has a manifest."""
 
 
 def candidates(storage: Storage, root: str) -> list[Candidate]:
-    """What there is to go on from, best first.
+    """Return the checkpoints that a run can resume from, best first.
 
-    First what ``latest`` names, and before that a commit on top of it which still bears its mark: a run was killed
-    between the two. Then commits and plain DeepSpeed saves, by step, later steps first; of one step, later commits
-    first. Unfinished saves are left out, and links that the storage does not follow. Modification times are not used.
+    The first is the checkpoint that ``latest`` names, unless a later commit still has its in-progress marker: that
+    commit is then first, because a run was killed between the commit and the update of ``latest``. The others follow:
+    commits and plain DeepSpeed saves, later steps first, and for the same step later commits first. Unfinished saves
+    are omitted, and links that the storage does not follow. Modification times do not count.
 
     Raises:
         StorageError: The root cannot be read.
@@ -56,7 +57,7 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
     attempts: dict[str, str] = {}
     outside = [name for name in names if leads_out(storage, posixpath.join(root, name))]
     if named in outside:
-        storage.listing(posixpath.join(root, named))  # says why not
+        storage.listing(posixpath.join(root, named))  # raises the LinkError
     for name in names:
         path = posixpath.join(root, name)
         if name in outside:
@@ -81,17 +82,17 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
 
 
 def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> str:
-    """What speaks against the first of some candidates; "" if nothing does."""
+    """Describe a contradiction between ``latest`` and the steps of the candidates; "" without one."""
     if not found:
         return ""
     steps = {c.tag: step_of(storage, c.path, c.tag) for c in found}
     first, named = found[0].tag, _named(storage, root) if storage.exists(posixpath.join(root, LATEST)) else ""
     if named != first:
-        # Without a valid latest the last step comes first.
-        return f"latest names {named}, and {first} was committed on top of it" if named in steps else ""
+        # Without a valid latest the candidate of the last step is first.
+        return f"latest names {named}, but {first} was committed after it" if named in steps else ""
     best = max(steps, key=lambda tag: steps[tag])
     if steps[best] > steps[first]:
-        return f"latest names {first} of step {steps[first]}, though {best} is of step {steps[best]}"
+        return f"latest names {first} of step {steps[first]}, but {best} has step {steps[best]}"
     return ""
 
 
@@ -109,7 +110,7 @@ def _named(storage: Storage, root: str) -> str:
     except LinkError:
         raise
     except CkptError:
-        return ""  # it says nothing then; what else there is counts
+        return ""  # an unreadable latest counts as missing
 
 
 def _is_marked(inside: list[Entry]) -> bool:
@@ -117,7 +118,7 @@ def _is_marked(inside: list[Entry]) -> bool:
 
 
 def step_of(storage: Storage, path: str, name: str) -> int:
-    """Steps of the engine, by the manifest, or else the last number in the name; -1 if there is none."""
+    """Return the step from the manifest, or else the last number in the name; -1 without a number."""
     try:
         return read_manifest(storage, path).step
     except CkptError:

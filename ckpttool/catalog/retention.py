@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a root to keep, and the reason for each."""
+"""Decide by retention rules which checkpoints of a root to keep, with a reason for each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ REPORTED = "Ray Train's snapshot lists it"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether one checkpoint stays."""
+    """The decision to keep or remove one checkpoint."""
 
     entry: CatalogEntry
     """The checkpoint."""
     keep: bool
-    """Whether it stays."""
+    """Whether to keep it."""
     reason: str
-    """The rule that keeps it, or its lack."""
+    """The rules that keep it, or that no rule does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Rules:
     """
 
     last: int | None = None
-    """How many of the newest to keep."""
+    """Number of newest checkpoints to keep."""
     every: int | None = None
-    """Keep those whose step is a multiple of this."""
+    """Keep checkpoints whose step is a multiple of this."""
     best: str | None = None
-    """Keep the one with the smallest value of this metric, or number of the client state; with ":max" behind it, the
-    largest; with ":min:3", the three smallest."""
+    """Keep the checkpoint with the smallest value of this metric or number of the client state; with the suffix ":max"
+    the one with the largest; with ":min:3" the three with the smallest."""
 
     def __post_init__(self) -> None:
         if self.last is None and self.every is None and self.best is None:
@@ -61,11 +61,11 @@ class Rules:
 
 
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[Decision]:
-    """Decide on each checkpoint, oldest first.
+    """Decide for each checkpoint whether to keep it; decisions are ordered oldest first.
 
-    Only whole native ZeRO checkpoints are counted and removed, and those that a killed run has half removed. The newest
-    whole one always stays, and so do the one that ``latest`` names, those in Ray Train's snapshot, links and their
-    targets, and torn checkpoints: a save may be running.
+    The rules count and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep the
+    newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, links and their targets, and
+    incomplete checkpoints, because a save may still write them.
 
     Raises:
         PlanError: No whole checkpoint has the metric of ``rules.best``.
@@ -82,8 +82,8 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[
             reasons[entry.name].append("latest names it")
         if entry.reported:
             reasons[entry.name].append(REPORTED)
-        place = os.path.realpath(entry.path)
-        reasons[entry.name] += [f"{n} is a link to it" for p, n in linked.items() if f"{p}/".startswith(f"{place}/")]
+        real = os.path.realpath(entry.path)
+        reasons[entry.name] += [f"{n} is a link to it" for p, n in linked.items() if f"{p}/".startswith(f"{real}/")]
         if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
             reasons[entry.name].append(f"step {entry.order[0]} is a multiple of {rules.every}")
     if rules.best is not None and whole:
@@ -117,15 +117,15 @@ def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[Cat
         known = sorted({name for e in whole for name in e.metrics})[:20]
         hint = f"these have numbers: {', '.join(known)}" if known else "save it with metrics or client_state={...}"
         raise PlanError(root, f"no checkpoint has {metric} in its metrics or client state", hint)
-    values.reverse()  # of equal ones the newest comes first: it has been trained longest
+    values.reverse()  # among equal values the newest comes first: it was trained longest
     return sorted(values, key=lambda pair: sign * pair[1])[:count]
 
 
 def parse_best(rule: str) -> tuple[str, str, int]:
-    """METRIC[:min|max[:COUNT]].
+    """Parse METRIC[:min|max[:COUNT]].
 
     Raises:
-        ArgumentError: It is not of that form.
+        ArgumentError: The rule does not have that form.
     """
     metric, *rest = rule.split(":")
     direction, count = (rest + ["min", "1"][len(rest) :])[:2]

@@ -1,4 +1,4 @@
-"""A disk on which every operation of every rank is numbered, and at any of them a rank may die or the disk fail."""
+"""Inject faults into disk operations of ranks, and build the states that a power failure may leave."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     import pytest
 
 CHANGES = ("create", "pwrite", "ftruncate", "fsync", "rename", "unlink", "mkdir", "rmdir")
-"""Operations that a crash may come before, after or amid: between two of them nothing changes."""
+"""Operations that change the disk; a crash may come before, during or after each of them."""
 READS = ("open", "pread", "preadv", "scandir", "fstat", "statvfs")
-"""Operations that may only fail."""
+"""Operations that change nothing, and may only fail."""
 
 
 class Killed(BaseException):
-    """What a rank that was killed notices; nothing is to catch it."""
+    """A rank was killed; the code under test must not catch this."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at an operation."""
+    """A fault at one operation."""
 
     rank: int
     number: int
-    """Counted from 0, for each rank by itself."""
+    """Number of the operation, counted from 0 for each rank."""
     how: str
     """"before", "amid" (half of the bytes are written) or "after": the rank dies. "short": half is written, and the
     caller told so. The name of an errno: the operation fails."""
     everyone: bool = False
-    """Whether all ranks die, not only this one."""
+    """Whether all ranks die, instead of only this one."""
 
     @property
     def kills(self) -> bool:
@@ -49,23 +49,23 @@ class Fault:
 
 @dataclass(frozen=True)
 class Operation:
-    """A change that was made."""
+    """A change of the disk."""
 
     rank: int
     number: int
     name: str
     arguments: tuple[Any, ...]
-    """Paths; in place of a file descriptor the path that it was opened at, and a number that no other file has."""
+    """Arguments of the call; a file descriptor is replaced by its path and a unique number of the file."""
 
 
 @dataclass
 class Machine:
-    """All ranks' operations since it was last reset."""
+    """Records the operations of all ranks since the last reset, and injects a fault."""
 
     fault: Fault | None = None
     dead: set[int] = field(default_factory=set)
     names: dict[int, list[str]] = field(default_factory=dict)
-    """What each rank has done, in order."""
+    """Operations of each rank, in order."""
     journal: list[Operation] = field(default_factory=list)
     """All changes of all ranks, in order."""
     struck: bool = False
@@ -77,13 +77,13 @@ class Machine:
     _created: dict[str, int] = field(default_factory=dict)
 
     def reset(self, fault: Fault | None = None) -> None:
-        """Begin anew; all ranks live."""
+        """Drop the recorded operations, and revive all ranks."""
         self.fault, self.struck = fault, False
         self.dead, self.names, self.journal = set(), {}, []
 
     @property
     def rank(self) -> int | None:
-        """Of the calling thread; None for what is no rank's."""
+        """Rank of the calling thread; None for a thread of no rank."""
         return getattr(self._local, "rank", None)
 
     @rank.setter
@@ -101,18 +101,18 @@ class Machine:
         raise Killed
 
     def do(self, name: str, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """An operation, unless something happens to it."""
+        """Run an operation, or inject the fault."""
         if self.rank is None:
             return real(*arguments, **options)
         if name == "close" and self.rank in self.dead:
-            real(*arguments)  # the kernel does so when a process ends
+            real(*arguments)  # as the kernel does when a process ends
         self.living()
         if name == "close":
             return real(*arguments)
         if name == "open" and arguments[1] & os.O_CREAT:
             name = "create"
         name = {"replace": "rename"}.get(name, name)
-        with self._lock:  # so that the journal's order is what happened
+        with self._lock:  # so that the journal has the real order
             self.living()
             number = len(self.names.setdefault(self.rank, []))
             self.names[self.rank].append(name)
@@ -136,7 +136,7 @@ class Machine:
             return self.kill(everyone=fault.everyone)
 
     def _really(self, name: str, real: Callable[..., Any], number: int, *arguments: Any, **options: Any) -> Any:
-        # Not really synced: that would only wear out the disk that the tests run on.
+        # Without a real sync, which would only wear out the disk of the tests.
         result: Any = None if name == "fsync" else real(*arguments, **options)
         if name in {"create", "open"}:
             path = os.fspath(arguments[0])
@@ -156,7 +156,7 @@ class Machine:
 
 
 class _Os:
-    """Stands in for the module ``os``."""
+    """Replaces the module ``os``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -168,7 +168,7 @@ class _Os:
 
 
 class _Shutil:
-    """Stands in for the module ``shutil``: what it does is seen, too."""
+    """Replaces the module ``shutil``, so that the machine records its operations too."""
 
     def __init__(self, machine: Machine) -> None:
         self._os = _Os(machine)
@@ -185,7 +185,7 @@ class _Shutil:
 
 
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a machine see all that the code under test does to disks, past the page cache too where memory is a disk."""
+    """Let a machine record all disk operations of the code under test, with direct I/O also on tmpfs."""
     monkeypatch.setattr(local_writer, "PART_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(local_writer.LocalWriter, "part_bytes", mmap.PAGESIZE)
     monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*direct_io.FILE_SYSTEMS, "tmpfs"})
@@ -202,7 +202,7 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 class _File:
     data: bytearray = field(default_factory=bytearray)
     synced: bytes | None = None
-    """What is safe; None: nothing is."""
+    """Durable bytes; None if the file is not durable."""
     modified: int = 0
 
 
@@ -211,7 +211,7 @@ class _Directory:
     entries: dict[str, _File | _Directory] = field(default_factory=dict)
     safe: dict[str, _File | _Directory] = field(default_factory=dict)
     pending: list[tuple[str | None, str | None, _File | _Directory | None]] = field(default_factory=list)
-    """Changes of names that are not safe: the name that goes, the one that comes, and what it is of."""
+    """Changes of names that are not durable: the removed name, the added name, and the file or directory."""
 
     def change(self, gone: str | None, come: str | None, what: _File | _Directory | None) -> None:
         self.pending.append((gone, come, what))
@@ -227,17 +227,17 @@ def _apply(entries: dict[str, _File | _Directory], change: tuple[str | None, str
 
 
 Tree = dict[str, "tuple[bytes, int] | None"]
-"""Files (bytes, and a number that grows with the time of the last change) and directories (None), by path."""
+"""Files (bytes, and the order of the last change) and directories (None), by path."""
 
 
 class PowerFailure:
-    """What a disk may hold when the power fails, by POSIX and nothing more: what was not synced may be there or not.
+    """Builds the states of a disk that POSIX allows after a power failure: changes without a sync may be lost.
 
-    Source: POSIX, fsync() and rename(): a rename is there as a whole or not at all; everything else that was not
-    synced, in any order. That a file is synced says nothing of its name.
+    Source: POSIX, fsync() and rename(): a rename is atomic; all other changes without a sync may be lost in any order.
+    The sync of a file does not make its name durable.
 
     Args:
-        root: A directory; all that lies in it now is safe.
+        root: A directory; its present content is durable.
     """
 
     def __init__(self, root: str) -> None:
@@ -270,7 +270,7 @@ class PowerFailure:
         return self._directory(os.path.dirname(path)), os.path.basename(path)
 
     def apply(self, operation: Operation) -> None:
-        """Let an operation happen."""
+        """Apply an operation."""
         self._now += 1
         name, arguments = operation.name, operation.arguments
         if name == "create":
@@ -314,7 +314,7 @@ class PowerFailure:
             directory.change(base, None, None)
 
     def states(self, random: Random, *, some: int) -> Iterator[Tree]:
-        """What may be there afterwards: the extremes, each un-synced change of a name alone, and some at random."""
+        """Yield possible states: all or no changes, each change of a name without a sync alone, and random ones."""
         changes = [(d, i) for d in self._directories(self._top) for i in range(len(d.pending))]
         everything, nothing = set(_keyed(changes)), set[tuple[int, int]]()
         for data in ("lost", "kept", "torn"):
@@ -329,7 +329,7 @@ class PowerFailure:
             yield self._tree({c for c in _keyed(changes) if random.random() < 0.5}, "random", random)
 
     def _directories(self, directory: _Directory) -> Iterator[_Directory]:
-        """All that may be there, those that were removed and may be there again among them."""
+        """Yield all directories that may exist, including removed ones that may reappear."""
         yield directory
         seen = set()
         inside = [*directory.safe.values(), *(what for _, _, what in directory.pending)]
@@ -370,13 +370,13 @@ def _content(file: _File, data: str, random: Random) -> bytes:
     if data == "lost":
         return safe or b""
     if data == "zeros":
-        return bytes(len(current))  # its size arrived, its bytes did not
+        return bytes(len(current))  # the disk has the size of the file, but not its bytes
     half = len(current) // 2
     return current[:half] + bytes(len(current) - half)
 
 
 def build(tree: Tree, root: str) -> None:
-    """Make a tree real, in a directory that is not there yet."""
+    """Write a tree to disk, into a new directory."""
     os.mkdir(root)
     for name in sorted(tree):
         entry, path = tree[name], os.path.join(root, name)

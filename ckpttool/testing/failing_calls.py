@@ -1,4 +1,4 @@
-"""Makes the operating system fail at a chosen operation."""
+"""Fail or interrupt a chosen system call of the code under test."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 WATCHED = (
     "open", "mkdir", "ftruncate", "pwrite", "pread", "preadv", "copy_file_range", "replace", "unlink", "listdir",
 )  # fmt: skip
-"""Every operation by which ckpttool reads a source or changes a disk."""
+"""Functions of ``os`` by which ckpttool reads sources and changes disks."""
 
 
 class Disk:
-    """Counts operations, and does something at one of them.
+    """Counts operations, and runs an action at one of them.
 
     Args:
         at: Number of the operation at which to act, counted from 0; -1 for none.
-        act: What to do instead of it.
-        only: Names of operations to count; default: all that are watched.
+        act: The action, which runs before the operation and usually raises an error.
+        only: Names of operations to count; default: all watched ones.
     """
 
     def __init__(self, at: int = -1, act: Callable[[], object] | None = None, only: tuple[str, ...] = WATCHED) -> None:
@@ -36,7 +36,7 @@ class Disk:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Disk]:
-        """Count and act on everything that the body does."""
+        """Watch the operations of the body."""
         with contextlib.ExitStack() as stack:
             for name in self.only:
                 stack.enter_context(mock.patch.object(os, name, self._wrapped(name, getattr(os, name))))
@@ -44,7 +44,7 @@ class Disk:
 
     def _wrapped(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*arguments: Any, **options: Any) -> Any:
-            # What only cleans up is the exit of a failure.
+            # Cleanup after a failure is not counted.
             if self.acted or _cleans_up() or (arguments and isinstance(arguments[0], int) and name == "listdir"):
                 return operation(*arguments, **options)
             self.operations.append(name)
@@ -57,7 +57,7 @@ class Disk:
 
 
 def _cleans_up() -> bool:
-    """Whether ``shutil.rmtree``, or what removes a staging directory, is what asks."""
+    """Return whether the caller is ``shutil.rmtree`` or removes a staging directory."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(("shutil", "ckpttool.storage.safe")):
         if frame.f_code.co_name == "_remove":
@@ -67,7 +67,7 @@ def _cleans_up() -> bool:
 
 
 def failing(code: int) -> Callable[[], object]:
-    """An operation that fails."""
+    """Return an action that raises an OSError."""
 
     def act() -> None:
         raise OSError(code, os.strerror(code))
@@ -76,5 +76,5 @@ def failing(code: int) -> Callable[[], object]:
 
 
 def interrupting() -> None:
-    """Ctrl-C at this moment."""
+    """Interrupt as Ctrl-C does."""
     raise KeyboardInterrupt

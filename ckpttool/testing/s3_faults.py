@@ -1,4 +1,4 @@
-"""Requests to an S3 server, and what networks and servers do to them."""
+"""Describe requests to an S3 server, and faults to inject into them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Headers: TypeAlias = list[tuple[str, str]]
 
 _BUFFER = 1 << 20
 _MID = 1000
-"""Where a body is cut if the test does not say: late enough that some of it arrived."""
+"""Default position of a cut in a body, in bytes."""
 
 
-# ----------------------------------------------------------------------------------------------------- what was seen
+# ---------------------------------------------------------------------------------------------------------- requests
 
 
 @dataclass
 class Request:
-    """A request, and what became of it."""
+    """A request and its outcome."""
 
     method: str
     target: str
-    """Path and query as they were sent."""
+    """Path and query, encoded."""
     path: str
     """/BUCKET/KEY, decoded."""
     query: dict[str, str]
@@ -35,34 +35,34 @@ class Request:
     headers: dict[str, str]
     """Names in lower case."""
     started: float
-    """When its head had arrived (time.perf_counter)."""
+    """Time of the arrival of its head (time.perf_counter)."""
     ended: float | None = None
-    """When its answer was given or its connection dropped; None: it is in flight."""
+    """Time of the end of its answer or connection; None while it is in flight."""
     status: int | None = None
-    """Of the answer that the client was given; None: none."""
+    """Status of the answer to the client; None without an answer."""
     received: int = 0
     """Bytes of body from the client."""
     sent: int = 0
     """Bytes of body to the client."""
     faults: list[Action] = field(default_factory=list)
-    """What was done to it."""
+    """Faults injected into it."""
     forwarded: bool = False
-    """Whether the server heard of it."""
+    """Whether the proxy has forwarded it to the server."""
 
     @property
     def key(self) -> str:
-        """The object's key; empty for a request about the bucket."""
+        """Key of the object; "" for a request on the bucket."""
         return self.path.lstrip("/").partition("/")[2]
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """The bytes that were asked for, as start and end (exclusive); None: all, or none that have both."""
+        """Requested range [start, end); None for the whole object or for a range without both ends."""
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         return (int(match[1]), int(match[2]) + 1) if match else None
 
     @property
     def operation(self) -> str:
-        """Which of S3's operations it is, by its name in botocore's clients: ``get_object``, ``upload_part``, ..."""
+        """Name of the S3 operation in botocore's clients: ``get_object``, ``upload_part``, ..."""
         about = "object" if self.key else "bucket"
         for method, names, operation in _OPERATIONS:
             if self.method == method and names <= self.query.keys() and operation[1] in (about, ""):
@@ -83,31 +83,31 @@ _OPERATIONS: tuple[tuple[str, set[str], tuple[str, str]], ...] = (
 )
 
 
-# ------------------------------------------------------------------------------------------------- what may be done
+# ------------------------------------------------------------------------------------------------------------ faults
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Wait before the request goes on. Others do not wait with it."""
+    """Delay the request; other requests go on."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Before:
-    """Call a function before the request goes on: it may change what the server holds. In a thread of its own."""
+    """Call a function, in a thread of its own, before the proxy forwards the request; it may change the objects."""
 
     call: Callable[[Request], object]
 
 
 @dataclass(frozen=True)
 class Unranged:
-    """Drop the Range header, as servers that do not know it do: the answer is 200 and the whole object."""
+    """Drop the Range header, like a server without support for ranges: the answer is 200 and the whole object."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer in the server's place, which hears nothing of it. The request's body is read first."""
+    """Answer in place of the server, after reading the body of the request; the server gets no request."""
 
     status: int
     code: str
@@ -120,11 +120,11 @@ class Cut:
     """End the connection.
 
     Args:
-        where: "request": after so many bytes of the request's body. "before": the whole request was read, the server
-            hears nothing. "after": the server did what was asked, and its answer is lost. "answer": after so many bytes
-            of the answer's body, whose Content-Length promised more.
-        at: How many bytes of the body pass, for "request" and "answer".
-        reset: Send a reset, as a host that died or a firewall does; else close, as a server does that goes away.
+        where: "request": after ``at`` bytes of the request's body. "before": after the whole request, which the server
+            does not get. "after": the server has executed the request, and its answer is lost. "answer": after ``at``
+            bytes of the answer's body, which is shorter than its Content-Length then.
+        at: Bytes of the body that pass, for "request" and "answer".
+        reset: Whether to send a reset, like a dead host or a firewall; otherwise close, like a server that stops.
     """
 
     where: str
@@ -134,11 +134,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shorter:
-    """Leave out the last bytes of the answer's body and give a Content-Length that agrees: nothing looks wrong.
+    """Omit the last bytes of the answer's body, and adapt the Content-Length.
 
     Args:
-        by: How many bytes.
-        relabel: Whether the Content-Range tells of it, too.
+        by: Number of omitted bytes.
+        relabel: Whether to adapt the Content-Range too.
     """
 
     by: int = 1
@@ -150,7 +150,7 @@ class Flip:
     """Change one bit of the answer's body.
 
     Args:
-        at: Which byte's.
+        at: Position of the byte in the body.
     """
 
     at: int = 0
@@ -158,19 +158,19 @@ class Flip:
 
 @dataclass(frozen=True)
 class Hang:
-    """Say nothing more, until the client goes away.
+    """Send nothing more until the client closes the connection.
 
     Args:
-        at: After how many bytes of the answer's body; None: before the answer, of which the server hears nothing.
+        at: Bytes of the answer's body that pass; None to hang before the answer, without forwarding the request.
     """
 
     at: int | None = None
 
 
 Prelude: TypeAlias = Latency | Before | Unranged
-"""What happens to a request that then goes its way."""
+"""Action before a request is forwarded."""
 Fault: TypeAlias = Answer | Cut | Shorter | Flip | Hang
-"""What happens to a request instead."""
+"""Action that replaces or damages the answer."""
 Action: TypeAlias = Prelude | Fault
 
 INTERNAL_ERROR = Answer(500, "InternalError", "We encountered an internal error. Please try again.")
@@ -186,26 +186,26 @@ ACCESS_DENIED = Answer(403, "AccessDenied", "Access Denied")
 NO_SUCH_KEY = Answer(404, "NoSuchKey", "The specified key does not exist.")
 NO_SUCH_UPLOAD = Answer(404, "NoSuchUpload", "The specified multipart upload does not exist.")
 LATE_ERROR = Answer(200, "InternalError", "We encountered an internal error. Please try again.")
-"""What S3 answers to a completion or copy that failed after it had begun to answer."""
+"""Answer of S3 to a completion or copy that fails after the status was sent."""
 
 
 SECONDS_TO_SETTLE = 10.0
-"""How long requests that a rule acts on may take to be over once a test asks."""
+"""Most seconds that ``Rule.fired`` waits for running requests."""
 
 
 @dataclass
 class Rule:
-    """What to do to which requests.
+    """An action and the requests to apply it to.
 
     Args:
-        action: What to do.
-        operation: S3's operation by its name in botocore's clients; None: all.
-        match: Is searched for in the decoded path and query.
-        when: Must also hold.
+        action: The action.
+        operation: Name of the S3 operation in botocore's clients; None for all.
+        match: Regular expression to search in the decoded path and query.
+        when: Further condition on the request.
         nth: The first matching request to act on, from 1.
-        times: How many to act on from there; None: all.
-        each: Count for each distinct request, by method, target and range, instead of for all together: with ``nth=1``
-            and ``times=1``, every request fails once and then works.
+        times: Number of requests to act on from there; None for all.
+        each: Whether to count separately for each combination of method, target and range: with ``nth=1`` and
+            ``times=1``, every request fails once and then works.
     """
 
     action: Action
@@ -216,16 +216,16 @@ class Rule:
     times: int | None = 1
     each: bool = False
     busy: int = 0
-    """Requests that it acts on and that are not over."""
+    """Number of running requests that the rule acts on."""
     done: int = 0
-    """How often it was done so far; see ``fired``."""
+    """Number of completed actions; see ``fired``."""
     _seen: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     @property
     def fired(self) -> int:
-        """How often it was really done: not merely that a request matched, but that the client got to feel it.
+        """Number of actions that reached the client; a match alone does not count.
 
-        A client may have felt it before the proxy has noted it: what is not over is waited for.
+        The client may see the fault before the proxy counts it; therefore this waits for running requests.
         """
         end = time.monotonic() + SECONDS_TO_SETTLE
         while self.busy and time.monotonic() < end:
@@ -233,7 +233,7 @@ class Rule:
         return self.done
 
     def due(self, request: Request) -> bool:
-        """Whether to act on a request that has come; counts it."""
+        """Count a request; return whether to act on it."""
         if self.operation not in (None, request.operation) or not re.search(self.match, unquote(request.target)):
             return False
         if self.when is not None and not self.when(request):

@@ -13,7 +13,7 @@ from ckpttool.testing.s3_faults import _BUFFER, Headers
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, Headers] | None:
-    """First line and headers; None: the other side has closed. What only says "go on" is skipped."""
+    """Read first line and headers; None if the other side has closed. Skips "100 Continue"."""
     while True:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -33,10 +33,10 @@ def write_head(writer: asyncio.StreamWriter, line: str, headers: Headers, droppe
 
 
 async def pieces(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
-    """A body of a known length, as it arrives; None: one in chunks.
+    """Yield a body of ``length`` bytes in pieces; None for a chunked body.
 
     Raises:
-        EOFError: The connection ended before it.
+        EOFError: The connection ended before the body.
     """
     if length is None:
         async for piece in chunks(reader):
@@ -51,7 +51,7 @@ async def pieces(reader: asyncio.StreamReader, length: int | None) -> AsyncItera
 
 
 async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """A body in chunks, without their framing. Trailers of HTTP's are dropped: S3's are in the body."""
+    """Yield a chunked body without its framing. Drops HTTP trailers; those of S3 are in the body."""
     while size := int((await reader.readline()).split(b";")[0], 16):
         async for piece in pieces(reader, size):
             yield piece
@@ -61,7 +61,7 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def write(writer: asyncio.StreamWriter, piece: bytes, chunked: bool) -> None:
-    """Send a piece of a body, no faster than the other side takes it."""
+    """Send a piece of a body, and wait until the other side accepts more."""
     if piece:
         writer.writelines([b"%x\r\n" % len(piece), piece, b"\r\n"] if chunked else [piece])
         await writer.drain()
@@ -74,10 +74,10 @@ async def write_end(writer: asyncio.StreamWriter, chunked: bool) -> None:
 
 
 def length(headers: Headers) -> int | None:
-    """Of an answer's body; None: it comes in chunks.
+    """Return the length of an answer's body; None for a chunked body.
 
     Raises:
-        RuntimeError: It ends with the connection, which no server here does.
+        RuntimeError: The answer has no length; the servers of these tests always send one.
     """
     values = {name.lower(): value for name, value in headers}
     if "chunked" in values.get("transfer-encoding", ""):
@@ -88,7 +88,7 @@ def length(headers: Headers) -> int | None:
 
 
 def shortened(headers: Headers, length: int, *, relabel: bool) -> Headers:
-    """The headers of a body that is shorter."""
+    """Return the headers for a shorter body."""
     changed = []
     for name, value in headers:
         new = value

@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that sees every request, and can do to it what networks and servers do."""
+"""Run a proxy in front of an S3 server that logs every request and injects faults of networks and servers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from ckpttool.testing.s3_faults import (
 
 
 class Proxy:
-    """Stands before a server from ``with`` to its end.
+    """Context manager that runs the proxy.
 
-    Rules are asked in their order. All of a request's preludes happen, and the first fault.
+    The proxy evaluates rules in order. It applies all matching preludes to a request, and the first matching fault.
 
     Args:
         upstream: URL of the server.
@@ -54,12 +54,12 @@ class Proxy:
         self._upstream = (address.hostname or "", address.port or 80)
         self.rules: list[Rule] = []
         self.log: list[Request] = []
-        """All requests so far, in the order in which they came."""
+        """All requests so far, in the order of arrival."""
         self.broken: list[BaseException] = []
-        """What went wrong in the proxy itself. Leaving ``with`` raises the first: a fault of the bed is no fault of
-        the code under test."""
+        """Errors of the proxy itself. The end of ``with`` raises the first, so that a test does not blame the code
+        under test."""
         self.connections = 0
-        """How many were accepted."""
+        """Number of accepted connections."""
         self.port = 0
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,7 +68,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """The endpoint to give to a client."""
+        """Endpoint for clients."""
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Proxy:
@@ -97,28 +97,28 @@ class Proxy:
         times: int | None = 1,
         each: bool = False,
     ) -> Rule:
-        """Do something to some requests; see Rule. The rule tells how often it was done."""
+        """Add a rule; see ``Rule`` for the arguments. ``Rule.fired`` counts its actions."""
         rule = Rule(action, operation, match, when, nth, times, each)
         self.rules = [*self.rules, rule]
         return rule
 
     def clear(self) -> None:
-        """Forget all rules and requests."""
+        """Drop all rules and logged requests."""
         self.rules = []
         self.log = []
 
     # -------------------------------------------------------------------------------------------- asking what was seen
 
     def requests(self, operation: str | None = None, match: str = "") -> list[Request]:
-        """Those of an operation (botocore's name for it) whose decoded path and query match."""
+        """Return the requests of an operation (botocore's name) whose decoded path and query match."""
         return [r for r in list(self.log) if operation in (None, r.operation) and re.search(match, unquote(r.target))]
 
     def most_in_flight(self, operation: str | None = None, match: str = "") -> int:
-        """The largest number of such requests at one moment."""
+        """Return the largest number of concurrent requests."""
         return _most_at_once((r.started, r.ended) for r in self.requests(operation, match))
 
     def bytes_by_key(self) -> dict[str, int]:
-        """Bytes of bodies that objects' reads gave to the client."""
+        """Return the bytes of bodies sent to the client for reads, by key of the object."""
         totals: dict[str, int] = {}
         for request in self.requests("get_object"):
             totals[request.key] = totals.get(request.key, 0) + request.sent
@@ -140,7 +140,7 @@ class Proxy:
             try:
                 await connection.serve()
             except (OSError, EOFError, asyncio.CancelledError):
-                pass  # the client went away, or the test is over
+                pass  # the client closed the connection, or the test has ended
             except Exception as e:
                 self.broken.append(e)
             finally:
@@ -158,7 +158,7 @@ class Proxy:
 
 
 class _Connection:
-    """A client's connection, and the one to the server that serves it."""
+    """A client's connection and its connection to the server."""
 
     def __init__(
         self, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upstream: tuple[str, int]
@@ -171,7 +171,7 @@ class _Connection:
         _without_delay(writer)
 
     async def serve(self) -> None:
-        """Answer requests until the client has no more, or a rule ends it."""
+        """Answer requests until the client or a rule ends the connection."""
         while (head := await s3_http.read_head(self._reader)) is not None:
             line, headers = head
             method, target, _ = line.split(" ", 2)
@@ -184,13 +184,13 @@ class _Connection:
                 request.ended = time.perf_counter()
 
     def close(self) -> None:
-        """Let both connections go."""
+        """Close both connections."""
         self._writer.close()
         if self._server is not None:
             self._server[1].close()
 
     async def _handle(self, request: Request, headers: Headers) -> bool:
-        """Answer one request; whether the connection can carry another."""
+        """Answer one request; return whether the connection stays open."""
         busy: list[Rule] = []
         try:
             return await self._by_rules(request, headers, busy)
@@ -199,7 +199,7 @@ class _Connection:
                 rule.busy -= 1
 
     async def _by_rules(self, request: Request, headers: Headers, busy: list[Rule]) -> bool:
-        """Answer one request as the rules say; those that act are added to ``busy``."""
+        """Answer one request according to the rules; add the rules that act to ``busy``."""
         fault: Rule | None = None
         for rule in self._proxy.rules:
             if fault is not None and not isinstance(rule.action, Prelude):
@@ -229,7 +229,7 @@ class _Connection:
             case Cut(where="request", at=at):
                 await self._drain(request, at)
                 if request.received < at:
-                    return False  # it was too short, the rule has not fired
+                    return False  # the body was too short: the rule has not fired
                 return await self._cut(fault, request)
             case Cut(where="before"):
                 await self._drain(request)
@@ -237,7 +237,7 @@ class _Connection:
         return await self._forward(request, headers, fault)
 
     async def _forward(self, request: Request, headers: Headers, fault: Rule | None) -> bool:
-        """Give the request to the server, and the answer to the client."""
+        """Forward the request to the server, and the answer to the client."""
         server, to_server = await self._connected()
         chunked = "transfer-encoding" in request.headers
         s3_http.write_head(to_server, f"{request.method} {request.target} HTTP/1.1", headers, {"expect", "connection"})
@@ -265,14 +265,14 @@ class _Connection:
         s3_http.write_head(self._writer, line, answer, {"connection"})
         kept = await self._answer(request, pieces, length, fault, chunked=chunked)
         if any(name.lower() == "connection" and value.lower() == "close" for name, value in answer):
-            to_server.close()  # the client's stays open, as S3 would have it
+            to_server.close()  # the client's connection stays open, as with S3
             self._server = None
         return kept
 
     async def _answer(
         self, request: Request, pieces: AsyncIterator[bytes], length: int | None, fault: Rule | None, *, chunked: bool
     ) -> bool:
-        """Pass the body of the server's answer on, or what the fault leaves of it."""
+        """Forward the body of the server's answer, changed by the fault."""
         action = fault.action if fault is not None else None
         limit = action.at if isinstance(action, Cut | Hang) else None
         if isinstance(action, Shorter) and length and length >= action.by:
@@ -284,7 +284,7 @@ class _Connection:
                 _fire(fault, request)
             passed = piece if limit is None else piece[: max(limit - request.sent, 0)]
             limited = len(passed) < len(piece)
-            # What is noted before it is sent is there when the client has it and the test looks.
+            # Counted before it is sent, so that a test that has the answer sees the count.
             if fault is not None and limited and not isinstance(action, Cut) and action not in request.faults:
                 _fire(fault, request)
             request.sent += len(passed)
@@ -298,7 +298,7 @@ class _Connection:
         return True
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The connection to the server, anew if it has closed it since the last request."""
+        """Return the connection to the server; reconnect if the server has closed it."""
         if self._server is not None and self._server[0].at_eof():
             self._server[1].close()
             self._server = None
@@ -311,7 +311,7 @@ class _Connection:
         return self._server
 
     async def _body(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The request's body, piece by piece; the client is told to send it if it waits for that."""
+        """Yield the request's body in pieces; send "100 Continue" if the client waits for it."""
         if "100-continue" in request.headers.get("expect", "").lower():
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         chunked = "transfer-encoding" in request.headers
@@ -322,7 +322,7 @@ class _Connection:
             yield piece
 
     async def _drain(self, request: Request, limit: int | None = None) -> None:
-        """Read the request's body, at least so many bytes of it, and let it go."""
+        """Read and drop the request's body, or at least ``limit`` bytes of it."""
         async with contextlib.aclosing(self._body(request)) as pieces:
             async for _ in pieces:
                 if limit is not None and request.received >= limit:
@@ -335,19 +335,19 @@ class _Connection:
             f"<Resource>{escape(request.path)}</Resource><RequestId>0123456789ABCDEF</RequestId></Error>"
         ).encode()
         if request.method == "HEAD":
-            body = b""  # S3 can only give the status
+            body = b""  # an answer to HEAD has no body
         headers = [*answer.headers, ("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
         request.status, request.sent = answer.status, len(body)
         s3_http.write_head(self._writer, f"HTTP/1.1 {answer.status} {answer.code}", headers, set())
         await s3_http.write(self._writer, body, chunked=False)
 
     async def _cut(self, rule: Rule, request: Request) -> bool:
-        """End the connection once the client has what was sent before."""
+        """End the connection after the client has received the bytes sent so far."""
         assert isinstance(rule.action, Cut)
         connection = self._writer.get_extra_info("socket")
         await self._writer.drain()
         patience = time.perf_counter() + 5
-        # A reset takes back what was not delivered.
+        # A reset drops undelivered bytes.
         while _unsent(self._writer) and time.perf_counter() < patience:
             await asyncio.sleep(0.001)
         _fire(rule, request)
@@ -368,7 +368,7 @@ def _described(method: str, target: str, headers: Headers) -> Request:
 
 
 async def _prelude(action: Prelude, request: Request, headers: Headers) -> Headers:
-    """Let something happen before a request goes on; the headers with which it does."""
+    """Apply an action before a request is forwarded; return the headers to forward."""
     match action:
         case Latency(seconds=seconds):
             await asyncio.sleep(seconds)
@@ -385,30 +385,30 @@ def _fire(rule: Rule, request: Request) -> None:
 
 
 def _most_at_once(spans: Iterable[tuple[float, float | None]]) -> int:
-    """The largest number of spans that share a moment."""
+    """Return the largest number of spans that overlap at one moment."""
     steps = []
     for start, end in spans:
         steps.append((start, 1))
         if end is not None:
             steps.append((end, -1))
     most = now = 0
-    for _, step in sorted(steps):  # at one moment, what ends does so before what starts
+    for _, step in sorted(steps):  # at equal times, ends come before starts
         now += step
         most = max(most, now)
     return most
 
 
 def _unsent(writer: asyncio.StreamWriter) -> int:
-    """Bytes that the other host has not acknowledged."""
+    """Return the number of bytes that the other host has not acknowledged."""
     if writer.transport.get_write_buffer_size():
         return writer.transport.get_write_buffer_size()
     number = writer.get_extra_info("socket").fileno()
-    if number < 0:  # closed meanwhile: the other host has hung up
+    if number < 0:  # the other host has closed the connection meanwhile
         return 0
     answer = fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4)
     return int(struct.unpack("i", answer)[0])
 
 
 def _without_delay(writer: asyncio.StreamWriter) -> None:
-    """asyncio does this by itself, but says so nowhere."""
+    """Set TCP_NODELAY; asyncio does so too, but does not document it."""
     writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""What every writable storage must do, as a test class.
+"""Test the conformance of a ``WritableStorage``.
 
 Subclass ``StorageTests`` in a test module and override the fixtures ``storage`` and ``root``::
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StorageTests:
-    """Conformance tests of one storage."""
+    """Conformance tests of one storage; override ``storage`` and ``root``."""
 
     hides_unfinished = True
     """Whether no reader sees a large file before its commit; some fsspec storages write to the final name."""
@@ -42,12 +42,12 @@ class StorageTests:
 
     @pytest.fixture
     def root(self) -> str:
-        """A directory that does not exist yet, by its path or URL."""
+        """Path or URL of a directory that does not exist yet."""
         raise NotImplementedError
 
     @pytest.fixture
     def made(self, storage: WritableStorage, root: str) -> str:
-        """The root, created."""
+        """The root, after its creation."""
         storage.make_directory(root)
         return root
 
@@ -221,7 +221,7 @@ class StorageTests:
 
 
 class ConditionalWrites(StorageTests):
-    """Tests of storages on which one of several writers wins, whatever their timing."""
+    """Conformance tests of a storage with atomic conditional writes: exactly one of several writers succeeds."""
 
     def test_one_of_many_writers_wins(self, storage: WritableStorage, made: str) -> None:
         path = f"{made}/file"
@@ -237,7 +237,7 @@ def _bytes(count: int) -> bytes:
 
 
 def _part_bytes(storage: WritableStorage, root: str) -> int:
-    """Size of a part of a file that has several."""
+    """Return the part size of the storage."""
     writer = storage.writer(f"{root}/probe", 1)
     writer.discard()
     return writer.part_bytes

@@ -50,7 +50,7 @@ def test_a_commit_before_latest_was_written_is_found_whatever_the_clock_says(tmp
     (tmp_path / "step2" / MARK).write_text("{}")  # which goes after latest is written
     found = candidates(LOCAL, str(tmp_path))
     assert found[0].tag == "step2"
-    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1, and step2 was committed on top of it"
+    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1, but step2 was committed after it"
 
 
 def test_a_first_commit_with_its_mark_is_not_on_top_of_what_is_gone(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_who_sets_latest_is_followed_and_told_what_speaks_against_it(tmp_path: P
     os.utime(tmp_path / "latest", (1, 1))
     found = candidates(LOCAL, str(tmp_path))
     assert found[0].tag == "step1"
-    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1 of step 1, though step3 is of step 3"
+    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1 of step 1, but step3 has step 3"
 
 
 def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_nothing_goes_while_the_newest_cannot_be_read(tmp_path: Path, caplog: py
     damaged = tmp_path / "step3" / "mp_rank_00_model_states.pt"
     damaged.write_bytes(bytes(damaged.stat().st_size))
     assert _tidied(tmp_path, Rules(last=1)) == {"step1", "step2"}
-    assert "no checkpoint was removed, for the newest one cannot be read" in caplog.text
+    assert "no checkpoint was removed, because the newest one cannot be read" in caplog.text
 
 
 def _cut_short(root: Path, tag: str) -> None:

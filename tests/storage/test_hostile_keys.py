@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tests.storage.server import Bucket
 
 SRC = "zero2-dp2-bf16"
-NO_PATH = 'cannot be copied as a file: a part of its key is empty, "." or ".."'
-DIRECTORY = "cannot be copied as a file: mp_rank_00_model_states.pt is a file, too"
+NO_PATH = 'cannot be copied as a file: a component of its key is empty, "." or ".."'
+DIRECTORY = "cannot be copied as a file: mp_rank_00_model_states.pt is a file too"
 COPIED = ""
 KEYS = {
     "global_step3/../x": NO_PATH,
