@@ -60,11 +60,11 @@ class RemoteStorage:
         self._single: dict[str, Entry] = {}
         self._lock = threading.Lock()
         self.retries = Tally()
-        """Requests that were repeated."""
+        """Counts the repeated requests."""
         self._pool: ThreadPoolExecutor | None = None
 
     def call(self, path: str, function: Callable[[], T]) -> T:
-        """Make a request, and repeat it with growing pauses while failures may pass; see ``retry.call``."""
+        """Make a request, and retry temporary failures with growing pauses; see ``retry.call``."""
         return call(path, function, self.retries)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -135,7 +135,7 @@ class LocalStorage:
     reads_versions = False
     parts_at_once = 1
     retries = Tally()
-    """Stays 0: the kernel repeats what can be repeated."""
+    """Always 0: the kernel retries local operations."""
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name.

@@ -1,4 +1,4 @@
-"""Reads and writes the messages of HTTP/1.1 that an S3 proxy passes on."""
+"""Read and write the HTTP/1.1 messages that an S3 proxy forwards."""
 
 from __future__ import annotations
 
