@@ -1,4 +1,4 @@
-"""What the values of a checkpoint are like: extremes, mean, norm, and how many are no numbers."""
+"""Compute statistics of the values of a checkpoint: extremes, mean, norm, counts of NaN and infinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.state_reader import Gatherer
+from ckpttool.execution.state_reader import StateReader
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class TensorStats:
 def statistics(
     checkpoint: Checkpoint, tensors: Sequence[Content], *, jobs: int | None, advance: Advance
 ) -> Iterator[TensorStats]:
-    """Statistics of some tensors, in their order, each read once in small pieces.
+    """Yield statistics of some tensors, in order; read each once, chunk by chunk.
 
     Raises:
         ChecksumError: The bytes read differ from those saved.
@@ -82,7 +82,7 @@ def _one(sources: Sources, number: int, content: Content, advance: Advance) -> t
     state = content.state
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = zeros = nan = inf = 0
-    for _, values in Gatherer(sources).chunks(state):
+    for _, values in StateReader(sources).chunks(state):
         advance(values.nbytes)
         if np.issubdtype(values.dtype, np.complexfloating):
             values = np.abs(values)

@@ -271,7 +271,7 @@ def test_stage_3_records_who_shares_the_experts(tmp_path: Path) -> None:
     [
         ("moe-zero2-dp4-ep2-bf16", 3, 2, "world size 3 is not divisible by expert-parallel size 2; choose"),
         ("autoep-zero3-dp4-ep2-bf16", 1, 3, "world size 1 is not divisible by expert-parallel size 2; choose"),
-        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose --stage 1 or 2"),
+        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose stage 1 or 2"),
     ],
 )
 def test_experts_that_cannot_be_spread_so_are_refused(
@@ -370,11 +370,9 @@ def test_what_went_through_dcp_is_the_same(name: str, tmp_path: Path) -> None:
 
 def test_what_dcp_does_not_say_is_asked_for(tmp_path: Path) -> None:
     ckpttool.convert(source("zero2-dp2-bf16"), tmp_path / "dcp", to="dcp")
-    with pytest.raises(PlanError, match="does not say what the run computes in; choose --dtype"):
+    with pytest.raises(PlanError, match="does not say what the run computes in; choose dtype"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=2)
-    with pytest.raises(
-        PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* --stage 1 or 2"
-    ):
+    with pytest.raises(PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=3, dtype="bf16")
 
 
