@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import ckpttool
 from ckpttool.integrations.deepspeed import host_memory
+from ckpttool.saving import files as rank_files
 from ckpttool.saving import payloads
 
 if TYPE_CHECKING:
@@ -118,18 +119,18 @@ def sync_tree(path: Path) -> None:
         os.close(fd)
 
 
-def throttle(place: Any) -> None:
-    """Let a place take no more than THROTTLE bytes a second."""
-    write = place.write
+def throttle() -> None:
+    """Let saves write no more than THROTTLE bytes a second."""
+    write = rank_files.write_files
 
-    def slow(directory: str, files: Any, check: Any) -> Any:
+    def slow(storage: Any, directory: str, files: Any, check: Any) -> Any:
         began = time.perf_counter()
-        written = write(directory, files, check)
+        written = write(storage, directory, files, check)
         due = sum(f.nbytes for f in files) * dist.get_world_size() / THROTTLE
         time.sleep(max(0.0, due - (time.perf_counter() - began)))
         return written
 
-    place.write = slow
+    rank_files.write_files = slow
 
 
 def say(text: str) -> None:
@@ -225,11 +226,10 @@ def main(given: dict[str, Any], data: Path) -> None:
     settle()
 
     slow = ckpttool.CheckpointManager(data / "slow", on_save=reports.append)
-    throttle(slow._place)
+    throttle()
     seconds = timed(lambda: slow.save(engine, tag=f"t{next(numbers)}"))
     say(f"blocking, to {THROTTLE / 1e6:.0f} MB/s: {seconds:.2f} s, {seconds / stall:.0f}x the stall")
 
-    throttle(asynchronous._place)
     background()
     began, used = time.perf_counter(), time.process_time()
     asynchronous.wait()

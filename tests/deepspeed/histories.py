@@ -123,13 +123,15 @@ class _Life:
 
         tag = self.untold()
         self.notes[tag] = self.note()
-        write = self.manager._place.write
+        from ckpttool.saving import files
+
+        write = files.write_files
 
         def later(*given: Any) -> Any:
             time.sleep(0.3)
             return write(*given)
 
-        self.manager._place.write = later
+        files.write_files = later  # type: ignore[assignment]
         self.manager.save(self.engine, client_state={"step": self.engine.global_steps})
         self.write_down()
         torch.distributed.barrier()
@@ -145,7 +147,7 @@ class _Life:
         self.write_down()
         torch.distributed.barrier()
         if self.rank == victim:
-            _die_at(self.manager._place, at)
+            _die_at(self.manager._storage, at)
         began = time.monotonic()
 
         def write() -> None:
@@ -267,15 +269,15 @@ class _Life:
 
     def full(self) -> None:
         """No room is left for a save."""
-        place = self.manager._place
-        room, place.free_bytes = place.free_bytes, lambda _: 10
+        storage: Any = self.manager._storage
+        storage.free_bytes = lambda _: 10
 
         def write() -> None:
             self.manager.save(self.engine, tag="full")
             self.manager.wait()
 
         assert "are free" in _told(write)
-        place.free_bytes = room
+        del storage.free_bytes
 
 
 def _frozen(life: dict[str, Any]) -> str:
@@ -283,8 +285,10 @@ def _frozen(life: dict[str, Any]) -> str:
     return str(life["groups"]) if life["groups"].startswith("frozen") else ""
 
 
-def _die_at(place: Any, at: int) -> None:
+def _die_at(storage: Any, at: int) -> None:
     """Let this process be killed before it writes its files, after that, or between two steps of the commit."""
+
+    from ckpttool.saving import files
 
     def dying(function: Any, *, before: bool, name: str = "") -> Any:
         def call(*given: Any) -> Any:
@@ -299,13 +303,13 @@ def _die_at(place: Any, at: int) -> None:
         return call
 
     if at < 2:
-        place.write = dying(place.write, before=at == 0)
+        files.write_files = dying(files.write_files, before=at == 0)
     elif at == 2:
-        place.put_new = dying(place.put_new, before=True, name="ckpttool.json")
+        storage.put_new = dying(storage.put_new, before=True, name="ckpttool.json")
     elif at == COMMITTED:
-        place.put_new = dying(place.put_new, before=False, name="ckpttool.json")
+        storage.put_new = dying(storage.put_new, before=False, name="ckpttool.json")
     else:
-        place.put = dying(place.put, before=False, name="latest")
+        storage.put = dying(storage.put, before=False, name="latest")
 
 
 def _told(function: Any) -> str:
