@@ -19,7 +19,7 @@ from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
 from ckpttool.execution import local, local_copy
-from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.output.staging import JOURNAL, Journal
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import LOCAL, block_writes, direct_io
@@ -269,7 +269,7 @@ def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path)
         rows = np.array([(0, 0, 0, 4 * count, count, 0, 0)], dtype=CHECK)
         source = _source(path)
         proofs = ConsistencyChecks((source,), (("F32", "BF16"),), ("w",), rows)
-        assert len(list(failed_proofs(proofs, advance=lambda _: None))) == change
+        assert len(list(failed_checks(proofs, advance=lambda _: None))) == change
 
 
 # ------------------------------------------------------------------------------------------------- past the cache
@@ -322,7 +322,7 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
     for module in (local_copy, block_writes):
         monkeypatch.setattr(module, "DIRECT_BYTES", 4 * PAGE)
     monkeypatch.setattr(block_writes, "MIN_DIRECT_BYTES", PAGE)
-    monkeypatch.setattr(local_copy, "CARRIED_BYTES", PAGE)
+    monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
     return disk
 
 
@@ -408,7 +408,7 @@ def test_what_is_cast_twice_on_the_way_arrives_twice(
     """Neither ends in the order in which they begin."""
     if past:
         request.getfixturevalue("past_cache")
-    monkeypatch.setattr(local_copy, "CARRIED_BYTES", PAGE)
+    monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
     values = _masters(tmp_path / "source")
     casts = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"))
     spans = [("all", 0, COUNT, 1), ("first", 1, 3000, 2), ("middle", 2000, HALF, 1), ("late", 40_000, 41_000, 2)]

@@ -11,7 +11,7 @@ import torch
 
 from ckpttool.execution.local import run
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import PlannedFile, RangeFile, StoredFile
+from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
 from ckpttool.targets.replicas import plan_packed
@@ -32,7 +32,7 @@ class Windowed(RangeFile):
 
     def __init__(self, data: bytes, window: int) -> None:
         super().__init__("windowed", len(data), remote=True, memory=MEMORY)
-        self._window = window
+        self._chunk_bytes = window
         self._data = data
         self.asked: list[tuple[int, int]] = []
 
@@ -57,7 +57,7 @@ def test_a_planned_file_reads_as_if_it_had_been_written(name: str, tmp_path: Pat
     with Sources(plan.sources) as sources:
         for file_name, data in _written(plan, tmp_path / "out").items():
             target = next(f for f in plan.files if f.name == file_name)
-            with PlannedFile(plan, target, sources, memory=MEMORY) as planned:
+            with VirtualFile(plan, target, sources, memory=MEMORY) as planned:
                 assert planned.read() == data
                 for start, end in np.sort(random.integers(0, len(data) + 1, (40, 2)), axis=1).tolist():
                     planned.seek(start)
@@ -121,7 +121,7 @@ def test_whole_tensors_behind_one_another() -> None:
     tensors = {b.name: b.state for b in checkpoint.buffers}
     plan, packed = plan_packed(checkpoint, tensors)
     assert [p.start % 64 for p in packed] == [0] * len(tensors)
-    with Sources(plan.sources) as sources, PlannedFile(plan, plan.files[0], sources, memory=MEMORY) as file:
+    with Sources(plan.sources) as sources, VirtualFile(plan, plan.files[0], sources, memory=MEMORY) as file:
         data = file.read()
     first = packed[0]
     values = np.frombuffer(data[first.start : first.start + first.nbytes], dtype=np.float32)

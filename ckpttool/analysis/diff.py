@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.state_reader import Gatherer, chunk_elements
+from ckpttool.execution.state_reader import StateReader, chunk_elements
 from ckpttool.model.selection import WEIGHTS, contents, matcher
 from ckpttool.plan.copy_checks import source_files
 
@@ -153,7 +153,7 @@ def _one(
         return Difference(*key, "shape", dtypes, shapes)
     differing, max_abs, max_rel = 0, 0.0, 0.0
     step = chunk_elements(left, right)
-    ours, theirs = Gatherer(left).chunks(a, step=step), Gatherer(right).chunks(b, step=step)
+    ours, theirs = StateReader(left).chunks(a, step=step), StateReader(right).chunks(b, step=step)
     for (_, x), (_, y) in zip(ours, theirs, strict=True):
         advance(x.nbytes + y.nbytes)
         if x.dtype == y.dtype and np.array_equal(x.view(np.uint8), y.view(np.uint8)):

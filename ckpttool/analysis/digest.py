@@ -14,7 +14,7 @@ from ckpttool.casts import cast
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.state_reader import Gatherer
+from ckpttool.execution.state_reader import StateReader
 from ckpttool.model.selection import WEIGHTS, Content, contents
 from ckpttool.plan.copy_checks import source_files
 
@@ -93,7 +93,7 @@ def _one(sources: Sources, content: Content, dtype: str | None, advance: Advance
     kind = "F32" if written in {"F32", "F16", "BF16"} else written
     head = "\0".join([content.key, content.name, kind, ",".join(map(str, state.shape)), ""])
     sha = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
-    for _, values in Gatherer(sources).chunks(state):
+    for _, values in StateReader(sources).chunks(state):
         advance(values.nbytes)
         if state.dtype != written:
             values = cast(values, written)

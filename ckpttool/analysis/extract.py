@@ -16,7 +16,7 @@ from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import DTYPES, SHORT_NAMES, numpy_dtype
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.state_reader import GATHER_ELEMENTS, Gatherer
+from ckpttool.execution.state_reader import GATHER_ELEMENTS, StateReader
 from ckpttool.messages import brief
 from ckpttool.plan.copy_checks import source_files
 
@@ -49,7 +49,7 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadCheck
     strides = [math.prod(state.shape[d + 1 :]) for d in range(len(shape))]
     run = shape[last] * strides[last] if shape else 1
     with Sources(source_files(checkpoint), checks) as sources:
-        gatherer = Gatherer(sources)
+        gatherer = StateReader(sources)
         at = 0
         for index in itertools.product(*(range(*r) for r in ranges[:last])) if out.size else ():
             first = sum(i * s for i, s in zip((*index, *(r[0] for r in ranges[last:])), strides, strict=True))

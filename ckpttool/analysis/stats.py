@@ -13,7 +13,7 @@ import numpy as np
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.state_reader import Gatherer
+from ckpttool.execution.state_reader import StateReader
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _one(sources: Sources, number: int, content: Content, advance: Advance) -> t
     state = content.state
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = zeros = nan = inf = 0
-    for _, values in Gatherer(sources).chunks(state):
+    for _, values in StateReader(sources).chunks(state):
         advance(values.nbytes)
         if np.issubdtype(values.dtype, np.complexfloating):
             values = np.abs(values)

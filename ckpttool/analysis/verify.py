@@ -16,8 +16,8 @@ from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.execution.check_copies import failed_proofs
-from ckpttool.execution.sources import Scratch, Sources
+from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.sources import ReadBuffer, Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import stored_blocks
 from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
@@ -165,7 +165,7 @@ def _compare(
         found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
         errors += found
     try:
-        errors += failed_proofs(proofs, advance=meter)
+        errors += failed_checks(proofs, advance=meter)
     except CkptError as error:
         errors.append(error)
     return checked, unrecorded
@@ -274,12 +274,12 @@ def _scan(
 ) -> list[CkptError]:
     """Count NaN and infinity in one state of one parameter, for each file that holds a part of it."""
     counts: dict[int, list[int]] = {}
-    scratch = Scratch()
+    buffer = ReadBuffer()
     blocks = [stored_blocks(s.extents, itemsize(s.dtype)) for s in (state, *state.mean_with)]
     for row in np.concatenate(blocks):
         file = int(row["file"])
         try:
-            for values in _chunks(scratch, sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
+            for values in _chunks(buffer, sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
                 advance(values.nbytes)
                 # A finite sum has finite terms alone; most chunks need no more than the sum.
                 with np.errstate(all="ignore"):
@@ -304,8 +304,8 @@ def _scan(
 
 
 def _chunks(
-    scratch: Scratch, reader: Reader, start: int, numel: int, dtype: str
+    buffer: ReadBuffer, reader: Reader, start: int, numel: int, dtype: str
 ) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
     step = CHUNK_BYTES // itemsize(dtype)
     for first in range(0, numel, step):
-        yield scratch.read(reader, start + first * itemsize(dtype), min(step, numel - first), dtype)
+        yield buffer.read(reader, start + first * itemsize(dtype), min(step, numel - first), dtype)

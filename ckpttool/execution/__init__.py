@@ -1,1 +1,1 @@
-"""Runs a plan: reads the ranges that it names and writes the files of the target."""
+"""Run a plan: read its source ranges and write its target files."""

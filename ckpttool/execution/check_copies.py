@@ -1,4 +1,4 @@
-"""Makes the comparisons of a plan: does the layout that was read hold?"""
+"""Compare 16-bit copies with their fp32 master weights, as the consistency checks of a plan say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ckpttool.casts import CAST_ELEMENTS, cast, same_values
 from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
 from ckpttool.errors import LayoutError
-from ckpttool.execution.sources import Scratch, Sources
+from ckpttool.execution.sources import ReadBuffer, Sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,42 +23,52 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 REMOTE_BYTES = 1 << 23
-"""Bytes that are asked for at once where reading is remote."""
+"""Bytes requested at once from remote storages."""
 
 
-def failed_proofs(
-    proofs: ConsistencyChecks, *, advance: Advance, sources: Sources | None = None
+def failed_checks(
+    checks: ConsistencyChecks, *, advance: Advance, sources: Sources | None = None
 ) -> Iterator[CkptError]:
-    """Make every comparison and yield an error for each parameter that fails one."""
-    opened = sources or Sources(proofs.sources)
+    """Run every consistency check and yield one error for each parameter that fails.
+
+    Args:
+        checks: The consistency checks.
+        advance: Called with the number of bytes compared since the last call.
+        sources: Open sources of the checks; None to open and close them here.
+
+    Raises:
+        StorageError: Reading failed, or a source changed meanwhile.
+    """
+    opened = sources or Sources(checks.sources)
     failed: set[int] = set()
     try:
-        compare = _compare_distant if opened.remote else _compare
-        for row, same in compare(proofs, opened, failed, advance):
+        compare = _compare_remote if opened.remote else _compare
+        for row, same in compare(checks, opened, failed, advance):
             name = int(row["name"])
             if same or name in failed:
                 continue
             failed.add(name)
-            master, copy = (SHORT_NAMES.get(d, d) for d in proofs.casts[int(row["cast"])])
+            master, copy = (SHORT_NAMES.get(d, d) for d in checks.casts[int(row["cast"])])
             yield LayoutError(
-                proofs.sources[int(row["copy_source"])].path,
-                f"the {copy} copy of {proofs.names[name]} is not what its {master} master in "
-                f"{os.path.basename(proofs.sources[int(row['source'])].path)} says",
+                checks.sources[int(row["copy_source"])].path,
+                f"the {copy} copy of {checks.names[name]} differs from its {master} master in "
+                f"{os.path.basename(checks.sources[int(row['source'])].path)}",
                 "two saves are mixed (restore it from a copy), or the model was changed after the optimizer's last "
-                "step (then consolidate --weights module writes the model's own copies)",
+                'step (then consolidate with weights="module" writes the model\'s own copies)',
+                ("weights",),
             )
     finally:
         if sources is None:
             opened.close()
 
 
-_Piece = tuple[Any, tuple[int, int, int], tuple[int, int, int]]
-"""A row, and for some of its elements (file, start, end) of the masters and of the copies."""
+_Chunk = tuple[Any, tuple[int, int, int], tuple[int, int, int]]
+"""A row of the checks, and the byte ranges (file, start, end) of the masters and copies of some of its elements."""
 
 
-def _pieces(proofs: ConsistencyChecks, failed: set[int]) -> Iterator[_Piece]:
-    for row in proofs.rows:
-        master, copy = (itemsize(dtype) for dtype in proofs.casts[int(row["cast"])])
+def _chunks(checks: ConsistencyChecks, failed: set[int]) -> Iterator[_Chunk]:
+    for row in checks.rows:
+        master, copy = (itemsize(dtype) for dtype in checks.casts[int(row["cast"])])
         start, copy_start, numel = int(row["start"]), int(row["copy_start"]), int(row["numel"])
         for first in range(0, numel, CAST_ELEMENTS):
             if int(row["name"]) in failed:
@@ -69,38 +79,38 @@ def _pieces(proofs: ConsistencyChecks, failed: set[int]) -> Iterator[_Piece]:
 
 
 def _compare(
-    proofs: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
+    checks: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
 ) -> Iterator[tuple[Any, bool]]:
-    sides = Scratch(), Scratch()
-    for row, *spans in _pieces(proofs, failed):
+    sides = ReadBuffer(), ReadBuffer()
+    for row, *spans in _chunks(checks, failed):
         ours, theirs = (
-            scratch.read_bytes(sources.raw(file), start, end - start)
-            for scratch, (file, start, end) in zip(sides, spans, strict=True)
+            buffer.read_bytes(sources.raw(file), start, end - start)
+            for buffer, (file, start, end) in zip(sides, spans, strict=True)
         )
-        yield row, _same(proofs, row, ours, theirs)
+        yield row, _same(checks, row, ours, theirs)
         advance(len(ours) + len(theirs))
 
 
-def _compare_distant(
-    proofs: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
+def _compare_remote(
+    checks: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
 ) -> Iterator[tuple[Any, bool]]:
-    """The same with many pieces at once: they are small, and each costs a round trip."""
-    batch: list[_Piece] = []
+    """Compare as ``_compare``, but fetch many chunks at once: each small request costs a round trip."""
+    batch: list[_Chunk] = []
     nbytes = 0
-    for piece in chain(_pieces(proofs, failed), [None]):
-        if piece is not None:
-            batch.append(piece)
-            nbytes += sum(end - start for _, start, end in piece[1:])
-        if batch and (piece is None or nbytes >= REMOTE_BYTES):
+    for chunk in chain(_chunks(checks, failed), [None]):
+        if chunk is not None:
+            batch.append(chunk)
+            nbytes += sum(end - start for _, start, end in chunk[1:])
+        if batch and (chunk is None or nbytes >= REMOTE_BYTES):
             data = sources.fetch([span for _, *spans in batch for span in spans], hashed=False)
             for number, (row, *_) in enumerate(batch):
-                yield row, _same(proofs, row, data[2 * number], data[2 * number + 1])
+                yield row, _same(checks, row, data[2 * number], data[2 * number + 1])
             advance(nbytes)
             batch, nbytes = [], 0
 
 
-def _same(proofs: ConsistencyChecks, row: Any, ours: memoryview, theirs: memoryview) -> bool:
-    master, copy = proofs.casts[int(row["cast"])]
+def _same(checks: ConsistencyChecks, row: Any, ours: memoryview, theirs: memoryview) -> bool:
+    master, copy = checks.casts[int(row["cast"])]
     values: NDArray[Any] = np.frombuffer(ours, dtype=numpy_dtype(master))
     held: NDArray[Any] = np.frombuffer(theirs, dtype=numpy_dtype(copy))
     return bool(same_values(cast(values, copy), held).all())

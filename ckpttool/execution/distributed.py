@@ -1,7 +1,7 @@
-"""Runs a plan in other processes, on this node or others: cuts it into tasks, each of which any of them can do.
+"""Run a plan in worker processes, on one node or many: split it into tasks that any worker can run.
 
-A task says all that it takes: which ranges of which files to read, and where the bytes go. Doing it twice does no harm,
-so that what a lost node has begun is done again by another. Who brings tasks to processes is not known here.
+A task names the source ranges to read and the part writers to use. Tasks are idempotent: another worker repeats the
+tasks of a lost node. This module does not know how tasks reach the workers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.errors import StorageError
 from ckpttool.execution import local
-from ckpttool.execution.assemble import Windows
-from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.assemble import PartAssembler
+from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.output.directory import LocalPartWriter
 from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.sources import Sources
@@ -37,87 +37,87 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 TASK_BYTES = 64 << 20
-"""A task writes at least so much, but for the last: to bring it to a process takes milliseconds."""
-MAX_PIECES = 256
-"""Files that a task writes at the most, however small they are."""
+"""Minimum bytes a task writes, except the last one: sending a task to a worker takes milliseconds."""
+MAX_PARTS = 256
+"""Maximum number of file parts in a task, however small they are."""
 PAUSES = (0.1, 0.4, 1.5)
-"""Seconds to wait for a directory that was made on another node: file systems of networks may remember none there."""
+"""Seconds between looks for a directory made on another node: network file systems cache its absence."""
 SHARE = "all nodes must see the same files at the same path, or take URLs"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What all tasks of a plan have in common. It can be pickled."""
+    """The data that all tasks of a plan share. It can be pickled."""
 
     sources: tuple[SourceFile, ...]
-    """Files to read."""
+    """Source files of the plan."""
     casts: tuple[tuple[str, str], ...]
-    """As in ``CopyPlan``."""
+    """(source dtype, target dtype) pairs, as in ``CopyPlan``."""
     place: Place | None
-    """The directory that is written; None for a bucket."""
+    """The output directory; None for a bucket."""
     copies: bool
-    """Whether all is on local disk: bytes go from file to file, and need not be brought together before."""
+    """Whether sources and output are on local disk, so that bytes are copied from file to file without assembly."""
     jobs: int | None
-    """Threads of each task; None for what suits."""
+    """Threads of each task; None for the default."""
     memory: int
-    """Bytes that what is in flight may take in each task, where storages are remote."""
+    """Bytes of parts in flight in each task, for remote storages."""
     checked: bool = False
-    """Whether tasks return the checksums of what they read."""
+    """Whether tasks return the checksums of the bytes they read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Bytes of one file that belong to a task."""
+class TaskPart:
+    """Byte ranges of one target file that a task writes."""
 
     writer: PartWriter
-    """Where they go."""
-    part: TargetFile
-    """Where they come from."""
-    windows: tuple[tuple[int, int], ...]
-    """Which they are: (first, one past the last)."""
+    """Writes the ranges."""
+    file: TargetFile
+    """The rows of the target file that the ranges need."""
+    ranges: tuple[tuple[int, int], ...]
+    """Byte ranges [start, end) of the target file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """What one process does at a time. It can be pickled."""
+    """The unit of work of a worker. It can be pickled."""
 
     number: int
-    """0, 1, 2, ... in the order in which they are made."""
-    pieces: tuple[Piece, ...]
-    """What to write."""
+    """0, 1, 2, ... in order of creation."""
+    parts: tuple[TaskPart, ...]
+    """The file parts to write."""
 
     @property
     def name(self) -> str:
-        """The file that it writes, or the first of them."""
-        return self.pieces[0].part.name
+        """Name of the first file that the task writes."""
+        return self.parts[0].file.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Done:
-    """What came of a task."""
+    """The result of a task."""
 
     number: int
-    """Of the task."""
+    """Number of the task."""
     results: tuple[tuple[Any, ...], ...]
-    """For each window of each piece, what its sender returned."""
+    """For each range of each part, the result of its part writer."""
     overflowed: int
-    """Finite elements that became infinite in a narrower type."""
+    """Number of finite elements cast to infinity."""
     opened: frozenset[int]
-    """The sources that were read, by their numbers."""
+    """Indexes of the sources that the task read."""
     fragments: NDArray[np.void] | None = None
-    """Rows of FRAGMENT: checksums of what was read; None if they were not asked for."""
+    """Rows of FRAGMENT: checksums of the bytes read; None if ``Work.checked`` is False."""
 
 
 class Workers(Protocol):
-    """Processes that do tasks."""
+    """Processes that run tasks."""
 
     def run(self, work: Work, tasks: Iterator[Task]) -> Generator[Done, None, None]:
-        """Do tasks, as many at once as there is room for; what came of them in the order in which they end.
+        """Run tasks, as many at once as fit; yield results in the order of completion.
 
-        When it is closed, or raises, no task is running any more.
+        After the generator is closed or raises, no task is running.
 
         Raises:
-            CkptError: A task failed, or nobody is left to do it.
+            CkptError: A task failed, or no worker is left.
         """
 
 
@@ -125,28 +125,28 @@ def run(
     plan: CopyPlan, output: Output, workers: Workers, *, jobs: int | None, memory: int, advance: Advance,
     task_bytes: int | None = None, checks: ReadChecks | None = None,
 ) -> int:  # fmt: skip
-    """Write every file of a plan; its comparisons are made here, before the first task.
+    """Write every file of a plan in workers; this process runs the consistency checks before the first task.
 
     Args:
-        plan: What to write.
-        output: Where to.
-        workers: Who does it.
+        plan: The plan.
+        output: The output.
+        workers: Worker processes.
         jobs: Threads of each task; None for one between local files, and REMOTE_JOBS elsewhere.
-        memory: Bytes that windows in flight may take together in each task; one is always allowed.
-        advance: Told of bytes written.
-        task_bytes: What a task writes at least; None for TASK_BYTES.
-        checks: Compares what is read with recorded checksums; None to copy without.
+        memory: Bytes of parts in flight in each task; one part is always allowed.
+        advance: Called with the number of bytes written since the last call.
+        task_bytes: Minimum bytes a task writes; None for TASK_BYTES.
+        checks: Compares the bytes read with recorded checksums; None to copy without.
 
     Returns:
-        Finite elements that became infinite in a narrower type.
+        Number of finite elements cast to infinity.
 
     Raises:
-        LayoutError: A comparison of the plan does not hold; nothing was written.
+        LayoutError: A consistency check of the plan failed; nothing was written.
         StorageError: Reading or writing failed, a source changed meanwhile, or a node does not see the same files.
     """
     with Sources(plan.sources) as sources:
         if plan.consistency is not None:
-            for problem in failed_proofs(plan.consistency, advance=lambda _: None, sources=sources):
+            for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         place = output.place()
         work = Work(
@@ -158,9 +158,9 @@ def run(
     overflowed, opened = 0, set[int]()
 
     def tasks() -> Iterator[Task]:
-        for number, found in enumerate(_cut(plan, output, work, task_bytes or TASK_BYTES, advance, checks)):
+        for number, found in enumerate(_batches(plan, output, work, task_bytes or TASK_BYTES, advance, checks)):
             begun[number] = [target for target, _ in found]
-            given[number] = Task(number, tuple(piece for _, piece in found))
+            given[number] = Task(number, tuple(part for _, part in found))
             yield given[number]
 
     with contextlib.closing(workers.run(work, tasks())) as finished:
@@ -170,9 +170,9 @@ def run(
             if checks is not None and done.fragments is not None:
                 checks.add(done.fragments)
                 checks.note_files(done.opened)
-            pieces = given.pop(done.number).pieces
-            for target, piece, results in zip(begun.pop(done.number), pieces, done.results, strict=True):
-                for (start, end), result in zip(piece.windows, results, strict=True):
+            parts = given.pop(done.number).parts
+            for target, part, results in zip(begun.pop(done.number), parts, done.results, strict=True):
+                for (start, end), result in zip(part.ranges, results, strict=True):
                     target.accept(start, end - start, result)
                     advance(end - start)
     with Sources(plan.sources, checks) as sources:
@@ -181,28 +181,28 @@ def run(
     return overflowed
 
 
-# ----------------------------------------------------------------------------------------------------- cutting
+# --------------------------------------------------------------------------------------------------- splitting
 
 
-def _cut(
+def _batches(
     plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance, checks: ReadChecks | None
-) -> Iterator[list[tuple[Target, Piece]]]:
-    """What each task is to write; files are begun when the first task that writes them is asked for."""
-    found: list[tuple[Target, Piece]] = []
+) -> Iterator[list[tuple[Target, TaskPart]]]:
+    """Yield the file parts of each task; a file is begun when its first task is requested."""
+    found: list[tuple[Target, TaskPart]] = []
     held = 0
-    for target, piece in _pieces(plan, output, work, task_bytes, advance, checks):
-        found.append((target, piece))
-        held += sum(end - start for start, end in piece.windows)
-        if held >= task_bytes or len(found) == MAX_PIECES:
+    for target, part in _task_parts(plan, output, work, task_bytes, advance, checks):
+        found.append((target, part))
+        held += sum(end - start for start, end in part.ranges)
+        if held >= task_bytes or len(found) == MAX_PARTS:
             yield found
             found, held = [], 0
     if found:
         yield found
 
 
-def _pieces(
+def _task_parts(
     plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance, checks: ReadChecks | None
-) -> Iterator[tuple[Target, Piece]]:
+) -> Iterator[tuple[Target, TaskPart]]:
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
@@ -216,36 +216,36 @@ def _pieces(
         for start in range(0, max(file.nbytes, 1), step):
             end = min(start + step, file.nbytes)
             if work.copies:
-                yield target, Piece(writer, splitter.beginning(start, end), ((start, end),))
+                yield target, TaskPart(writer, splitter.beginning(start, end), ((start, end),))
                 continue
-            windows = []
+            ranges = []
             for low in range(start, max(end, 1), size):
                 high = min(low + size, end)
                 if target.has(low, high - low):
                     advance(high - low)
                     skipped = True
                 else:
-                    windows.append((low, high))
-            if windows:
-                yield target, Piece(writer, splitter.overlapping(windows[0][0], windows[-1][1]), tuple(windows))
+                    ranges.append((low, high))
+            if ranges:
+                yield target, TaskPart(writer, splitter.overlapping(ranges[0][0], ranges[-1][1]), tuple(ranges))
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 
 
-# ------------------------------------------------------------------------------------------------------- doing
+# ----------------------------------------------------------------------------------------------- in the worker
 
 
 def do(work: Work, task: Task, *, node: str = "") -> Done:
-    """Do a task; in any process, any number of times.
+    """Run a task; any process may, any number of times.
 
     Args:
-        work: What it is part of.
-        task: What to do.
-        node: What errors call the node that this is; "" on the one that has made the plan.
+        work: The data that all tasks share.
+        task: The task.
+        node: Name of this node in errors; "" on the node that made the plan.
 
     Raises:
-        StorageError: Reading or writing failed, a source changed meanwhile, or files are not the same here.
-        ContainerError: A source is not what was saved.
+        StorageError: Reading or writing failed, a source changed meanwhile, or this node sees other files.
+        ContainerError: A source is damaged.
     """
     if work.place is not None:
         _check_place(work.place, node)
@@ -254,8 +254,8 @@ def do(work: Work, task: Task, *, node: str = "") -> Done:
     with _SourcesOf(work.sources, node, checks) as sources:
         results: tuple[tuple[Any, ...], ...]
         if work.copies:
-            overflowed = sum(_copy(plan, piece, sources, work.jobs or 1) for piece in task.pieces)
-            results = tuple((None,) * len(piece.windows) for piece in task.pieces)
+            overflowed = sum(_copy(plan, part, sources, work.jobs or 1) for part in task.parts)
+            results = tuple((None,) * len(part.ranges) for part in task.parts)
         else:
             overflowed, results = _assemble(plan, task, sources, work)
         fragments = None if checks is None else checks.take_fragments()
@@ -272,12 +272,12 @@ def _check_place(place: Place, node: str) -> None:
 
 
 def _absolute(file: SourceFile) -> SourceFile:
-    """A source by its full path: processes on other nodes have other working directories."""
+    """Return a source with its full path: workers have other working directories."""
     return file if file.storage.remote else replace(file, path=os.path.abspath(file.path))
 
 
 class _SourcesOf(Sources):
-    """Sources that are read on another node than the one that has made the plan."""
+    """Sources on a worker's node: errors of local files name the node."""
 
     def __init__(self, files: tuple[SourceFile, ...], node: str, checks: ReadChecks | None) -> None:
         super().__init__(files, checks)
@@ -292,27 +292,27 @@ class _SourcesOf(Sources):
             raise StorageError(file.path, f"{error.problem}, as node {self._node} sees it", SHARE) from error
 
 
-def _copy(plan: CopyPlan, piece: Piece, sources: Sources, jobs: int) -> int:
-    """Between local files: nothing is brought together in memory."""
-    if not isinstance(piece.writer, LocalPartWriter):
-        raise TypeError(f"{piece.part.name} is no local file")
-    path = piece.writer.path
-    with piece.writer.opened() as fd:
-        for offset, data in piece.part.literals:
+def _copy(plan: CopyPlan, part: TaskPart, sources: Sources, jobs: int) -> int:
+    """Copy a part between local files, without assembling it in memory."""
+    if not isinstance(part.writer, LocalPartWriter):
+        raise TypeError(f"{part.file.name} is no local file")
+    path = part.writer.path
+    with part.writer.opened() as fd:
+        for offset, data in part.file.literals:
             write_at(fd, data, offset, path)
-        return local.fill(plan, piece.part, sources, fd, path, jobs=jobs, advance=lambda _: None)
+        return local.fill(plan, part.file, sources, fd, path, jobs=jobs, advance=lambda _: None)
 
 
 def _assemble(plan: CopyPlan, task: Task, sources: Sources, work: Work) -> tuple[int, tuple[tuple[Any, ...], ...]]:
     budget = MemoryBudget(work.memory)
-    results: list[list[Any]] = [[None] * len(piece.windows) for piece in task.pieces]
+    results: list[list[Any]] = [[None] * len(part.ranges) for part in task.parts]
 
     def calls() -> Iterator[Callable[[], int]]:
-        for piece, into in zip(task.pieces, results, strict=True):
-            windows = Windows(plan, piece.part, sources)
-            for number, (start, end) in enumerate(piece.windows):
-                give_back = partial(budget.give_back, budget.take(windows.cost(end - start)))
-                yield partial(_write, windows, piece.writer, start, end, give_back, into, number)
+        for part, into in zip(task.parts, results, strict=True):
+            assembler = PartAssembler(plan, part.file, sources)
+            for number, (start, end) in enumerate(part.ranges):
+                give_back = partial(budget.give_back, budget.take(assembler.cost(end - start)))
+                yield partial(_write, assembler, part.writer, start, end, give_back, into, number)
 
     with contextlib.closing(in_threads(calls(), work.jobs or default_jobs(remote=True))) as counts:
         overflowed = sum(counts)
@@ -320,7 +320,7 @@ def _assemble(plan: CopyPlan, task: Task, sources: Sources, work: Work) -> tuple
 
 
 def _write(
-    windows: Windows,
+    assembler: PartAssembler,
     writer: PartWriter,
     start: int,
     end: int,
@@ -329,7 +329,7 @@ def _write(
     number: int,
 ) -> int:
     try:
-        data, overflowed = windows.assemble(start, end)
+        data, overflowed = assembler.assemble(start, end)
         into[number] = writer.write(start, data)
     finally:
         give_back()

@@ -1,6 +1,6 @@
-"""Runs a plan between local files.
+"""Run a plan between local files.
 
-Memory is a few small buffers for each thread, whatever the size of the checkpoint.
+Memory is bounded by a few small buffers per thread, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from ckpttool.concurrency import MAX_JOBS, default_jobs, in_threads
 from ckpttool.dtypes import itemsize
-from ckpttool.execution.check_copies import failed_proofs
-from ckpttool.execution.local_copy import Mover
+from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.local_copy import LocalCopier
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
 from ckpttool.plan.shared_reads import SharedReads, find_shared_reads
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 DISK_JOBS = 6
-"""Threads that are used unasked where some wait for the disk while others copy to memory."""
+"""Default number of threads for copies without casts: some wait for the disk while others copy to memory."""
 TASK_ELEMENTS = 1 << 24
-"""Elements that a thread takes on at a time: 64 MB of fp32."""
+"""Elements of one task: 64 MB of fp32."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What running a plan found out."""
+    """The result of running a plan."""
 
     overflowed: int = 0
-    """Finite elements that became infinite in a narrower type."""
+    """Number of finite elements cast to infinity."""
 
 
 def run(
@@ -64,25 +64,25 @@ def run(
     """Write every file of a plan into a directory.
 
     Args:
-        plan: What to write.
-        directory: An existing directory, which nobody reads yet.
-        jobs: Threads; None for as many as there are cores, up to MAX_JOBS; where they wait for the disk, MAX_JOBS, or
-            DISK_JOBS if several files are only copied.
-        advance: Told of bytes written.
-        journal: Knows the files that are there already, and is told of those that are complete.
-        checks: Compares what is read with recorded checksums; None to copy without.
+        plan: The plan.
+        directory: An existing directory that nobody reads yet.
+        jobs: Threads; None for the number of cores, up to MAX_JOBS; on disks that threads wait for, MAX_JOBS, or
+            DISK_JOBS if several files are copied without casts.
+        advance: Called with the number of bytes written since the last call.
+        journal: Lists the files that an earlier run completed; completed files are added to it.
+        checks: Compares the bytes read with recorded checksums; None to copy without.
 
     Raises:
-        ChecksumError: What was read is not what was saved; what was written is of no use.
-        LayoutError: A comparison of the plan does not hold; nothing was written.
+        ChecksumError: A source does not match its recorded checksum; discard the output.
+        LayoutError: A consistency check of the plan failed; nothing was written.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     with Sources(plan.sources, checks) as sources:
         if plan.consistency is not None:
-            for problem in failed_proofs(plan.consistency, advance=lambda _: None, sources=sources):
+            for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         with opened(directory) as into, _Files(plan, into, sources, advance, journal, checks) as files:
-            # closing(): no thread may be left writing when the files are closed, whatever happens here.
+            # closing(): no thread may write after the files are closed, even after an error.
             threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
                 overflowed = sum(results)
@@ -92,60 +92,60 @@ def run(
 
 
 def nbytes_read(plan: CopyPlan) -> int:
-    """Bytes that ``run`` reads to write all files: what is copied into one and cast into another is read once."""
-    carried = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
+    """Return the number of source bytes that ``run`` reads; shared reads count once."""
+    shared_reads = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
     widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
-    return plan.nbytes_read - sum(int((rows["numel"] * widths[rows["cast"]]).sum()) for rows in carried.values())
+    return plan.nbytes_read - sum(int((rows["numel"] * widths[rows["cast"]]).sum()) for rows in shared_reads.values())
 
 
 def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str, *, jobs: int, advance: Advance) -> int:
-    """Make the copies and gathers of a file, or of a part of one.
+    """Write the copies and gathers of a file, or of a part of one.
 
     Args:
-        plan: What the file is part of.
-        file: Where its bytes come from.
-        sources: What it is made of.
+        plan: The plan of the file.
+        file: The target file, or the part of it to write.
+        sources: The source files of the plan.
         fd: The file, open for writing.
-        path: What errors call it.
+        path: Path of the file, for errors.
         jobs: Threads.
-        advance: Told of bytes written.
+        advance: Called with the number of bytes written since the last call.
 
     Returns:
-        Finite elements that became infinite in a narrower type.
+        Number of finite elements cast to infinity.
 
     Raises:
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
-    mover, into = Mover(plan, sources, advance), OpenFile(path, fd)
+    copier, into = LocalCopier(plan, sources, advance), OpenFile(path, fd)
     short = short_rows(plan.casts, file.copies, TASK_ELEMENTS)
-    runs = [partial(mover.copy, rows, into) for rows in runs_of(short, TASK_ELEMENTS)]
-    gathers = [partial(mover.gather, gather, into) for gather in file.gathers]
-    # closing(): no thread may be left writing when the file is closed, whatever happens here.
+    runs = [partial(copier.copy, rows, into) for rows in runs_of(short, TASK_ELEMENTS)]
+    gathers = [partial(copier.gather, gather, into) for gather in file.gathers]
+    # closing(): no thread may write after the file is closed, even after an error.
     with contextlib.closing(in_threads(iter([*runs, *gathers]), jobs)) as results:
         return sum(results)
 
 
 @dataclass(slots=True)
 class _Begun(OpenFile):
-    """A file of a plan that is being written."""
+    """An open target file of a plan."""
 
     file: TargetFile = field(kw_only=True)
     left: int = 1
-    """Tasks that are not done, and one until all are known."""
+    """Number of unfinished tasks, plus one until all tasks are known."""
 
     def close(self) -> None:
-        """Let it go."""
+        """Close its descriptors."""
         os.close(self.fd)
         if self.direct >= 0:
             os.close(self.direct)
 
 
 class _Files:
-    """The files of a plan, several of them at once.
+    """Write the files of a plan, several at once.
 
-    A file system writes one file for one thread at a time, so that a second one would only wait: a file whose bytes are
-    only copied is one task. Where they are cast, which keeps cores busy, a file is many. Values that are copied into
-    one file and cast into another are read once, by a task of the former.
+    A file system lets one thread at a time write a file, so that a second thread would only wait: a file without casts
+    is one task. Casts keep cores busy, so that a file with casts is many tasks. Values copied into one file and cast
+    into another are read once, by a task of the copy.
     """
 
     def __init__(
@@ -160,17 +160,17 @@ class _Files:
         self._plan = plan
         self._directory = directory
         self._file_system = file_system_of(directory.path)
-        self._mover = Mover(plan, sources, advance)
+        self._copier = LocalCopier(plan, sources, advance)
         self._advance = advance
         self._journal = journal
         self._checks = checks
         self._lock = threading.Lock()
         self._begun: dict[int, _Begun] = {}
-        """By number, while it is open."""
+        """The open files, by index in the plan."""
         self.stopped = threading.Event()
 
     def default_jobs(self) -> int:
-        """Threads that are used unasked."""
+        """Default number of threads."""
         if self._file_system not in FILE_SYSTEMS:
             return default_jobs()
         busy = any(file.gathers or _casts(self._plan, file.copies) for file in self._plan.files)
@@ -184,7 +184,7 @@ class _Files:
             out.close()
 
     def tasks(self) -> Iterator[Callable[[], int]]:
-        """What is to be done: each returns how many elements became infinite."""
+        """Yield the tasks; each returns the number of finite elements cast to infinity."""
         copies = {}
         for n, file in enumerate(self._plan.files):
             if self._journal is not None and self._journal.has(file.name, file.nbytes):
@@ -193,35 +193,35 @@ class _Files:
                     self._checks.require_all(ranges_read(self._plan, file))
             else:
                 copies[n] = short_rows(self._plan.casts, file.copies, TASK_ELEMENTS)
-        riders = find_shared_reads(self._plan, copies)
-        allow_open_files(len(self._plan.sources) + 2 * len(riders.files))
-        for n in riders.files:
-            self._begin(n)  # others write to it from the first task on
+        shared = find_shared_reads(self._plan, copies)
+        allow_open_files(len(self._plan.sources) + 2 * len(shared.files))
+        for n in shared.files:
+            self._begin(n)  # tasks of other files write to it too
         for n in copies:
             out = self._begun.get(n) or self._begin(n)
-            for task, onto in self._tasks_of(n, out, riders):
+            for task, onto in self._tasks_of(n, out, shared):
                 with self._lock:
                     for m in onto:
                         self._begun[m].left += 1
                 yield partial(self._do, task, onto)
-            if n not in riders.files:
+            if n not in shared.files:
                 self._done([n])
-        self._done(riders.files)
+        self._done(shared.files)
 
     def _tasks_of(
-        self, n: int, out: _Begun, riders: SharedReads
+        self, n: int, out: _Begun, shared: SharedReads
     ) -> Iterator[tuple[Sequence[Callable[[], int]], Collection[int]]]:
-        """The tasks of a file, each with the files that it writes to."""
-        rows, carried = riders.separate[n], riders.shared.get(n)
-        onto = {n} if carried is None else {n, *carried["file"].tolist()}
-        copy = partial(self._mover.copy, into=out, riders=carried, file=self._begun.__getitem__)
+        """Yield the tasks of a file, each with the indexes of the files that it writes to."""
+        rows, shared_reads = shared.separate[n], shared.shared.get(n)
+        onto = {n} if shared_reads is None else {n, *shared_reads["file"].tolist()}
+        copy = partial(self._copier.copy, into=out, shared=shared_reads, file=self._begun.__getitem__)
         runs = [partial(copy, run) for run in runs_of(rows, TASK_ELEMENTS)]
-        parts = [*runs, *(partial(self._mover.gather, gather, out) for gather in out.file.gathers)]
-        # A gather may cast nothing, but is work for a core all the same.
-        if carried is not None or out.file.gathers or _casts(self._plan, rows):
+        parts = [*runs, *(partial(self._copier.gather, gather, out) for gather in out.file.gathers)]
+        # A gather keeps a core busy even without a cast.
+        if shared_reads is not None or out.file.gathers or _casts(self._plan, rows):
             yield from (([part], onto) for part in parts)
         else:
-            out.by_one = n not in riders.files
+            out.by_one = n not in shared.files
             yield parts, onto
 
     def _begin(self, n: int) -> _Begun:
@@ -260,5 +260,5 @@ class _Files:
 
 
 def _casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
-    # Not np.unique: it imports numpy.ma, which takes longer than the opening of a file.
+    # Not np.unique: it imports numpy.ma, which takes longer than opening a file.
     return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))

@@ -1,4 +1,4 @@
-"""Which permissions an output gets: those of what it is made of, as ``cp`` keeps them, and never more."""
+"""Permissions of outputs: those of the sources, as ``cp`` keeps them, and never wider."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 FILE = 0o666
-"""What a file gets that is made of no local file, before the umask."""
+"""Permissions of a file without local sources, before the umask."""
 DIRECTORY = 0o777
-"""The same of a directory."""
+"""Permissions of a directory without local sources, before the umask."""
 
 
 def with_permissions(plan: CopyPlan) -> tuple[CopyPlan, int]:
-    """A plan whose files have the permissions that all of their sources have, and the permissions of the directory.
+    """Give each target file the permissions that its sources share.
 
-    A file that is copied has those of its source; one that also holds bytes of no single source (a header, a pickle
-    made of many files) those that all sources of the plan have.
+    A copied file keeps the permissions of its source. A file with bytes of the plan itself (a header, a pickle made of
+    many files) gets the permissions that all sources of the plan share.
 
     Returns:
-        The plan, and what the directory that holds its files may have, before the umask.
+        The plan with permissions, and the permissions of the output directory, before the umask.
     """
     modes = {n: permissions(f.path) for n, f in enumerate(plan.sources) if not f.storage.remote and _is_there(f.path)}
     shared = _intersection(modes.values())
@@ -44,13 +44,13 @@ def with_permissions(plan: CopyPlan) -> tuple[CopyPlan, int]:
 
 def _mode(plan: CopyPlan, file: TargetFile, modes: Mapping[int, int], shared: int) -> int:
     numbers = {number for number, _, _ in ranges_read(plan, file)}
-    if not file.literals and len(numbers) == 1:  # a copy keeps the right to execute it, too
+    if not file.literals and len(numbers) == 1:  # a copy keeps the execute permission too
         return modes.get(min(numbers), FILE)
     return shared
 
 
 def mode_of(checkpoint: Checkpoint) -> int:
-    """The permissions that all files of a checkpoint have, for a file that is made of them."""
+    """Return the permissions that all files of a checkpoint share."""
     if checkpoint.storage.remote:
         return FILE
     paths = (checkpoint.path(n) for n in range(len(checkpoint.files)))
@@ -58,14 +58,14 @@ def mode_of(checkpoint: Checkpoint) -> int:
 
 
 def mode_of_file(storage: Storage, path: str) -> int:
-    """The permissions of one file; the usual ones where the storage has none."""
+    """Return the permissions of one file; FILE where the storage has none."""
     if storage.remote or not _is_there(path):
         return FILE
     return permissions(path)
 
 
 def mode_of_directory(storage: Storage, path: str) -> int:
-    """The permissions of one directory; the usual ones where the storage has none."""
+    """Return the permissions of one directory; DIRECTORY where the storage has none."""
     if storage.remote or not _is_there(path):
         return DIRECTORY
     return permissions(path)

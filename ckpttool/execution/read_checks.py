@@ -1,8 +1,8 @@
-"""CRC-32 checks of the bytes that a command reads, made in the same pass.
+"""Check the CRC-32 of the bytes that a command reads, in the same pass.
 
 ``torch.save`` records a CRC-32 of every storage, and a manifest one of every chunk of a file. A command reads such a
-record in pieces, in several threads, processes or ranks. Each piece is hashed while it is in the processor's cache; the
-checksums of the pieces are combined, so that the record is compared as a whole before anything is committed.
+record in pieces, in several threads, processes or ranks. Each reader hashes its piece while it is in the core's cache;
+the checksums of the pieces are combined and compared with the record's checksum before the output is committed.
 """
 
 from __future__ import annotations
@@ -37,62 +37,62 @@ FRAGMENT = np.dtype([("file", "<u8"), ("start", "<u8"), ("end", "<u8"), ("crc", 
 """One row: the CRC-32 of the bytes [start, end) of a file (its index among the sources), inside one record."""
 
 ALLOWANCE_BYTES = 1 << 20
-"""Bytes of a record that no output needs, and that are read all the same to check it: padding, mostly."""
+"""Maximum bytes read only to complete the check of a record: padding, mostly."""
 ALLOWANCE_SHARE = 16
-"""For a longer record, this part of it."""
+"""The same for a longer record, as a fraction of it: 1/16."""
 ARCHIVES = (".pt", ".pth", ".pkl", ".bin")
-"""How names of files end that ``torch.save`` may have written."""
+"""Suffixes of files that ``torch.save`` may have written."""
 READ_BYTES = 1 << 23
-"""Bytes that are read at a time to complete a record."""
+"""Bytes of one read that completes a record."""
 RESTORE = "its bytes have changed since: restore the file from a copy, or use another tag"
 
 
 @dataclass(frozen=True, slots=True)
 class UncheckedRecord:
-    """A record that was read in part, so that its checksum could not be compared."""
+    """A record that was read only in part, so that its checksum could not be compared."""
 
     file: str
     """Path of its file."""
     record: str
     """Name of the record."""
     nbytes: int
-    """Its size."""
+    """Its size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What was compared with recorded checksums."""
+    """Records compared with their recorded checksums."""
 
     records: int = 0
-    """Records whose CRC-32 was compared."""
+    """Number of records whose CRC-32 was compared."""
     nbytes: int = 0
     """Their bytes."""
     unchecked: tuple[UncheckedRecord, ...] = ()
-    """Records of which only a part was read."""
+    """Records that were read only in part."""
     without: tuple[str, ...] = ()
     """Files that hold bytes without a recorded checksum."""
 
 
 Check = Literal["read", "full", "off"]
-"""Compare the records that are read whole, or nearly; those that are read in part as well; or none."""
+"""Check the records that the command reads (nearly) whole; all records that it touches; or none."""
 
 Owners = Callable[[str, int, int], Sequence[str]]
-"""Names the parameters in the bytes [start, end) of a file, by its path."""
+"""Returns the names of the parameters in the bytes [start, end) of the file at a path."""
 
 
 def no_owners(path: str, start: int, end: int) -> Sequence[str]:
-    """Name no parameter."""
+    """Return no names."""
     return ()
 
 
 class ReadChecks:
-    """Collects the checksums of all pieces that are read of some files. Threads may share it.
+    """Collect the checksums of all pieces read of some files. Threads may share it.
 
     Args:
-        files: The files, as ``Sources`` numbers them.
-        full: Read the rest of every record that was read in part, however long it is.
-        owners: Names parameters in errors.
-        told: Paths of the files that the report names if they have no checksum; None for all.
+        files: The files, in the order of ``Sources``.
+        full: Whether to read the rest of every record that was read in part, however long.
+        owners: Returns parameter names, for errors.
+        told: Paths of the files that the report may list as without checksums; None for all.
     """
 
     def __init__(
@@ -109,57 +109,57 @@ class ReadChecks:
         self._owners = owners
         self._recorded: dict[int, _Recorded] = {}
         self._lock = threading.Lock()
-        self._threads: list[_Pieces] = []
+        self._threads: list[_ThreadFragments] = []
         self._of_thread = threading.local()
         self._others: list[NDArray[np.void]] = []
         self._required: dict[int, list[tuple[int, int]]] = {}
         self._checked: set[tuple[int, int]] = set()
-        """(file, number of the record) of all that was compared."""
+        """(file, number of the record) of the compared records."""
         self.report = ReadReport()
-        """What the last ``finish`` compared."""
+        """Report of the last ``finish``."""
 
     def note(self, file: int, start: int, data: bytes | memoryview) -> None:
-        """Hash bytes that were read of a file from ``start`` on."""
-        pieces: _Pieces | None = getattr(self._of_thread, "pieces", None)
+        """Hash bytes read from byte ``start`` of a file."""
+        pieces: _ThreadFragments | None = getattr(self._of_thread, "pieces", None)
         if pieces is None:
-            pieces = self._of_thread.pieces = _Pieces()
+            pieces = self._of_thread.pieces = _ThreadFragments()
             with self._lock:
                 self._threads.append(pieces)
         pieces.note(file, self._recorded_of(file), start, memoryview(data))
 
     def require_all(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Check the records of ranges (file, start, end) that an earlier run has read, and this one will not."""
+        """Require checks of the records in ranges (file, start, end) that an earlier run read and this run skips."""
         for file, start, end in ranges:
             self._required.setdefault(file, []).append((start, end))
 
     def take_fragments(self) -> NDArray[np.void]:
-        """What was noted since the last call, as rows of FRAGMENT; no other thread may be reading."""
+        """Return and forget the checksums noted since the last call, as rows of FRAGMENT; call it after all reads."""
         with self._lock:
             rows = [np.frombuffer(pieces.take(), dtype=FRAGMENT) for pieces in self._threads]
             others, self._others = self._others, []
         return np.concatenate([*rows, *others, np.zeros(0, dtype=FRAGMENT)])
 
     def note_files(self, files: Iterable[int]) -> None:
-        """Note files that another process has read, whether they have checksums or not."""
+        """Note files that another process read, with or without recorded checksums."""
         for file in files:
             self._recorded_of(file)
 
     def add(self, fragments: NDArray[np.void]) -> None:
-        """Take over what another process has noted, of files with the same numbers."""
+        """Add the fragments of another process, whose files have the same indexes."""
         with self._lock:
             self._others.append(fragments)
 
     def finish(self, read_into: Callable[[int, int, memoryview], None], *, jobs: int = 1) -> ReadReport:
-        """Compare every record that was read; no other thread may be reading.
+        """Compare every record that was read; call it after all reads.
 
-        It may be called again after more was read: a record of which too much is missing is looked at anew then.
+        A later call, after more reads, looks again at the records that were incomplete.
 
         Args:
-            read_into: Reads bytes of a file by its index, from a byte on, to complete records.
+            read_into: Reads into a buffer (file index, first byte, buffer), to complete records.
             jobs: Threads that complete records.
 
         Raises:
-            ChecksumError: Bytes are not what was saved; names the file, the record and the parameters.
+            ChecksumError: A record does not match its checksum; names the file, the record and the parameters.
             StorageError: The rest of a record cannot be read.
         """
         rows = np.unique(self.take_fragments())  # sorted by file, start, end, CRC-32
@@ -188,12 +188,12 @@ class ReadChecks:
         return known
 
     def _without(self) -> tuple[str, ...]:
-        """Files that were read and hold bytes without a recorded checksum."""
+        """Return the files that were read and hold bytes without a recorded checksum."""
         paths = (self._files[n].path for n, known in sorted(self._recorded.items()) if not known.complete)
         return tuple(path for path in dict.fromkeys(paths) if self._told is None or path in self._told)
 
     def _compare_repeated(self, rows: NDArray[np.void]) -> None:
-        """Bytes that were read twice must be the same."""
+        """Compare the checksums of ranges that were read twice."""
         again = (rows["file"][1:] == rows["file"][:-1]) & (rows["start"][1:] == rows["start"][:-1])
         again &= rows["end"][1:] == rows["end"][:-1]
         for n in np.flatnonzero(again)[:1]:
@@ -203,7 +203,7 @@ class ReadChecks:
             raise ChecksumError(path, problem, "a disk or memory may be failing: try again")
 
     def _split(self, file: int, known: _Recorded, rows: NDArray[np.void]) -> tuple[list[int], list[_OpenRecord]]:
-        """The records that were read in one piece, compared at once, and those that are to be put together."""
+        """Compare the records read in one piece; return their numbers, and the records read in several pieces."""
         number = np.searchsorted(known.start_array, rows["start"], side="right") - 1
         whole = (rows["start"] == known.start_array[number]) & (rows["end"] == known.end_array[number])
         for n in np.flatnonzero(whole & (rows["crc"] != known.crc_array[number]))[:1]:
@@ -225,7 +225,7 @@ class ReadChecks:
     def _complete(
         self, records: Sequence[_OpenRecord], read_into: Callable[[int, int, memoryview], None], jobs: int
     ) -> list[_OpenRecord]:
-        """Read what is missing of records, and compare them; returns those of which too much is missing."""
+        """Read the missing ranges of records and compare them; return the records that miss too much."""
         checked: list[_OpenRecord] = []
         unchecked: list[_OpenRecord] = []
         missing: list[tuple[_OpenRecord, int, int]] = []
@@ -250,7 +250,7 @@ class ReadChecks:
     def _compare_loose(
         self, records: Sequence[_OpenRecord], read_into: Callable[[int, int, memoryview], None], jobs: int
     ) -> None:
-        """Read again, within the allowance, what was read twice and is compared with no checksum otherwise."""
+        """Read overlapping pieces again, within the allowance, if no chain of pieces compares them."""
         again: list[tuple[_OpenRecord, int, int]] = []
         for record in records:
             left = record.allowance
@@ -276,11 +276,11 @@ class ReadChecks:
 
 
 def archive_records(storage: Storage, path: str) -> tuple[Record, ...]:
-    """The records of a file beside a checkpoint, if ``torch.save`` wrote it as an archive; else none.
+    """Return the records of a sidecar file, if it is an archive of ``torch.save``; else none.
 
     Raises:
-        ContainerError: It begins as an archive, and is cut off or damaged.
-        StorageError: It cannot be read.
+        ContainerError: The archive is truncated or damaged.
+        StorageError: The file cannot be read.
     """
     if not path.endswith(ARCHIVES):
         return ()
@@ -291,26 +291,26 @@ def archive_records(storage: Storage, path: str) -> tuple[Record, ...]:
 
 
 def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Check) -> ReadChecks | None:
-    """The checks of one command; None for "off".
+    """Return the checks of one command; None for "off".
 
     Args:
-        sources: The files that it reads.
-        checkpoint: What errors take the names of parameters from.
-        check: Which checks.
+        sources: The source files of the command.
+        checkpoint: The checkpoint, for parameter names in errors.
+        check: The records to check.
 
     Raises:
-        ValueError: ``check`` is none of the three.
+        ValueError: ``check`` is not "read", "full" or "off".
     """
     if check not in {"read", "full", "off"}:
         raise ValueError(f"check is {check!r}, not read, full or off")
     if check == "off":
         return None
-    held = frozenset(checkpoint.path(n) for n in range(len(checkpoint.files)))  # not the configuration beside it
+    held = frozenset(checkpoint.path(n) for n in range(len(checkpoint.files)))  # not its sidecar files
     return ReadChecks(sources, full=check == "full", owners=partial(_owners, checkpoint), told=held)
 
 
 def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str]:
-    """The parameters and buffers in a range of a checkpoint's file."""
+    """Return the names of the parameters and buffers in a range of a checkpoint's file."""
     index = next((n for n in range(len(checkpoint.files)) if checkpoint.path(n) == path), None)
     names: dict[str, None] = {}
     for name, _, state in checkpoint.states() if index is not None else ():
@@ -322,13 +322,13 @@ def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str
 
 
 class _Recorded:
-    """The records of one file that have a checksum, in the order of their bytes."""
+    """The records of one file that have a checksum, sorted by offset."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         every = list(records)
         held = sorted((r for r in every if r.where.nbytes and r.crc_recorded), key=lambda r: r.where.start)
         self.complete = bool(every) and all(r.crc_recorded for r in every)
-        """Whether all bytes that matter have one."""
+        """Whether all records have a checksum."""
         self.names = [r.name for r in held]
         self.starts = [r.where.start for r in held]
         self.ends = [r.where.end for r in held]
@@ -338,17 +338,17 @@ class _Recorded:
         self.crc_array = np.array(self.crcs, dtype=np.uint64)
 
     def within(self, start: int, end: int) -> range:
-        """The numbers of the records that have bytes in [start, end)."""
+        """Return the numbers of the records that overlap [start, end)."""
         return range(bisect.bisect_right(self.ends, start), bisect.bisect_left(self.starts, end))
 
 
-class _Pieces:
-    """What one thread has read: runs of bytes that go on where the thread stopped reading the file become one piece."""
+class _ThreadFragments:
+    """Fragments read by one thread: consecutive reads of a file are joined into one fragment."""
 
     def __init__(self) -> None:
         self._done = array("Q")
         self._open: dict[int, list[int]] = {}
-        """By file: the first byte of a run, the byte after its last, its CRC-32, and where its record ends."""
+        """By file: first byte of the open fragment, byte after its last, its CRC-32, and the end of its record."""
 
     def note(self, file: int, known: _Recorded, at: int, view: memoryview) -> None:
         first, end = at, at + len(view)
@@ -369,7 +369,7 @@ class _Pieces:
             run[1] = at
 
     def take(self) -> bytes:
-        """Rows of FRAGMENT, which are forgotten here."""
+        """Return and forget the fragments, as rows of FRAGMENT."""
         rows, self._done = self._done, array("Q")
         for file, (start, end, crc, _) in self._open.items():
             rows.extend((file, start, end, crc))
@@ -383,7 +383,7 @@ class _Pieces:
 
 @dataclass(slots=True)
 class _OpenRecord:
-    """A record of which pieces are known."""
+    """A record that was read in pieces."""
 
     file: int
     number: int
@@ -393,15 +393,15 @@ class _OpenRecord:
     pieces: list[tuple[int, int, int]]
     """(first byte, byte after the last, CRC-32), in any order; they may overlap."""
     required: bool
-    """Whether it must be checked, however much of it is missing."""
+    """Whether it must be checked, however many bytes are missing."""
 
     @property
     def allowance(self) -> int:
-        """Bytes that may be read of it for the check alone."""
+        """Maximum bytes to read only for the check."""
         return max(ALLOWANCE_BYTES, (self.end - self.start) // ALLOWANCE_SHARE)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The ranges to read so that pieces lead from the first byte to the last; none if they do already."""
+        """Return the ranges to read so that pieces form a chain from the first byte to the last."""
         known = {self.start}
         for start, end, _ in sorted(self.pieces):
             if start in known:
@@ -423,7 +423,7 @@ class _OpenRecord:
         return result
 
     def loose(self) -> list[tuple[int, int, int]]:
-        """The pieces that lie on no chain of pieces from the first byte to the last: a second read of some bytes."""
+        """Return the pieces on no chain from the first byte to the last: second reads of some bytes."""
         ordered = sorted(self.pieces)
         from_start, to_end = {self.start}, {self.end}
         for start, end, _ in ordered:
@@ -435,7 +435,7 @@ class _OpenRecord:
         return [p for p in ordered if p[0] not in from_start or p[1] not in to_end]
 
     def joined(self) -> list[tuple[int, int, int]]:
-        """The pieces, those that follow one another as one."""
+        """Return the pieces, with consecutive pieces joined."""
         result: list[tuple[int, int, int]] = []
         for start, end, crc in sorted(self.pieces):
             if result and result[-1][1] == start:
@@ -446,7 +446,7 @@ class _OpenRecord:
         return result
 
     def crc32(self) -> int | None:
-        """CRC-32 of the whole, from those of the pieces; None if two chains of pieces disagree."""
+        """Return the CRC-32 of the record, combined from its pieces; None if two chains of pieces disagree."""
         known = {self.start: 0}
         for start, end, crc in sorted(self.pieces):
             if start not in known:
@@ -465,7 +465,7 @@ def _steps(start: int, end: int) -> Iterator[tuple[int, int]]:
 def _read_pieces(
     read_into: Callable[[int, int, memoryview], None], wanted: Iterable[tuple[_OpenRecord, int, int]], jobs: int
 ) -> None:
-    """Read ranges of records, and add them to their pieces."""
+    """Read ranges of records and add them to the records' pieces."""
     for record, piece in in_threads((partial(_hash, read_into, *w) for w in wanted), jobs):
         record.pieces.append(piece)
 

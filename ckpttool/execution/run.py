@@ -1,4 +1,4 @@
-"""Runs a plan by the executor that fits its sources, its output and the workers."""
+"""Choose the executor of a plan: local files, streaming or distributed tasks."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def run(
     """Write every file of a plan.
 
     Args:
-        plan: What to write.
-        output: Where to.
+        plan: The plan.
+        output: The output.
         jobs: Threads, of each worker if there are workers; None for the executor's default.
-        memory: Bytes of parts in flight; for files that are copied on local disk it does not matter.
+        memory: Bytes of parts in flight; copies between local files ignore it.
         advance: Called with the number of bytes written since the last call.
-        checks: Compares what is read with recorded checksums; None to copy without.
-        workers: Processes that do the work; None to do it here.
+        checks: Compares the bytes read with recorded checksums; None to copy without.
+        workers: Worker processes; None to run in this process.
 
     Returns:
-        Finite elements that became infinite in a narrower dtype.
+        Number of finite elements cast to infinity.
 
     Raises:
         ChecksumError: A source does not match its recorded checksum.
-        LayoutError: A consistency check of the plan does not hold.
+        LayoutError: A consistency check of the plan failed.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     if workers is not None:
@@ -62,7 +62,7 @@ def run(
 
         return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=advance, checks=checks)
     if _is_local(plan, output):
-        assert isinstance(output, DirectoryOutput)  # noqa: S101  (``_is_local`` looked)
+        assert isinstance(output, DirectoryOutput)  # noqa: S101  (``_is_local`` checks it)
         return local.run(
             plan, output.directory, jobs=jobs, advance=advance, journal=output.journal, checks=checks
         ).overflowed
@@ -70,10 +70,10 @@ def run(
 
 
 def nbytes_read(plan: CopyPlan, *, to_disk: bool, workers: object) -> int:
-    """Bytes of the sources that ``run`` reads.
+    """Return the number of source bytes that ``run`` reads.
 
     Args:
-        plan: What to write.
+        plan: The plan.
         to_disk: Whether the output is on local disk.
         workers: As for ``run``.
     """

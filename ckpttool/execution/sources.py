@@ -1,4 +1,4 @@
-"""The files that a checkpoint's bytes are read from, opened when first asked for, and memory to read into."""
+"""Open the source files of a plan on first use, fetch many ranges at once, and reuse read buffers."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 GAP_BYTES = 1 << 18
-"""Bytes that are read in vain rather than make another request."""
+"""Maximum gap, in bytes, that a merged request reads and drops."""
 BLOCK_BYTES = 1 << 24
-"""No request is made longer than this to save another."""
+"""Maximum size, in bytes, of a merged request."""
 
 
 HASH_BYTES = 1 << 20
-"""Bytes that are read at a time where they are hashed: they are still in the core's cache then."""
+"""Bytes of one read that is hashed: they fit into the core's cache."""
 
 
 class CheckedReader(WrappedReader):
-    """An open file whose bytes are hashed as they are read.
+    """An open file that hashes the bytes it reads.
 
     Args:
-        reader: The file.
-        note: Takes the bytes that were read, with the place of the first.
+        reader: The open file.
+        note: Called with the offset of the first byte read, and the bytes.
     """
 
     def __init__(self, reader: Reader, note: Callable[[int, memoryview], None]) -> None:
@@ -83,11 +83,11 @@ class CheckedReader(WrappedReader):
 
 
 class Sources:
-    """The files to read, opened when first asked for. Threads may share them.
+    """The source files of a plan, opened on first use. Threads may share them.
 
     Args:
         files: The files.
-        checks: Collects checksums of all that is read; None to read without.
+        checks: Collects checksums of the bytes read; None to read without checksums.
     """
 
     def __init__(self, files: Sequence[SourceFile], checks: ReadChecks | None = None) -> None:
@@ -106,12 +106,12 @@ class Sources:
             return self.raw(index)
         checked = self._checked.get(index)
         if checked is None:
-            # Two threads may make one each: both note the same.
+            # Two threads may create one each: both note into the same checks.
             checked = self._checked[index] = CheckedReader(self.raw(index), partial(self._checks.note, index))
         return checked
 
     def raw(self, index: int) -> Reader:
-        """A file whose bytes are not hashed: for what goes into no output, and where the kernel copies."""
+        """Return the open file without hashing: for bytes that reach no output, and for kernel copies."""
         reader = self._open.get(index)
         if reader is None:
             with self._lock:
@@ -129,10 +129,10 @@ class Sources:
         self.close()
 
     def open_as_planned(self, file: SourceFile) -> Reader:
-        """Open a file, if it still is the one that the plan was made for.
+        """Open a file and check that it did not change since the plan was made.
 
         Raises:
-            StorageError: It cannot be opened, or was written anew.
+            StorageError: The file cannot be opened, or was rewritten.
         """
         reader = file.storage.open(file.path)
         if (reader.nbytes, reader.version) != (file.nbytes, file.version):
@@ -141,11 +141,11 @@ class Sources:
         return reader
 
     def fetch(self, spans: Sequence[tuple[int, int, int]], *, hashed: bool = True) -> list[memoryview]:
-        """The bytes of many spans (file, start, end) of remote files, in order; as few requests as pay, all at once.
+        """Return the bytes of many spans (file, start, end), in order; merge near spans and request all at once.
 
         Args:
-            spans: What to read.
-            hashed: Whether the checksums of all that is read are collected, the bytes between the spans included.
+            spans: The byte ranges [start, end) to read, each with the index of its file.
+            hashed: Whether to collect checksums of all bytes read, including the gaps between spans.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
@@ -174,11 +174,11 @@ class Sources:
         return result
 
     def finish_checks(self, *, jobs: int | None = None) -> None:
-        """Compare what was read with the recorded checksums, once all reading has ended.
+        """Compare the bytes read with the recorded checksums, after the last read.
 
         Raises:
-            ChecksumError: Bytes are not what was saved.
-            StorageError: They are not, for the file was written anew while it was read.
+            ChecksumError: Bytes do not match their recorded checksum.
+            StorageError: They do not match because the file was rewritten while it was read.
         """
         if self._checks is None:
             return
@@ -188,11 +188,15 @@ class Sources:
                 jobs=jobs or default_jobs(remote=self.remote),
             )
         except ChecksumError:
-            self.check_unchanged()  # which says more of a file that was rewritten meanwhile
+            self.check_unchanged()  # a clearer error for a file that was rewritten meanwhile
             raise
 
     def check_unchanged(self) -> None:
-        """Make sure that no file was rewritten while it was read."""
+        """Check that no file was rewritten while it was read.
+
+        Raises:
+            StorageError: A file was rewritten.
+        """
         opened: dict[int, tuple[Storage, list[Reader]]] = {}
         for index, reader in self._open.items():
             storage = self._files[index].storage
@@ -204,14 +208,14 @@ class Sources:
 
     @property
     def opened(self) -> set[int]:
-        """Numbers of the files that something was read of."""
+        """Indexes of the files that were opened."""
         return set(self._open)
 
     def check_as_planned(self, indexes: Sequence[int]) -> None:
-        """Make sure that files that others have read are still those that the plan was made for.
+        """Check that files read by other processes did not change since the plan was made.
 
         Raises:
-            StorageError: One was written anew.
+            StorageError: A file was rewritten.
         """
         by_storage: dict[int, list[SourceFile]] = {}
         for index in indexes:
@@ -222,7 +226,7 @@ class Sources:
                 self.open_as_planned(file).close()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         for reader in self._open.values():
             reader.close()
         self._open.clear()
@@ -230,7 +234,7 @@ class Sources:
 
 
 def allow_open_files(count: int) -> None:
-    """Let this process have so many files open, and some more, as far as the system lets it."""
+    """Raise the process's soft limit of open files to ``count`` and a margin, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 64
     if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
@@ -238,28 +242,28 @@ def allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-class Scratch:
-    """Memory to read into, used again and again: fresh memory for every chunk costs more than reading it does."""
+class ReadBuffer:
+    """A reusable read buffer: allocating memory for every chunk costs more than reading the chunk."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
 
     def array(self, count: int, dtype: str) -> NDArray[Any]:
-        """Memory for some elements of a type; it is theirs until the next call."""
+        """Return an array of ``count`` elements over the buffer, valid until the next call."""
         return np.frombuffer(self._memory_of(count * itemsize(dtype)), dtype=numpy_dtype(dtype))
 
     def read(self, reader: Reader, start: int, count: int, dtype: str) -> NDArray[Any]:
-        """Read elements of a type from a byte of a file; they are valid until the next call."""
+        """Read ``count`` elements from byte ``start`` of a file; they are valid until the next call."""
         return np.frombuffer(self.read_bytes(reader, start, count * itemsize(dtype)), dtype=numpy_dtype(dtype))
 
     def read_bytes(self, reader: Reader, start: int, nbytes: int) -> memoryview:
-        """Read bytes from a byte of a file; they are valid until the next call."""
+        """Read ``nbytes`` bytes from byte ``start`` of a file; they are valid until the next call."""
         memory = self._memory_of(nbytes)
         reader.read_into(start, memory)
         return memory
 
     def _memory_of(self, nbytes: int) -> memoryview:
         if len(self._memory) < nbytes:
-            # Begins with a page: the kernel copies faster to there.
+            # Page-aligned: the kernel copies faster into it.
             self._memory = memoryview(mmap.mmap(-1, nbytes))
         return self._memory[:nbytes]

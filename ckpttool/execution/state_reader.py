@@ -1,4 +1,4 @@
-"""Puts elements of a state together in memory, in the order of the tensor, from wherever they lie."""
+"""Read the elements of a state in tensor order, from the extents of its source files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.execution.sources import Scratch
+from ckpttool.execution.sources import ReadBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
     from ckpttool.model import State
 
 GATHER_ELEMENTS = 1 << 18
-"""Elements put together at a time;"""
+"""Elements of one chunk from local sources."""
 REMOTE_ELEMENTS = 1 << 20
-"""and where each time costs a round trip."""
+"""Elements of one chunk from remote sources, where each chunk costs a round trip."""
 
 
 def chunk_elements(*sources: Sources) -> int:
-    """Elements that are best put together at a time."""
+    """Return the number of elements of a chunk that suits the sources."""
     return REMOTE_ELEMENTS if any(s.remote for s in sources) else GATHER_ELEMENTS
 
 
-class Gatherer:
-    """Puts states together; its memory is used again and again, so that each thread needs one of its own."""
+class StateReader:
+    """Read states into buffers that it reuses: each thread needs a reader of its own."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._scratch = Scratch()
-        self._result = Scratch()
+        self._buffer = ReadBuffer()
+        self._result = ReadBuffer()
 
     def chunks(
         self, state: State, first: int = 0, last: int | None = None, step: int | None = None
     ) -> Iterator[tuple[int, NDArray[Any]]]:
-        """The elements [first, last) of a state, piece by piece in order: (first element, values).
+        """Yield the elements [first, last) of a state, chunk by chunk in order: (first element, values).
 
         Args:
-            state: What to put together.
+            state: The state to read.
             first: The first element.
             last: One past the last element; default: all.
-            step: Elements of a piece; default: what suits the sources.
+            step: Elements of a chunk; default: what suits the sources.
 
-        The values are valid until the next piece is asked for.
+        The values are valid until the next chunk is asked for.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
@@ -85,21 +85,21 @@ class Gatherer:
         begin = rows["start"].astype(np.int64)
         end = begin + (runs - 1) * rows["pitch"].astype(np.int64) + rows["numel"].astype(np.int64)
         wanted = rows[(rows["numel"] > 0) & (begin < last) & (end > first)]
-        pieces = chain.from_iterable(_pieces(row, itemsize(state.dtype), first, last) for row in wanted)
+        blocks = chain.from_iterable(_blocks_of(row, itemsize(state.dtype), first, last) for row in wanted)
         if self._sources.remote:
-            held = list(pieces)
+            held = list(blocks)
             width = itemsize(state.dtype)
             found = self._sources.fetch([(p.file, p.position, p.position + p.span * width) for p in held])
-            for piece, data in zip(held, found, strict=True):
-                _weave(piece, np.frombuffer(data, dtype=numpy_dtype(state.dtype)), out)
+            for block, data in zip(held, found, strict=True):
+                _place(block, np.frombuffer(data, dtype=numpy_dtype(state.dtype)), out)
             return
-        for piece in pieces:
-            _weave(piece, self._scratch.read(self._sources[piece.file], piece.position, piece.span, state.dtype), out)
+        for block in blocks:
+            _place(block, self._buffer.read(self._sources[block.file], block.position, block.span, state.dtype), out)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Runs of elements that lie at equal distances, in the file as in the tensor."""
+class _StridedBlock:
+    """Runs of elements at equal distances, both in the file and in the tensor."""
 
     file: int
     position: int
@@ -110,45 +110,47 @@ class _Piece:
     stride: int
     """Elements from one run to the next in the file."""
     at: int
-    """First element in the window."""
+    """First element in the output array."""
     pitch: int
-    """Elements from one run to the next in the window."""
+    """Elements from one run to the next in the output array."""
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last, in the file."""
+        """Number of elements from the first to the last, in the file."""
         return (self.runs - 1) * self.stride + self.numel
 
 
-def _pieces(row: Any, width: int, first: int, last: int) -> Iterator[_Piece]:
-    """What one extent holds of the elements [first, last)."""
+def _blocks_of(row: Any, width: int, first: int, last: int) -> Iterator[_StridedBlock]:
+    """Yield the blocks of one extent that hold elements of [first, last)."""
     start, numel, runs = int(row["start"]), int(row["numel"]), int(row["runs"])
     pitch, stride, offset, file = int(row["pitch"]), int(row["stride"]), int(row["offset"]), int(row["file"])
-    # Runs wholly inside; before and behind them at most one each is cut by the window.
+    # Runs low to high lie wholly inside [first, last); at most one run before and one after them is clipped.
     low = 0 if start >= first else min(runs, -(-(first - start) // pitch) if runs > 1 else 1)
     high = max(low, min(runs, (last - numel - start) // pitch + 1 if runs > 1 else int(start + numel <= last)))
     if high > low:
-        yield _Piece(file, offset + low * stride * width, high - low, numel, stride, start + low * pitch - first, pitch)
-    for run in {max(low - 1, 0), min(high, runs - 1)} - set(range(low, high)):
-        a, b = max(first, start + run * pitch), min(last, start + run * pitch + numel)
+        yield _StridedBlock(
+            file, offset + low * stride * width, high - low, numel, stride, start + low * pitch - first, pitch
+        )
+    for block in {max(low - 1, 0), min(high, runs - 1)} - set(range(low, high)):
+        a, b = max(first, start + block * pitch), min(last, start + block * pitch + numel)
         if a < b:
-            position = offset + (run * stride + a - start - run * pitch) * width
-            yield _Piece(file, position, 1, b - a, b - a, a - first, b - a)
+            position = offset + (block * stride + a - start - block * pitch) * width
+            yield _StridedBlock(file, position, 1, b - a, b - a, a - first, b - a)
 
 
-def _weave(piece: _Piece, values: NDArray[Any], out: NDArray[Any]) -> None:
-    """Put a piece in its place."""
-    if piece.runs == 1:
-        out[piece.at : piece.at + piece.numel] = values
+def _place(block: _StridedBlock, values: NDArray[Any], out: NDArray[Any]) -> None:
+    """Copy the values of a block into the output array."""
+    if block.runs == 1:
+        out[block.at : block.at + block.numel] = values
         return
-    shape = (piece.runs, piece.numel)
-    strides = [(n * out.itemsize, out.itemsize) for n in (piece.stride, piece.pitch)]
-    into = np.lib.stride_tricks.as_strided(out[piece.at :], shape, strides[1])
+    shape = (block.runs, block.numel)
+    strides = [(n * out.itemsize, out.itemsize) for n in (block.stride, block.pitch)]
+    into = np.lib.stride_tricks.as_strided(out[block.at :], shape, strides[1])
     into[...] = np.lib.stride_tricks.as_strided(values, shape, strides[0])
 
 
 def whole(sources: Sources, state: State) -> NDArray[Any]:
-    """All elements of a state, in its shape, in memory of their own."""
+    """Return all elements of a state as a new array in its shape."""
     out = np.empty(state.numel, dtype=numpy_dtype(state.dtype))
-    Gatherer(sources).fill(state, 0, out)
+    StateReader(sources).fill(state, 0, out)
     return out.reshape(state.shape)

@@ -1,7 +1,7 @@
-"""Runs a plan between storages that are read by requests or written in parts.
+"""Run a plan through memory, part by part: for remote sources or outputs.
 
-Each window of a file is one task: what it needs is asked for at once, put together in memory and written. Memory is the
-windows in flight, whatever the size of the checkpoint.
+Each part of a file is one task: it requests its source ranges at once, assembles the part in memory and writes it.
+Memory is bounded by the parts in flight, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
-from ckpttool.execution.assemble import Windows
-from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.assemble import PartAssembler
+from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import ranges_read
 from ckpttool.units import parse_size
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 MEMORY = 256 << 20
-"""Bytes that windows in flight take together, unless another number is asked for."""
+"""Default number of bytes of parts in flight."""
 
 
 def memory_bytes(memory: int | str | None) -> int:
-    """What may be in flight: bytes, a text like "256MB", or None for MEMORY.
+    """Parse the memory limit: a number of bytes, a text like "256MB", or None for MEMORY.
 
     Raises:
-        ValueError: It is no size.
+        ValueError: The text is not a size.
     """
     return MEMORY if memory is None else parse_size(str(memory))
 
@@ -50,19 +50,19 @@ def run(
     """Write every file of a plan.
 
     Args:
-        plan: What to write.
-        output: Where to.
+        plan: The plan.
+        output: The output.
         jobs: Threads; None for REMOTE_JOBS.
-        memory: Bytes that windows in flight may take together; one is always allowed.
-        advance: Told of bytes written.
-        checks: Compares what is read with recorded checksums; None to copy without.
+        memory: Bytes of parts in flight; one part is always allowed.
+        advance: Called with the number of bytes written since the last call.
+        checks: Compares the bytes read with recorded checksums; None to copy without.
 
     Returns:
-        Finite elements that became infinite in a narrower type.
+        Number of finite elements cast to infinity.
 
     Raises:
-        ChecksumError: What was read is not what was saved; what was written is of no use.
-        LayoutError: A comparison of the plan does not hold; what was written until then is of no use.
+        ChecksumError: A source does not match its recorded checksum; discard the output.
+        LayoutError: A consistency check of the plan failed; discard the output.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     with Sources(plan.sources, checks) as sources:
@@ -79,15 +79,15 @@ def _tasks(
     plan: CopyPlan, sources: Sources, output: Output, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[Callable[[], int]]:
     if plan.consistency is not None:
-        # The first, but not waited for: it is many small requests, whose round trips need not add to the time.
-        yield partial(_prove, plan.consistency, sources)
+        # First, but in parallel with the copies: its many small requests cost round trips.
+        yield partial(_check_copies, plan.consistency, sources)
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)
             if checks is not None:
                 checks.require_all(ranges_read(plan, file))
             continue
-        target, windows = output.begin(file), Windows(plan, file, sources)
+        target, assembler = output.begin(file), PartAssembler(plan, file, sources)
         yield partial(_open, target)
         skipped = False
         for start in range(0, max(file.nbytes, 1), target.part_bytes):
@@ -96,16 +96,16 @@ def _tasks(
                 advance(end - start)
                 skipped = True
             else:
-                # Taken here, in order: a target that is written in order waits for its earlier windows, and they must
-                # not wait for memory that the later ones have.
-                taken = budget.take(windows.cost(end - start))
-                yield partial(_one, windows, target, start, end, partial(budget.give_back, taken), advance)
+                # Taken here, in order: a target that takes parts in order waits for its earlier parts, and these must
+                # not wait for memory that later parts hold.
+                taken = budget.take(assembler.cost(end - start))
+                yield partial(_write_part, assembler, target, start, end, partial(budget.give_back, taken), advance)
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 
 
-def _prove(proofs: ConsistencyChecks, sources: Sources) -> int:
-    for problem in failed_proofs(proofs, advance=lambda _: None, sources=sources):
+def _check_copies(checks: ConsistencyChecks, sources: Sources) -> int:
+    for problem in failed_checks(checks, advance=lambda _: None, sources=sources):
         raise problem
     return 0
 
@@ -115,16 +115,16 @@ def _open(target: Target) -> int:
     return 0
 
 
-def _one(
-    windows: Windows, target: Target, start: int, end: int, give_back: Callable[[], None], advance: Advance
+def _write_part(
+    assembler: PartAssembler, target: Target, start: int, end: int, release: Callable[[], None], advance: Advance
 ) -> int:
     try:
-        data, overflowed = windows.assemble(start, end)
+        data, overflowed = assembler.assemble(start, end)
         target.write(start, data)
     except BaseException as error:
         target.fail(error)
         raise
     finally:
-        give_back()
+        release()
     advance(end - start)
     return overflowed

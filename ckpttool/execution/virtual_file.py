@@ -1,9 +1,9 @@
-"""Files to read that are nowhere written: of a plan, or as they lie in a storage. ``torch.load`` reads both.
+"""File-like readers for ``torch.load``: a target file of a plan that is never written, or a stored file.
 
-torch's reader asks for each storage of a file at once, with the memory that the tensor will have for a buffer (torch
-2.13, caffe2/serialize/inline_container.cc ``getRecord``), and for the few bytes before and behind it. So what is local
-goes from the disk to the tensor; what is remote is asked for in windows, many at once, and those at the borders of a
-request are kept for the next one.
+torch reads each storage of a file in one call, into the memory of the tensor (torch 2.13,
+caffe2/serialize/inline_container.cc ``getRecord``), and then the few bytes before and after it. So local bytes go from
+disk straight to the tensor. Remote bytes are requested in chunks, many at once; the chunks at the borders of a read are
+cached for the next read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.execution.assemble import Windows
+from ckpttool.execution.assemble import PartAssembler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.storage import Reader
 
-LEAST_WINDOW_BYTES = 1 << 20
-"""No request for a part of a large read is smaller."""
-KEPT_WINDOWS = 4
-"""The end of a file, where its directory is; its beginning, where the structure is; and what is being read."""
+MIN_CHUNK_BYTES = 1 << 20
+"""Minimum size, in bytes, of a request for a part of a large read."""
+KEPT_CHUNKS = 4
+"""Cached chunks: the end of a file (ZIP directory), its beginning (pickle), and the borders of the current read."""
 
 
 class RangeFile(io.RawIOBase):
-    """A file of which ranges can be had in any order: read-only, seekable.
+    """A read-only, seekable file whose ranges can be read in any order.
 
     Args:
-        name: What errors call it.
-        nbytes: Its size.
+        name: Name of the file, for errors.
+        nbytes: Its size in bytes.
         remote: Whether each range costs a round trip.
-        memory: Bytes that windows in flight may take together.
+        memory: Bytes of chunks in flight.
     """
 
     def __init__(self, name: str, nbytes: int, *, remote: bool, memory: int) -> None:
         self.name = name
         self.nbytes = nbytes
-        self._distant = remote
+        self._remote = remote
         self._jobs = default_jobs(remote=True)
-        # A window is there up to four times while it is put together; see ``Windows.cost``.
-        self._window = max(LEAST_WINDOW_BYTES, memory // (4 * self._jobs))
-        self._jobs = max(1, min(self._jobs, memory // (4 * self._window)))
-        self._kept: dict[int, bytearray] = {}
+        # Memory holds a chunk up to four times while it is assembled; see ``PartAssembler.cost``.
+        self._chunk_bytes = max(MIN_CHUNK_BYTES, memory // (4 * self._jobs))
+        self._jobs = max(1, min(self._jobs, memory // (4 * self._chunk_bytes)))
+        self._cached: dict[int, bytearray] = {}
         self._at = 0
 
     def fill(self, start: int, buffer: memoryview) -> None:
@@ -60,10 +60,10 @@ class RangeFile(io.RawIOBase):
         raise NotImplementedError
 
     def at_hand(self, start: int, end: int) -> memoryview | None:
-        """The bytes [start, end) if they are in memory."""
+        """Return the bytes [start, end) if they are in memory; else None."""
         return None
 
-    # --------------------------------------------------------------------------------------------- as Python has it
+    # ------------------------------------------------------------------------------------------- io.RawIOBase methods
 
     def readable(self) -> bool:
         """True."""
@@ -74,16 +74,16 @@ class RangeFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """Return the offset of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a byte, counted from the beginning, from here or from the end; returns it."""
+        """Set the offset of the next read, relative to the beginning, the current offset or the end; return it."""
         self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence])
         return self._at
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fill a buffer, but for what lies beyond the end of the file; returns bytes read.
+        """Fill a buffer up to the end of the file; return the number of bytes read.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
@@ -95,56 +95,56 @@ class RangeFile(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        """All bytes from here to the end, asked for at once."""
+        """Return all bytes from the current offset to the end, read at once."""
         data = bytearray(max(0, self.nbytes - self._at))
         self.readinto(data)
         return bytes(data)
 
-    # ------------------------------------------------------------------------------------------------------ windows
+    # ------------------------------------------------------------------------------------------------------- chunks
 
     def _read(self, start: int, into: memoryview) -> None:
         found = self.at_hand(start, start + len(into))
         if found is not None:
             into[:] = found
-        elif not self._distant:
+        elif not self._remote:
             self.fill(start, into)
         else:
-            for _ in in_threads(self._windows(start, into), self._jobs):
+            for _ in in_threads(self._chunks(start, into), self._jobs):
                 pass
 
-    def _windows(self, start: int, into: memoryview) -> Iterator[partial[None]]:
+    def _chunks(self, start: int, into: memoryview) -> Iterator[partial[None]]:
         end = start + len(into)
-        for begin in range(start - start % self._window, end, self._window):
-            low, high = max(begin, start), min(begin + self._window, end)
+        for begin in range(start - start % self._chunk_bytes, end, self._chunk_bytes):
+            low, high = max(begin, start), min(begin + self._chunk_bytes, end)
             part = into[low - start : high - start]
-            whole = min(begin + self._window, self.nbytes) - begin
-            yield partial(self.fill, low, part) if len(part) == whole else partial(self._part, begin, low, part)
+            whole = min(begin + self._chunk_bytes, self.nbytes) - begin
+            yield partial(self.fill, low, part) if len(part) == whole else partial(self._fill_cached, begin, low, part)
 
-    def _part(self, begin: int, start: int, into: memoryview) -> None:
-        """Some bytes of a window, of which others will be asked for soon."""
-        kept = self._kept.get(begin)
-        if kept is None:
-            kept = bytearray(min(self._window, self.nbytes - begin))
-            self.fill(begin, memoryview(kept))
-            self._kept[begin] = kept
-            for old in list(self._kept)[:-KEPT_WINDOWS]:
-                self._kept.pop(old, None)
-        into[:] = memoryview(kept)[start - begin : start - begin + len(into)]
+    def _fill_cached(self, begin: int, start: int, into: memoryview) -> None:
+        """Fill ``into`` from a chunk, and cache the chunk for the next read."""
+        cached = self._cached.get(begin)
+        if cached is None:
+            cached = bytearray(min(self._chunk_bytes, self.nbytes - begin))
+            self.fill(begin, memoryview(cached))
+            self._cached[begin] = cached
+            for old in list(self._cached)[:-KEPT_CHUNKS]:
+                self._cached.pop(old, None)
+        into[:] = memoryview(cached)[start - begin : start - begin + len(into)]
 
 
-class PlannedFile(RangeFile):
-    """One file of a plan: what writing it and reading it back would give.
+class VirtualFile(RangeFile):
+    """One target file of a plan, readable without being written.
 
     Args:
-        plan: What the file is part of.
-        file: The file.
-        sources: What it is made of; opened by who closes them.
-        memory: Bytes that windows in flight may take together where sources are remote.
+        plan: The plan of the file.
+        file: The target file.
+        sources: The source files of the plan; the caller closes them.
+        memory: Bytes of chunks in flight, for remote sources.
     """
 
     def __init__(self, plan: CopyPlan, file: TargetFile, sources: Sources, *, memory: int) -> None:
         super().__init__(file.name, file.nbytes, remote=sources.remote, memory=memory)
-        self._contents = Windows(plan, file, sources)
+        self._contents = PartAssembler(plan, file, sources)
 
     def fill(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on.
@@ -155,16 +155,16 @@ class PlannedFile(RangeFile):
         self._contents.fill(start, buffer)
 
     def at_hand(self, start: int, end: int) -> memoryview | None:
-        """The bytes [start, end) if they are the plan's own: headers and structure."""
+        """Return the bytes [start, end) if a literal of the plan holds them: headers and pickles; else None."""
         return self._contents.literal(start, end)
 
 
 class StoredFile(RangeFile):
-    """A file as it lies in a storage.
+    """A file of a storage.
 
     Args:
-        reader: The open file; closed by who opened it.
-        memory: Bytes that windows in flight may take together where it is remote.
+        reader: The open file; the caller closes it.
+        memory: Bytes of chunks in flight, for a remote file.
     """
 
     def __init__(self, reader: Reader, *, memory: int) -> None:

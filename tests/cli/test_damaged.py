@@ -295,7 +295,7 @@ def test_flipped_bit_where_samples_are_taken_stops_consolidation(
     root = checkpoint_copy("zero1-dp1-bf16")
     at = _flip_in(root, "embed.weight", "module", 1097)
     error = ckpttool("consolidate", root, tmp_path / "out", "--to", "safetensors").error
-    assert f"{at}: the bf16 copy of embed.weight is not what its fp32 master" in error
+    assert f"{at}: the bf16 copy of embed.weight differs from its fp32 master" in error
     assert ckpttool("verify", root).code == 1
     assert not (tmp_path / "out").exists()
 

@@ -180,7 +180,7 @@ def test_old_output_that_cannot_be_put_back_is_kept_and_named(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "replace", fail_from_the_second_on)
     error = ckpttool(*arguments).error
-    assert "out.partial: holds files of OUT that could be neither replaced nor put back" in error
+    assert "out.partial: holds files of OUT that could be neither replaced nor restored" in error
     assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
     monkeypatch.undo()
     assert "was not made by ckpttool; move it out of the way" in ckpttool(*arguments).error

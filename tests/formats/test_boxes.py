@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.execution.state_reader import Gatherer, whole
+from ckpttool.execution.state_reader import StateReader, whole
 from ckpttool.formats.strided import Box, box, put_together
 from ckpttool.model import State, single_runs, stored_blocks
 from ckpttool.ranges import exact_cover_problem
@@ -42,7 +42,7 @@ def _assert_is(tensor: NDArray[np.float32], state: State, disk: Disk, data: st.D
         first = data.draw(st.integers(0, state.numel), label="first")
         last = data.draw(st.integers(first, state.numel), label="last")
         out = np.full(last - first, np.nan, dtype=np.float32)
-        Gatherer(sources).fill(state, first, out)
+        StateReader(sources).fill(state, first, out)
         assert np.array_equal(out, tensor.reshape(-1)[first:last])
         blocks = stored_blocks(state.extents, 4)
         stored = b"".join(
@@ -127,7 +127,7 @@ def test_a_mean_is_that_of_all_its_states(shape: tuple[int, ...], count: int, da
         begin = data.draw(st.integers(0, state.numel), label="first")
         with disk.sources() as sources:
             out = np.zeros(state.numel - begin, dtype=np.float32)
-            Gatherer(sources).fill(state, begin, out)
+            StateReader(sources).fill(state, begin, out)
     mean: NDArray[np.float32] = sum(copies[1:], start=copies[0].copy()) / np.float32(count)
     assert np.array_equal(out, mean.reshape(-1)[begin:])
     assert not state.plain
@@ -146,10 +146,10 @@ def test_pieces_of_a_long_state_come_in_order(tmp_path: Path) -> None:
     assert len(state.extents) < 20
     with disk.sources() as sources:
         at = 0
-        for first, values in Gatherer(sources).chunks(state):
+        for first, values in StateReader(sources).chunks(state):
             assert first == at
             assert np.array_equal(values, tensor.reshape(-1)[at : at + len(values)])
             at += len(values)
         assert at == tensor.size
-        ((only, some),) = ((n, v.copy()) for n, v in Gatherer(sources).chunks(state, 5, 9))
+        ((only, some),) = ((n, v.copy()) for n, v in StateReader(sources).chunks(state, 5, 9))
     assert (only, some.tolist()) == (5, [6.0, 7.0, 8.0, 9.0])

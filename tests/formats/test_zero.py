@@ -255,7 +255,7 @@ def test_a_tied_tensor_stored_twice_must_be_the_same_twice(checkpoint_copy: Call
     assert ckpttool.verify(str(root), deep=True).findings == ()
     _change_head(root, -embed)
     (finding,) = ckpttool.verify(str(root)).findings
-    assert "bf16 copy of head.weight is not what its fp32 master" in finding.problem
+    assert "bf16 copy of head.weight differs from its fp32 master" in finding.problem
 
 
 def test_extents_that_leave_a_gap_are_no_checkpoint() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import ckpttool
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import PlannedFile, StoredFile
+from ckpttool.execution.virtual_file import StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import open_storage
 from ckpttool.targets.zero.shape import Shape
@@ -59,7 +59,7 @@ def test_a_file_of_a_bucket_is_read_in_parts_that_are_asked_for_at_once(url: str
     with open_storage(url).open(f"{url}/global_step3/mp_rank_00_model_states.pt") as reader:
         proxy.clear()
         with StoredFile(reader, memory=1 << 20) as file:
-            file._window = 1000
+            file._chunk_bytes = 1000
             whole = file.read()
     data = (bundled() / "global_step3" / "mp_rank_00_model_states.pt").read_bytes()
     assert whole == data
@@ -76,7 +76,7 @@ def test_all_ranks_together_ask_for_everything_once(s3: Bucket, proxy: Proxy, tm
     for rank in range(3):
         proxy.clear()
         plan = plan_rank(checkpoint, shape, rank, tag="t")
-        with Sources(plan.sources) as sources, PlannedFile(plan, plan.files[0], sources, memory=64 << 20) as file:
+        with Sources(plan.sources) as sources, VirtualFile(plan, plan.files[0], sources, memory=64 << 20) as file:
             read = file.read()
         assert len(read) == plan.files[0].nbytes
         asked.append(sum(proxy.bytes_by_key().values()))

@@ -499,16 +499,16 @@ def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypat
 
 def _fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Let the window that begins at a byte fail, of every file."""
-    from ckpttool.execution.assemble import Windows
+    from ckpttool.execution.assemble import PartAssembler
 
-    right = Windows.assemble
+    right = PartAssembler.assemble
 
-    def assemble(self: Windows, start: int, end: int) -> tuple[memoryview, int]:
+    def assemble(self: PartAssembler, start: int, end: int) -> tuple[memoryview, int]:
         if start == at:
             raise StorageError("window", "failed on purpose", "")
         return right(self, start, end)
 
-    monkeypatch.setattr(Windows, "assemble", assemble)
+    monkeypatch.setattr(PartAssembler, "assemble", assemble)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> BaseException | None:
@@ -598,7 +598,7 @@ def _piped(self: Any, path: str, value: bytes, **_: Any) -> None:
 MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
-from ckpttool.execution.assemble import Windows
+from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution import streaming
 from ckpttool.execution.output import bucket
 def peak():

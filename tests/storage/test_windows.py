@@ -1,4 +1,4 @@
-"""Windows of a target file are what the plan says, wherever they are cut."""
+"""Parts of a target file are what the plan says, wherever they are cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckpttool.casts import cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.execution.assemble import Windows
+from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import open_storage
@@ -111,10 +111,10 @@ def test_windows_of_any_size_together_are_the_file(drawn: tuple[list[bytes], lis
     plan = _plan(sources, pieces, _in_memory)
     expected = _expected(sources, pieces)
     with Sources(plan.sources) as opened:
-        windows = Windows(plan, plan.files[0], opened)
-        found = [windows.assemble(at, min(at + size, len(expected))) for at in range(0, len(expected), size)]
+        assembler = PartAssembler(plan, plan.files[0], opened)
+        found = [assembler.assemble(at, min(at + size, len(expected))) for at in range(0, len(expected), size)]
         assert b"".join(data for data, _ in found) == expected
-        whole, overflowed = windows.assemble(0, len(expected))
+        whole, overflowed = assembler.assemble(0, len(expected))
     assert whole == expected
     assert overflowed == _overflowed(sources, pieces)
 
@@ -128,9 +128,9 @@ def test_what_overflows_is_counted_once_where_no_element_is_cut(
     aligned.sort(key=lambda p: -itemsize(CASTS[p[1][3]][1]))
     plan = _plan(sources, aligned, _in_memory)
     with Sources(plan.sources) as opened:
-        windows = Windows(plan, plan.files[0], opened)
+        assembler = PartAssembler(plan, plan.files[0], opened)
         nbytes = plan.files[0].nbytes
-        total = sum(windows.assemble(at, min(at + size, nbytes))[1] for at in range(0, nbytes, size))
+        total = sum(assembler.assemble(at, min(at + size, nbytes))[1] for at in range(0, nbytes, size))
     assert total == _overflowed(sources, aligned)
 
 
@@ -139,8 +139,8 @@ def test_what_lies_in_a_source_as_it_is_wanted_is_not_copied() -> None:
     copies = np.array([(0, 0, 32, 0, 0), (0, 40, 16, 32, 0)], dtype=COPY)
     plan = CopyPlan((source,), (("U8", "U8"),), (TargetFile("out", 48, (), copies),))
     with Sources(plan.sources) as opened:
-        windows = Windows(plan, plan.files[0], opened)
-        found = [windows.assemble(start, end)[0] for start, end in [(4, 32), (32, 48), (16, 48)]]
+        assembler = PartAssembler(plan, plan.files[0], opened)
+        found = [assembler.assemble(start, end)[0] for start, end in [(4, 32), (32, 48), (16, 48)]]
     # What a storage gives can only be read, memory of our own be written.
     assert [data.readonly for data in found] == [True, True, False]
     assert found == [bytes(range(4, 32)), bytes(range(40, 56)), bytes([*range(16, 32), *range(40, 56)])]
@@ -154,7 +154,7 @@ def test_what_is_empty_hides_nothing() -> None:
     plan = CopyPlan((source,), (("U8", "U8"),), (TargetFile("out", 48, literals, copies),))
     expected = b"0123456789abcdef" + bytes(range(32))
     with Sources(plan.sources) as opened:
-        windows = Windows(plan, plan.files[0], opened)
+        assembler = PartAssembler(plan, plan.files[0], opened)
         for size in range(1, 49):
-            parts = [windows.assemble(at, min(at + size, 48))[0] for at in range(0, 48, size)]
+            parts = [assembler.assemble(at, min(at + size, 48))[0] for at in range(0, 48, size)]
             assert b"".join(parts) == expected

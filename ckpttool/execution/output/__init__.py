@@ -1,1 +1,1 @@
-"""Where the files of a plan go: a directory or a prefix of a bucket that appears whole or not at all."""
+"""Outputs of a plan: a directory or a bucket prefix, committed as a whole or discarded."""

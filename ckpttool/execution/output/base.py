@@ -1,4 +1,4 @@
-"""What an executor needs of an output."""
+"""Protocols of an output that executors write to."""
 
 from __future__ import annotations
 
@@ -16,78 +16,78 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """One file that is being written. Threads may share it."""
+    """One open target file. Threads may share it."""
 
     part_bytes: int
-    """Size of every window but the last; a multiple of 64, so that no element is cut."""
+    """Size in bytes of every part but the last; a multiple of 64, so that no element spans two parts."""
 
     def open(self) -> None:
-        """Make all ready that the first window needs: not to be waited for before it is read.
+        """Prepare for the first part, in parallel with reading it.
 
         Raises:
             StorageError: The file cannot be created.
         """
 
     def has(self, start: int, nbytes: int) -> bool:
-        """Whether the window that begins at a byte is there already."""
+        """Whether an earlier run wrote the part that begins at byte ``start``."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write a window.
+        """Write a part.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The part cannot be written.
         """
 
     def fail(self, error: BaseException) -> None:
-        """A window will never come, and why: let nobody wait for it."""
+        """Abort the file: wake writers that wait for an earlier part and give them ``error``."""
 
     def part_writer(self) -> PartWriter:
-        """What other processes write windows with; all of them from now on.
+        """Return the part writer for other processes; from then on only they write parts.
 
         Raises:
-            StorageError: One process alone can write the file.
+            StorageError: Only one process can write the file.
         """
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Another process has written a window, and got this for it.
+        """Record the result of a part that another process wrote.
 
         Raises:
-            StorageError: It cannot be written after all.
+            StorageError: The storage rejects the part.
         """
 
 
 class Output(Protocol):
-    """Where a plan's files go."""
+    """The destination of a plan's files."""
 
     def has(self, file: TargetFile) -> bool:
-        """Whether a run before this one has completed the file."""
+        """Whether an earlier run completed the file."""
 
     def begin(self, file: TargetFile) -> Target:
         """Begin to write a file.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
 
     def place(self) -> Place | None:
-        """The directory that other processes must see to write here; None where they need none.
+        """Return the directory that workers must share to write here; None if they need none.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The directory cannot be written.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A directory that other nodes are to write into as well."""
+    """A directory shared by all nodes."""
 
     directory: str
     """Its full path."""
     token: str
-    """What the file SHARED in it holds: a directory of that name that is another node's own holds something else."""
+    """Content of the file SHARED in it: a node's own directory of the same path holds another one, or none."""
 
     def is_here(self) -> bool:
-        """Whether this process sees the directory that is meant."""
+        """Whether this process sees the shared directory."""
         try:
             with opened(self.directory) as directory, open(directory.open_file(SHARED, os.O_RDONLY), "rb") as file:
                 return file.read() == self.token.encode()

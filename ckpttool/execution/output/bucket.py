@@ -1,8 +1,8 @@
-"""An output in a bucket that appears whole or not at all, as far as a store without renames can do that.
+"""Output in a bucket, committed as a whole as far as a store without renames allows.
 
-Large files are uploaded in parts, which nobody sees before the upload is completed. When all parts of all files are
-there the uploads are completed, and what makes them look whole (``latest``, an index) is written at the very end. While
-this goes on a mark lies in OUT, and readers refuse what has one.
+Large files are multipart uploads, invisible until completed. The commit completes all uploads after their last part,
+and writes the files that make OUT look complete (``latest``, an index) at the very end. Until then OUT holds an
+in-progress marker, and readers refuse a directory with a marker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.concurrency import Once
 from ckpttool.errors import ChecksumError, CkptError, StorageError
-from ckpttool.execution.output.staging import NOT_EMPTY
+from ckpttool.execution.output.staging import not_empty
 from ckpttool.storage import MARK
 
 if TYPE_CHECKING:
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 
 def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) -> None:
-    """Refuse an output that cannot or must not be written, before any work is done.
+    """Refuse an OUT that cannot or must not be written, before any work is done.
 
     Raises:
-        StorageError: OUT is a file, or holds something that no killed run has left and ``overwrite`` is False; or the
-            store cannot be reached.
+        StorageError: OUT is a file; or holds files that no killed run left, and ``overwrite`` is not True; or the store
+            cannot be reached.
     """
     if not storage.exists(out):
         return
     if not storage.is_dir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     names = {e.name for e in storage.listing(out)}
-    if MARK in names:  # what it left does not count, but what was there before it does
+    if MARK in names:  # ignore the files of the killed run, but not older files
         names -= {MARK, *(name.split("/")[0] for name in _read_mark(storage, out)[1])}
     if names and not overwrite:
-        raise StorageError(out, "already exists and is not empty", NOT_EMPTY[overwrite is None])
+        raise not_empty(out, overwrite=overwrite)
 
 
 def _read_mark(storage: RemoteStorage, out: str) -> tuple[str, list[str]]:
-    """What a run before this one was going to write: its key, and names of files."""
+    """Read the in-progress marker of an earlier run: its key, and its file names."""
     path = f"{out.rstrip('/')}/{MARK}"
     try:
         mark = json.loads(storage.read_text(path))
@@ -59,12 +59,12 @@ def _read_mark(storage: RemoteStorage, out: str) -> tuple[str, list[str]]:
 
 
 def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
-    """Refuse to write where the source lies.
+    """Refuse to overwrite the source.
 
     Raises:
-        StorageError: OUT is the source or holds it.
+        StorageError: OUT is the source or contains it.
     """
-    # By the store's own names: schemes may have several spellings.
+    # Compare object keys: URL schemes have several spellings.
     ours, theirs = storage.key(out).rstrip("/"), storage.key(source).rstrip("/")
     if f"{theirs}/".startswith(f"{ours}/"):
         raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
@@ -81,32 +81,32 @@ def uploaded(
     key: str = "",
     resume: bool = False,
 ) -> Iterator[RemoteOutput]:
-    """Yield where a plan's files go; let them be seen if the body succeeds, remove all of them if not.
+    """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not.
 
     Args:
-        storage: Where OUT lies.
-        out: Its URL.
-        plan: What is going to be written.
-        replaces: Whether a file name in an existing OUT belongs to what is being replaced.
+        storage: Storage of OUT.
+        out: URL of OUT.
+        plan: The plan to write.
+        replaces: Whether a file name in an existing OUT belongs to the files being replaced.
         last: Names of files to write last, in this order.
-        key: What is going to be written: what a run with the same key has left can be gone on with.
-        resume: Go on from it, and leave what there is if the body fails.
+        key: Fingerprint of the plan: a run with the same key can resume the upload.
+        resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
 
     Raises:
-        StorageError: Writing fails.
+        StorageError: Writing failed.
     """
     output = RemoteOutput(storage, out, plan, replaces=replaces, last=last, key=key, resume=resume)
     try:
         yield output
         output.commit()
     except BaseException as error:
-        if not resume or isinstance(error, ChecksumError):  # what was written wrongly must not be gone on with
+        if not resume or isinstance(error, ChecksumError):  # a resumed run must not keep wrong files
             output.discard()
         raise
 
 
 class RemoteOutput:
-    """Where a plan's files go; see ``uploaded``."""
+    """The output of a plan in a bucket; see ``uploaded``."""
 
     def __init__(
         self, storage: RemoteStorage, out: str, plan: CopyPlan, *, replaces: Callable[[str], bool],
@@ -128,16 +128,16 @@ class RemoteOutput:
         self._done: dict[str, int] = {}
         self._names = [f.name for f in plan.files]
         self.claimed = Once(self._claim)
-        """Names in OUT that are somebody else's. Asked for before anything is written, not before all is read."""
+        """Names in OUT that no run of this tool left. Computed before the first write, in parallel with reads."""
 
     def path(self, name: str) -> str:
-        """The URL of a file of OUT."""
+        """URL of a file of OUT."""
         return f"{self._out}/{name}"
 
     def _claim(self) -> set[str]:
-        """See to what a killed run has left, and leave the mark."""
+        """Take over or remove the files of a killed run, and write the in-progress marker."""
         before = self._take_over()
-        self._marked = True  # if this fails, the store may have done it, and only its answer been lost
+        self._marked = True  # set first: if the request fails, the store may still have written it
         self._storage.put(self.path(MARK), json.dumps({"key": self._key, "files": self._names}).encode())
         return before
 
@@ -160,7 +160,7 @@ class RemoteOutput:
         return self._storage.exists(self.path(name))
 
     def has(self, file: TargetFile) -> bool:
-        """Whether a run before this one has completed the file."""
+        """Whether an earlier run completed the file."""
         if not self._resume:
             return False
         self.claimed()
@@ -170,14 +170,14 @@ class RemoteOutput:
         """Begin to write a file.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
         part = self._storage.part_bytes(file.nbytes)
         if file.nbytes <= part:
             return _Small(self, file.name, part)
         target = _Large(partial(self._create, file), part)
         if self._resume:
-            target.open()  # which parts are there already is asked before they are read
+            target.open()  # list the uploaded parts before their sources are read
         return target
 
     def _create(self, file: TargetFile) -> Writer:
@@ -191,7 +191,7 @@ class RemoteOutput:
         return upload
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file; those that replace another or make the rest look whole are kept until the end."""
+        """Write a small file; hold back until the commit a file that replaces another or is one of ``last``."""
         if self._comes_last(name):
             self._held_back[name] = data
             return
@@ -200,7 +200,7 @@ class RemoteOutput:
         self._storage.put(self.path(name), data)
 
     def part_writer(self, name: str) -> PartWriter:
-        """What writes a small file in another process; what is kept until the end comes back to this one."""
+        """Return the part writer of a small file; one that is held back returns its bytes to this process."""
         if self._comes_last(name):
             return _Returned()
         with self._lock:
@@ -211,10 +211,10 @@ class RemoteOutput:
         return name in self.claimed() or name in self._last
 
     def place(self) -> None:
-        """None: a bucket is the same everywhere."""
+        """Return None: all nodes see the same bucket."""
 
     def commit(self) -> None:
-        """Let everything be seen, what makes it look whole last."""
+        """Make all files visible, those of ``last`` at the end."""
         before = self.claimed()
         self._storage.delete([self.path(name) for name in self._last if name in before])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
@@ -228,20 +228,20 @@ class RemoteOutput:
         self._storage.delete([self.path(MARK)])
 
     def discard(self) -> None:
-        """Remove what was written, as far as the store lets us; where it does not, the mark stays for a later run."""
+        """Remove all written files; if the store fails, the in-progress marker stays for a later run."""
         if not self._marked:
             return
         with contextlib.suppress(CkptError):
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
             self._storage.delete([self.path(name) for name in self._written])
             if self._begun:
-                # There may be some whose number was never heard.
+                # The store may have begun uploads whose id never arrived.
                 self._storage.abort_uploads(self._out, self._names)
             self._storage.delete([self.path(MARK)])
 
 
 class _Small:
-    """A file that is written in one go."""
+    """A file written by one request."""
 
     def __init__(self, output: RemoteOutput, name: str, part_bytes: int) -> None:
         self.part_bytes = part_bytes
@@ -270,7 +270,7 @@ class _Small:
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """Writes a small file in one go."""
+    """Write a small file by one request."""
 
     storage: RemoteStorage
     path: str
@@ -281,14 +281,14 @@ class _Put:
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """Writes nothing: the process that commits will."""
+    """Return the bytes to the process that commits, which writes them."""
 
     def write(self, start: int, data: memoryview) -> bytes:
         return bytes(data)
 
 
 class _Large:
-    """A file that is uploaded in parts; the upload is begun by who needs it first."""
+    """A multipart upload, begun on first use."""
 
     def __init__(self, create: Callable[[], Writer], part_bytes: int) -> None:
         self.part_bytes = part_bytes
@@ -317,6 +317,6 @@ class _Large:
 
     def _upload(self) -> Writer:
         upload = self._begun()
-        if self._failed is not None:  # perhaps before there was an upload to tell
+        if self._failed is not None:  # ``fail`` may have run before the upload began
             upload.fail(self._failed)
         return upload

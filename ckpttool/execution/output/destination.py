@@ -1,4 +1,4 @@
-"""From a plan to files in OUT, whatever storage that is."""
+"""Write a plan to OUT, a local directory or a bucket prefix: check it, run the plan, commit."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Destination:
 
     Args:
         out: Path or URL.
-        options: What to tell the storage's fsspec class.
-        parent_mode: Permissions on local disk of the directory that OUT lies in, if it is made, before the umask.
+        options: Arguments of the storage's fsspec class.
+        parent_mode: Permissions of OUT's parent directory on local disk, if this creates it, before the umask.
 
     Raises:
-        StorageError: The URL cannot be understood.
+        StorageError: The URL is invalid.
     """
 
     def __init__(self, out: str, options: Mapping[str, Any] | None, parent_mode: int = 0o777) -> None:
@@ -55,42 +55,44 @@ class Destination:
         self._parent_mode = parent_mode
 
     def within(self, name: str, mode: int) -> Destination:
-        """A directory in this one, which gets the permissions ``mode`` if it is made."""
+        """Return a subdirectory as a destination; if created, this directory gets the permissions ``mode``."""
         return Destination(f"{self.out.rstrip('/')}/{name}", self._options, mode)
 
     @property
     def storage(self) -> WritableStorage:
-        """Where it lies."""
+        """The storage of OUT."""
         return LOCAL if self._remote is None else self._remote
 
     def holds(self, name: str) -> bool:
-        """Whether a file of that name is in it."""
+        """Whether OUT holds a file of that name."""
         return self.storage.exists(f"{self.out.rstrip('/')}/{name}")
 
     def put(self, name: str, data: bytes, mode: int = 0o666) -> None:
-        """Write a small file, whole or not at all, in place of one of that name.
+        """Write a small file atomically; replace a file of that name.
 
         Args:
-            name: What it is called.
-            data: What is in it.
+            name: Name of the file in OUT.
+            data: Its content.
             mode: Its permissions on local disk, before the umask.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         self.storage.put(f"{self.out.rstrip('/')}/{name}", data, mode=mode)
 
     @property
     def remote(self) -> bool:
-        """Whether it lies elsewhere than on local disk."""
+        """Whether OUT is remote."""
         return self._remote is not None
 
     def check_target(self, *, overwrite: bool | None) -> None:
-        """Refuse an output that cannot or must not be written, before any work is done.
+        """Refuse an OUT that cannot or must not be written, before any work is done.
+
+        Args:
+            overwrite: Whether OUT may hold files; None if the command offers no ``overwrite``.
 
         Raises:
-            StorageError: OUT is no directory, holds something that is not to be overwritten (None: cannot be), or
-                cannot be written.
+            StorageError: OUT is not a directory, is not empty, or cannot be written.
         """
         if self._remote is None:
             staging.check_target(self.out, overwrite=overwrite)
@@ -100,20 +102,20 @@ class Destination:
         bucket.check_target(self._remote, self.out, overwrite=overwrite)
 
     def check_shareable(self) -> None:
-        """Refuse an output that several processes cannot write.
+        """Refuse an OUT that several processes cannot write.
 
         Raises:
-            StorageError: It is a storage whose files are written by one process, from the first byte to the last.
+            StorageError: Only one process can write a file of this storage.
         """
         if self._remote is not None and not self._remote.parts_from_anywhere:
-            problem = "is a storage that only one process can write a file of"
+            problem = "lies in a storage whose files only one process can write"
             raise StorageError(self.out, problem, "write to S3 or to a directory that all nodes share, or without Ray")
 
     def check_apart(self, checkpoint: Checkpoint) -> None:
-        """Refuse to write where the source lies.
+        """Refuse to overwrite the source.
 
         Raises:
-            StorageError: OUT is the source or holds it.
+            StorageError: OUT is the source or contains it.
         """
         directories = {checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)}
         if self._remote is None:
@@ -132,14 +134,14 @@ class Destination:
         """Run a plan and commit its files.
 
         Args:
-            plan: What to write.
-            options: How to run it.
-            last: Names of the files that make the rest look whole.
+            plan: The plan.
+            options: Threads, memory, progress, checks and workers of the run.
+            last: Names of the files to commit last (``latest``, an index), in this order.
             check: Called with the written directory before the commit; raises if the output is wrong.
-            resume: Whether to continue what an earlier run has left; None if a run must never leave anything.
+            resume: Whether to resume from the files of an interrupted run; None for outputs that never resume.
 
         Returns:
-            Finite elements that became infinite in a narrower dtype.
+            Number of finite elements cast to infinity.
         """
         meter = Meter(plan.nbytes_written, options.progress)
         key = "" if resume is None else plan.fingerprint()
@@ -169,7 +171,7 @@ class Destination:
                 check(directory.path)
             except (LayoutError, ChecksumError):
                 if journal is not None:
-                    journal.forget()  # a resumed run must not keep files that are wrong
+                    journal.forget()  # a resumed run must not keep wrong files
                 raise
             return overflowed
 
@@ -184,7 +186,7 @@ class Destination:
         try:
             check(self.out)
         except BaseException:
-            # Only what is seen can be read back: unlike on local disk it is seen for the moment that this takes.
+            # Only committed objects can be read back: unlike on local disk, they are visible while ``check`` runs.
             paths = {file.name: f"{self.out.rstrip('/')}/{file.name}" for file in plan.files}
             remote.delete([paths.pop(name) for name in last if name in paths])
             remote.delete(paths.values())
@@ -192,7 +194,7 @@ class Destination:
         return overflowed
 
     def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
-        """Bytes of the sources that ``write`` reads."""
+        """Return the number of source bytes that ``write`` reads."""
         return nbytes_read(plan, to_disk=self._remote is None, workers=workers)
 
 
@@ -204,22 +206,22 @@ def write_file(
     out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None,
     mode: int = 0o666,
 ) -> str:  # fmt: skip
-    """Write a small file whole or not at all; returns what to call it.
+    """Write a small file atomically; return its path or URL without credentials.
 
     Args:
         out: Path or URL.
-        parts: What is in it.
-        overwrite: Whether it may replace a file of that name.
-        options: What to tell the storage's fsspec class.
+        parts: Its content, in pieces.
+        overwrite: Whether to replace an existing file.
+        options: Arguments of the storage's fsspec class.
         mode: Its permissions on local disk, before the umask.
 
     Raises:
-        StorageError: It is there already and not to be replaced, or cannot be written.
+        StorageError: The file exists and ``overwrite`` is False, or it cannot be written.
     """
     storage = open_storage(out, options)
     shown = without_credentials(local_path(out))
     if overwrite:
         storage.put(shown, *parts, mode=mode)
     elif storage.exists(shown) or not storage.put_new(shown, *parts, mode=mode):
-        raise StorageError(shown, "exists already", "choose another name, or pass --overwrite")
+        raise StorageError(shown, "exists already", "choose another name, or pass overwrite=True", ("overwrite",))
     return shown

@@ -1,4 +1,4 @@
-"""An output on local disk: a staging directory and the files in it."""
+"""Output on local disk: the staging directory and its files."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ckpttool.storage.safe_files import Directory
 
 LOCAL_PART_BYTES = 4 << 20
-"""What is fetched at once for a file on local disk."""
+"""Part size, in bytes, of files on local disk."""
 
 
 class DirectoryOutput:
     """A directory on local disk.
 
     Args:
-        directory: It exists, and nobody reads it yet.
-        journal: Knows the files that are there already, and is told of those that are complete.
+        directory: An existing directory that nobody reads yet.
+        journal: Lists the files that an earlier run completed; completed files are added to it.
     """
 
     def __init__(self, directory: Directory, journal: Journal | None) -> None:
@@ -48,29 +48,29 @@ class DirectoryOutput:
             target.close()
 
     def has(self, file: TargetFile) -> bool:
-        """Whether a run before this one has completed the file."""
+        """Whether an earlier run completed the file."""
         return self.journal is not None and self.journal.has(file.name, file.nbytes)
 
     def begin(self, file: TargetFile) -> Target:
         """Begin to write a file.
 
         Raises:
-            StorageError: It cannot be created.
+            StorageError: The file cannot be created.
         """
         target = _LocalTarget(self.directory, file, self.journal)
         self._begun.append(target)
         return target
 
     def place(self) -> Place:
-        """The directory, with what tells other nodes that they see the same.
+        """Write the file SHARED into the directory, so that workers can tell that they see the same directory.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         place = Place(os.path.abspath(self.directory.path), secrets.token_hex(16))
         path = os.path.join(place.directory, SHARED)
         with translate_os_errors(path):
-            with contextlib.suppress(FileNotFoundError):  # of a run before this one
+            with contextlib.suppress(FileNotFoundError):  # left by an earlier run
                 self.directory.remove(SHARED)
             with open(self.directory.create(SHARED), "w", encoding="utf-8") as file:
                 file.write(place.token)
@@ -79,24 +79,24 @@ class DirectoryOutput:
 
 @dataclass(frozen=True, slots=True)
 class LocalPartWriter:
-    """Writes into a file that is there already, and as large as it will be."""
+    """Write parts into an existing file of the final size."""
 
     directory: str
-    """The full path of the directory that is written."""
+    """Full path of the output directory."""
     name: str
-    """Its name there."""
+    """Name of the file in it."""
 
     @property
     def path(self) -> str:
-        """Its full path."""
+        """Full path of the file."""
         return os.path.join(self.directory, self.name)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """The file, open for writing.
+        """Context manager: open the file for writing.
 
         Raises:
-            StorageError: It cannot be opened, or the file system tells when it is closed that it could not be written.
+            StorageError: The file cannot be opened, or closing it reports a failed write.
         """
         with translate_os_errors(self.path), opened(self.directory) as directory:
             fd = directory.open_file(self.name, os.O_RDWR)
@@ -106,13 +106,13 @@ class LocalPartWriter:
             os.close(fd)
             raise
         with translate_os_errors(self.path):
-            os.close(fd)  # only now do file systems of networks send what was written
+            os.close(fd)  # network file systems send the written bytes on close
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write the window that begins at a byte.
+        """Write the part that begins at byte ``start``.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The part cannot be written.
         """
         with self.opened() as fd:
             write_at(fd, memoryview(data), start, self.path)
@@ -147,7 +147,7 @@ class _LocalTarget:
         self.accept(start, len(data), None)
 
     def part_writer(self) -> PartWriter:
-        self.close()  # one open file for each would be too many, where they are small
+        self.close()  # many small files would exceed the limit of open files
         return LocalPartWriter(os.path.abspath(self._directory), self._name)
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:

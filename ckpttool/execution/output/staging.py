@@ -1,4 +1,4 @@
-"""An output directory that appears whole or not at all."""
+"""Stage a local output directory and commit it by rename, or remove it."""
 
 from __future__ import annotations
 
@@ -21,31 +21,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SUFFIX = ".partial"
-"""What is being written lies in ``OUT.partial`` until it is whole."""
+"""Suffix of the staging directory, ``OUT.partial``."""
 JOURNAL = ".ckpttool-done"
-"""Names the files that are complete, a line each, so that a run can go on from what another has left."""
+"""Name of the journal: it lists completed files, one a line, so that another run can resume."""
 SHARED = ".ckpttool-shared"
-"""Tells processes on other nodes that what they see is this directory, and not one of their own of the same name."""
+"""Name of a file that lets workers on other nodes recognize this directory by its content."""
 ASIDE = ".ckpttool-replaced"
-"""Where files of an existing OUT wait until those that replace them are in place."""
+"""Name of the directory that holds replaced files of an existing OUT until the commit is done."""
 READ_BYTES = 1 << 20
-"""Bytes that are read at a time where they are hashed: they are still in the core's cache then."""
+"""Bytes of one read that is hashed: they fit into the core's cache."""
 _ENTRY = re.compile(r"[0-9a-f]{8} \d{1,20} [^\n]+\n")
 """A line of the journal: CRC-32, bytes, name."""
 ATTEMPTS = 10
-"""How often to try again when other runs come and go."""
+"""Maximum attempts to lock the staging directory while other runs create and remove it."""
 
 
-NOT_EMPTY = ("choose another OUT or pass --overwrite", "choose another OUT")
-"""What to do about an OUT that is not empty, where --overwrite is offered, and where it is not."""
+def not_empty(out: str, *, overwrite: bool | None) -> StorageError:
+    """Return the error of an OUT that is not empty; it offers ``overwrite`` unless that is None."""
+    problem = "already exists and is not empty"
+    if overwrite is None:
+        return StorageError(out, problem, "choose another OUT")
+    return StorageError(out, problem, "choose another OUT or pass overwrite=True", ("overwrite",))
 
 
 def check_target(out: str, *, overwrite: bool | None) -> None:
-    """Refuse an output that cannot or must not be written, before any work is done.
+    """Refuse an OUT that cannot or must not be written, before any work is done.
+
+    Args:
+        out: The output directory.
+        overwrite: Whether OUT may hold files; None if the command offers no ``overwrite``.
 
     Raises:
-        StorageError: OUT is no local directory, holds something that is not to be overwritten (None: cannot be), or its
-            parent cannot be written.
+        StorageError: OUT is not a directory, is not empty, or its parent cannot be written.
     """
     if not out:
         raise StorageError("OUT", "is an empty name", "name a directory to write")
@@ -54,7 +61,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     with translate_os_errors(out):
         if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX}:
-            raise StorageError(out, "already exists and is not empty", NOT_EMPTY[overwrite is None])
+            raise not_empty(out, overwrite=overwrite)
     parent = _existing_parent(_staging(out))
     if not os.path.isdir(parent):
         raise StorageError(parent, "is not a directory", "choose another OUT")
@@ -63,7 +70,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
 
 
 def check_space(out: str, nbytes: int) -> None:
-    """Refuse to begin what cannot fit.
+    """Refuse an output that does not fit.
 
     Raises:
         StorageError: The file system has less than ``nbytes`` bytes free.
@@ -72,7 +79,7 @@ def check_space(out: str, nbytes: int) -> None:
     parent = _existing_parent(staging)
     with translate_os_errors(parent):
         info = os.statvfs(parent)
-        # What a killed run has left will be removed first, or gone on with.
+        # The files of a killed run are removed first, or reused.
         trees = [] if os.path.islink(staging) else os.walk(staging)
         held = (os.path.join(place, name) for place, _, names in trees for name in names)
         left = sum(512 * os.lstat(path).st_blocks for path in held)
@@ -84,10 +91,10 @@ def check_space(out: str, nbytes: int) -> None:
 
 
 def check_apart(out: str, source: str) -> None:
-    """Refuse to write where the source lies.
+    """Refuse to overwrite the source.
 
     Raises:
-        StorageError: OUT, or the directory it is staged in, is the source or holds it.
+        StorageError: OUT, or its staging directory, is the source or contains it.
     """
     inside = os.path.realpath(source)
     for path in (os.path.realpath(out), _staging(out)):
@@ -100,24 +107,24 @@ def staged(
     out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (), key: str = "", resume: bool = False,
     mode: int = 0o777, parent_mode: int = 0o777,
 ) -> Iterator[Directory]:  # fmt: skip
-    """Yield a directory to write into; move it to ``out`` if the body succeeds, remove it if not.
+    """Context manager: yield a staging directory; move it to ``out`` if the body succeeds, remove it if not.
 
-    A new OUT appears by one rename. Into an OUT that is there, files are moved one by one, those that ``replaces``
-    names after the others and ``last`` (an index, say) at the very end, so that no reader takes a mixture for a whole;
-    if that fails, what was there is put back.
+    One rename creates a new OUT. Into an existing OUT the commit moves files one by one: first new files, then those
+    that ``replaces`` selects, then ``last`` (an index, say), so that no reader takes a mixture for a complete output.
+    If a move fails, the commit restores the old files.
 
-    Until then nobody but this user may enter the directory: no other can put a link or a file into it.
+    Only this user may enter the staging directory, so that no other user can put a link or a file into it.
 
-    Nothing is synced to disk, as ``cp`` does not: this is for outputs that can be made again after a power cut.
+    Nothing is synced to disk, like ``cp``: these outputs can be made again after a power failure.
 
     Args:
-        out: The directory that is to appear.
-        replaces: Whether a file name in an existing OUT belongs to what is being replaced.
+        out: The output directory.
+        replaces: Whether a file name in an existing OUT belongs to the files being replaced.
         last: Names of files to move last, in this order.
-        key: What is going to be written: what a run with the same key has left can be gone on with.
-        resume: Go on from it, and leave what there is if the body fails.
+        key: Fingerprint of the plan: a run with the same key can resume.
+        resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
         mode: Permissions of a new OUT, before the umask.
-        parent_mode: Those of the directory that OUT lies in, if it is made.
+        parent_mode: Permissions of OUT's parent directory, if this creates it, before the umask.
 
     Raises:
         StorageError: Another run writes to OUT, writing fails, or another user may have changed the directory.
@@ -151,7 +158,7 @@ def staged(
         keep = True
         raise
     finally:
-        # Once it was moved, another run may have made a directory of that name.
+        # After the rename, another run may have created a directory of this name.
         if not keep and _is_at(staging, directory.fd):
             _remove_staging(directory)
             _remove_empty(os.path.dirname(out), existing)
@@ -168,7 +175,7 @@ def _write_mark(directory: Directory, key: str) -> None:
 
 
 def _remove_staging(directory: Directory) -> None:
-    """Remove what was staged, as far as that can be done."""
+    """Remove the staging directory and its files, ignoring errors."""
     with contextlib.suppress(OSError):
         for name in directory.names():
             with contextlib.suppress(OSError, StorageError):
@@ -178,7 +185,7 @@ def _remove_staging(directory: Directory) -> None:
 
 
 def _remove_empty(path: str, existing: str) -> None:
-    """Remove the directories from a path up to one that was there before, as far as they are empty."""
+    """Remove empty directories from ``path`` up to ``existing``, which stays."""
     with contextlib.suppress(OSError):
         while path != existing and path.startswith(existing):
             os.rmdir(path)
@@ -186,13 +193,13 @@ def _remove_empty(path: str, existing: str) -> None:
 
 
 class _NotPutBackError(StorageError):
-    """Replacing files of OUT failed, and so did putting them back: the staging directory holds the only copies."""
+    """Replacing files of OUT failed, and so did restoring them: the staging directory holds the only copies."""
 
 
 def _staging(out: str) -> str:
-    """The directory to write into: beside OUT, where a rename makes it OUT.
+    """Return the staging directory: a sibling of OUT, so that a rename commits it.
 
-    Inside OUT if that is a file system of its own, or nothing may be created beside it.
+    It lies inside OUT if OUT is a mount point, or its parent is not writable.
     """
     out = os.path.realpath(out)
     if os.path.isdir(out) and (os.path.ismount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK)):
@@ -208,10 +215,10 @@ def _is_at(path: str, fd: int) -> bool:
 
 
 def _enter(staging: str, key: str | None) -> Directory:
-    """Make the staging directory, empty (but for what ``key`` left) and ours alone, and lock it.
+    """Create and lock the staging directory, private and empty except for the files of a run with the same ``key``.
 
-    What a killed run has left is cleared away. A directory without the mark of this tool is somebody else's: it is left
-    as it is. So is one that another user can have put something into.
+    Files of another killed run are removed. A directory without the in-progress marker, or one that another user may
+    have written to, is refused and left unchanged.
     """
     for _ in range(ATTEMPTS):
         with translate_os_errors(staging):
@@ -223,7 +230,7 @@ def _enter(staging: str, key: str | None) -> Directory:
             if made:
                 _discard(staging)
             raise
-        # Between opening and locking, the run that held it may have moved it away.
+        # Between opening and locking, the run that held the lock may have renamed the directory.
         if _is_at(staging, directory.fd):
             break
         directory.close()
@@ -242,7 +249,7 @@ def _enter(staging: str, key: str | None) -> Directory:
 
 
 def _discard(staging: str) -> None:
-    """Remove what was made just now."""
+    """Remove the staging directory that this run just created."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(staging, MARK))
     with contextlib.suppress(OSError):
@@ -265,7 +272,7 @@ def _lock(staging: str) -> Directory:
         directory.close()
         raise StorageError(staging, "another run is writing it", "wait for that run, or choose another OUT") from error
     except OSError:
-        pass  # a file system without locks: two runs at once are then the user's affair
+        pass  # a file system without locks cannot detect two runs at once
     return directory
 
 
@@ -276,7 +283,7 @@ def _claim(directory: Directory, key: str | None, *, made: bool) -> None:
         raise StorageError(directory.path, "was not made by ckpttool", MOVE)
     if mark is not None and not stat.S_ISREG(mark.st_mode):
         raise StorageError(os.path.join(directory.path, MARK), "is not a regular file", MOVE)
-    os.fchmod(directory.fd, 0o700)  # of a release that made it with the permissions of OUT
+    os.fchmod(directory.fd, 0o700)  # an older release created it with the permissions of OUT
     if mark is not None and key is not None and _read(directory, MARK, len(key) + 1) == key.encode():
         check_plain(directory)
         return
@@ -299,7 +306,7 @@ def _read(directory: Directory, name: str, nbytes: int) -> bytes:
 def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], last: Sequence[str], mode: int) -> None:
     staging = directory.path
     if not _is_at(staging, directory.fd):
-        raise StorageError(staging, "was moved away while it was being written", "see who did, and try again")
+        raise StorageError(staging, "was renamed by another process while it was being written", "try again")
     if not os.path.lexists(out):
         for name in (JOURNAL, SHARED, MARK):
             with contextlib.suppress(FileNotFoundError):
@@ -308,13 +315,13 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
         kept = os.fstat(directory.fd).st_mode & 0o7000
         os.fchmod(directory.fd, kept | 0o700 | (mode & ~umask()))
         return
-    # What makes the output look whole comes last: weights after their companions, an index after the weights.
+    # The files that make OUT look complete come last: weights after their sidecar files, an index after the weights.
     order = {name: i for i, name in enumerate(last)}
     new = [n for n in directory.names() if n not in {MARK, JOURNAL, SHARED}]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     with Directory.open(out) as target:
         old = [n for n in target.names() if (replaces(n) or n in new) and n != SUFFIX]
-        old.sort(key=lambda name: (name not in last, not replaces(name), name))  # and it goes first
+        old.sort(key=lambda name: (name not in last, not replaces(name), name))  # removed in the opposite order
         for name in old:
             found = target.stat(name)
             if found is not None and stat.S_ISDIR(found.st_mode):
@@ -324,7 +331,7 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
 
 
 def _move(directory: Directory, moves: Sequence[tuple[Directory, Directory, str]]) -> None:
-    """Move names from one directory to another, all or none."""
+    """Rename files between directories, all or none."""
     done: list[tuple[Directory, Directory, str]] = []
     try:
         for source, target, name in moves:
@@ -338,21 +345,21 @@ def _move(directory: Directory, moves: Sequence[tuple[Directory, Directory, str]
 def _put_back(directory: Directory, done: Sequence[tuple[Directory, Directory, str]]) -> None:
     try:
         for source, target, name in reversed(done):
-            with contextlib.suppress(FileNotFoundError):  # the move that failed
+            with contextlib.suppress(FileNotFoundError):  # the failed move
                 os.replace(name, name, src_dir_fd=target.fd, dst_dir_fd=source.fd)
     except OSError as error:
-        # Without the mark no later run clears it away.
+        # Without the in-progress marker no later run removes it.
         with contextlib.suppress(OSError):
             directory.remove(MARK)
-        problem = "holds files of OUT that could be neither replaced nor put back"
+        problem = "holds files of OUT that could be neither replaced nor restored"
         raise _NotPutBackError(directory.path, problem, f"move those in {ASIDE} back to OUT by hand") from error
 
 
 class Journal:
-    """The files of a staging directory that are complete, each with its CRC-32.
+    """The completed files of a staging directory, each with its CRC-32.
 
     Args:
-        directory: The directory.
+        directory: The staging directory.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -372,18 +379,18 @@ class Journal:
         except FileNotFoundError:
             return []
         with open(fd, encoding="utf-8", errors="replace") as file:
-            # A line without its end was being written when its run was killed.
+            # An unterminated line was being written when its run was killed.
             return [line[:-1] for line in file if _ENTRY.fullmatch(line)]
 
     def check(self, files: Sequence[tuple[str, int]], jobs: int) -> None:
-        """Compare files that a run before this one has completed with their checksums, several at once.
+        """Compare the files that an earlier run completed with their checksums, several at once.
 
         Args:
-            files: Name and size in bytes of each file that is going to be written.
+            files: Name and size in bytes of each file of the plan.
             jobs: Threads.
 
         Raises:
-            StorageError: One cannot be read.
+            StorageError: A file cannot be read.
         """
         with contextlib.closing(in_threads((partial(self._check, *file) for file in files), jobs)) as results:
             self._sound.update(results)
@@ -396,7 +403,7 @@ class Journal:
             return name, self._crc32(name, nbytes) == self._done[name][0]
 
     def has(self, name: str, nbytes: int) -> bool:
-        """Whether a file is complete and as it was written; what is there of one that is not is removed."""
+        """Whether a file is complete and matches its checksum; removes a file that is not."""
         if not self._left:
             return False
         sound = self._sound.pop(name, None)
@@ -407,12 +414,12 @@ class Journal:
         return False
 
     def forget(self) -> None:
-        """Take no file for complete any more."""
+        """Remove the journal, so that no file counts as complete."""
         with translate_os_errors(self._path), contextlib.suppress(FileNotFoundError):
             self._directory.remove(JOURNAL)
 
     def add(self, name: str, nbytes: int) -> None:
-        """Note that a file is complete; it is read back for its checksum, for the kernel may have copied it."""
+        """Record a file as complete; reads it back for its checksum, since the kernel may have copied it."""
         with translate_os_errors(self._path):
             line = f"{self._crc32(name, nbytes):08x} {nbytes} {name}\n".encode()
             with self._lock:

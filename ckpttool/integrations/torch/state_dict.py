@@ -12,7 +12,7 @@ from ckpttool.errors import PlanError
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.streaming import MEMORY
-from ckpttool.execution.virtual_file import PlannedFile
+from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
@@ -197,7 +197,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         file = TargetFile("tensor", weight.nbytes, (), copies, gathers)
         plan = CopyPlan(self._builder.sources, self._builder.casts, (file,))
         if weight.nbytes:
-            with self._reading, PlannedFile(plan, file, self._sources, memory=MEMORY) as planned:
+            with self._reading, VirtualFile(plan, file, self._sources, memory=MEMORY) as planned:
                 planned.readinto(tensor.view(-1).view(torch.uint8).numpy().data)
                 self._sources.finish_checks()
         self._sources.check_unchanged()
