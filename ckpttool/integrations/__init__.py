@@ -1,1 +1,1 @@
-"""Bridges to frameworks: imported only where they are asked for, and the only place that imports a framework."""
+"""Adapters to DeepSpeed, torch and Ray: the only package that imports a framework, and imported only on use."""

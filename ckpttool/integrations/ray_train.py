@@ -9,9 +9,9 @@
             ...
             ray_train.report(engine, {"loss": loss}, client_state={"step": step + 1})
 
-``ray.train.report`` returns before the run's controller has taken note of a checkpoint, and Ray does not look whether
-all of it is there. So the manifest is the truth here: ``restore`` takes the newest commit in the run's directory,
-whether Ray has heard of it or not, and Ray is told of a checkpoint by reference when it is committed.
+``ray.train.report`` returns before the run's controller records a checkpoint, and Ray does not check that it is
+complete. So the manifest decides: ``restore`` takes the newest commit in the run's directory, whether Ray knows it or
+not, and a checkpoint is reported to Ray by reference after its commit.
 
 Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO_UPLOAD``, ``get_storage``.
 """
@@ -57,14 +57,14 @@ LOG = logging.getLogger(__name__)
 GRACE = 900.0
 """Seconds after which leftovers of killed workers are removed."""
 MAX_METRICS = 1000
-"""Of the reported metrics, so many numbers are kept in the manifest."""
+"""Maximum number of reported metrics that the manifest keeps."""
 
 
 class RayTrainCheckpoints:
     """Saves, reports and restores the checkpoints of one run; make one in each worker, in ``train_func``.
 
     As a context manager it calls ``finish`` at the end of the block. If that, or ``train_func``, is left by an
-    exception, what is being saved is still committed, and a restarted run finds it.
+    exception, the running save is still committed, and a restarted run finds it.
 
     Args:
         blocking: Whether ``report`` returns when the checkpoint is committed and reported. If not, the state is copied
@@ -77,7 +77,7 @@ class RayTrainCheckpoints:
         sign_key: As for ``CheckpointManager``.
 
     Raises:
-        PlanError: This is no worker of Ray Train V2.
+        PlanError: This process is not a worker of Ray Train V2.
     """
 
     def __init__(
@@ -119,21 +119,21 @@ class RayTrainCheckpoints:
 
     @property
     def _ranks(self) -> Ranks:
-        """The workers, which meet at the first report or restore: a constructor may fail on one of them."""
+        """The workers; they meet at the first report or restore, because a constructor may fail on one of them."""
         if self._met is None:
             self._met = ranks_of_process_group("Ray Train")
         return self._met
 
     def _abandon(self) -> None:
         """Wait for the running save, because an exception ends the block."""
-        self._pending = None  # not to be reported: the other workers may be anywhere
+        self._pending = None  # not reported: the other workers may be elsewhere in the loop
         try:
             self._manager.wait()
         except CkptError as failed:
             LOG.error("%s", failed)  # noqa: TRY400  the error that is on its way says more
 
     def report(self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
-        """Save the engine's state, and tell Ray Train; on every worker at the same step.
+        """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
@@ -165,7 +165,7 @@ class RayTrainCheckpoints:
     def _remember(self, name: str) -> None:
         """Record the commit that the next one follows, before Ray may remove it."""
         storage, self._last = self._storage, None
-        with contextlib.suppress(CkptError):  # then it is looked for
+        with contextlib.suppress(CkptError):  # then it is searched for
             storage.refresh([])
             for directory in commits(storage, posixpath.join(self._root, name)):
                 manifest = read_manifest(storage, directory)
@@ -188,7 +188,7 @@ class RayTrainCheckpoints:
             self._collect()
 
     def _report(self, name: str, metrics: Mapping[str, Any]) -> None:
-        # Ray asks that it be the run's own file system object.
+        # Ray requires the run's own file system object.
         checkpoint = ray.train.Checkpoint(posixpath.join(self._run, name), filesystem=self._filesystem)
         ray.train.report(
             dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
@@ -256,15 +256,15 @@ class RayTrainCheckpoints:
         return manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
 
     def _found(self) -> list[Any]:
-        """What to go on from, the newest first."""
+        """Return the candidates to resume from, newest first."""
         known = ray.train.get_checkpoint()
         return _of_run(self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path))
 
     def _adopt(self, found: list[Candidate], restored: str) -> None:
-        """Report what was restored if Ray has not heard of it: a worker died between the commit and the report.
+        """Report the restored checkpoint if Ray does not know it: a worker died between commit and report.
 
-        So that Ray's rules hold for them, too, what was committed before it and is as unknown is reported, in order;
-        but nothing that is older than one that Ray knows: it would take that for the newest.
+        Earlier commits that Ray does not know are reported too, in order, so that Ray's rules apply to them; except
+        those older than a checkpoint that Ray knows: Ray would take them for the newest.
         """
         for name, metrics in self._decided(lambda: list(self._unheard_of(found, restored))):
             self._whole.add(name)
@@ -304,7 +304,7 @@ class RayTrainCheckpoints:
         storage, found = self._storage, []
         storage.refresh([])
         for _, entry in own_directories(storage, self._root):
-            if entry.name in self._whole:  # not to be looked at after every save
+            if entry.name in self._whole:  # known to be complete: not checked after every save
                 continue
             directory = posixpath.join(self._root, entry.name)
             if any(is_commit(storage, f"{directory}/{e.name}") for e in storage.listing(directory) if e.is_dir):
@@ -321,10 +321,10 @@ class RayTrainCheckpoints:
     # ------------------------------------------------------------------------------------------- preemption
 
     def preempted(self) -> bool:
-        """Whether a node is about to be taken away; true once for each. Call it on every worker, once a step.
+        """Whether a node is about to be preempted; True once for each node. Call it on every worker, once a step.
 
-        If so, save at once, and ``finish``, and go on training: Ray ends the workers when the time is up, and starts
-        again with those that are left, from the newest commit.
+        If so, save at once, call ``finish``, and continue training: Ray ends the workers at the deadline, and restarts
+        on the remaining nodes from the newest commit.
         """
         info = ray.train.get_preemption_info()
         leaving = set() if info is None else set(info.preempted_node_ids)
@@ -351,7 +351,7 @@ def _candidates(storage: Storage, root: str) -> list[Any]:
 
 
 def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
-    """Call a function when ``train_func`` has returned or was left by an exception, in its thread.
+    """Register functions to call in the thread of ``train_func`` when it returns or raises.
 
     Ray waits for the uploads that it has begun itself when ``train_func`` returns, and ends the process after that;
     what fails there is an error of ``train_func``. An exception ends the process as soon as it is in the queue of the
@@ -361,8 +361,8 @@ def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
     (``ThreadRunner.run``).
 
     Args:
-        finish: Called when it has returned.
-        abandon: Called before Ray hears of its exception.
+        finish: Called after ``train_func`` returns.
+        abandon: Called before Ray receives its exception.
     """
     from ray.train.v2._internal.execution.context import get_train_context
 
@@ -370,7 +370,7 @@ def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
     uploads = getattr(context, "checkpoint_upload_threadpool", None)
     runner = getattr(getattr(context, "execution_context", None), "training_thread_runner", None)
     if uploads is None or runner is None or not hasattr(runner, "_exc_queue"):
-        LOG.warning("this release of Ray does not say when train_func ends: use RayTrainCheckpoints in a with")
+        LOG.warning("this release of Ray does not announce the end of train_func: use RayTrainCheckpoints in a with")
         return
     runner._exc_queue = _Exceptions(runner._exc_queue, abandon)
     shutdown = uploads.shutdown
@@ -383,11 +383,11 @@ def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
 
 
 class _Exceptions:
-    """The queue that Ray hears of a worker's exceptions from; each goes into it when nothing is being saved any more.
+    """Wrap the queue of a worker's exceptions: pass each on to Ray after the running save has ended.
 
     Args:
-        queue: Ray's own, which its thread waits for already.
-        before: Called before an exception goes into it.
+        queue: Ray's own queue.
+        before: Called before an exception is put into it.
     """
 
     def __init__(self, queue: Any, before: Callable[[], None]) -> None:
@@ -398,7 +398,7 @@ class _Exceptions:
         return getattr(self._queue, name)
 
     def put(self, error: BaseException | None, *arguments: Any, **options: Any) -> None:
-        """Hand on an exception, or None, which says that there was none."""
+        """Pass on an exception, or None for no exception."""
         try:
             if error is not None:
                 self._before()
@@ -455,5 +455,5 @@ def restore(
 
 
 def preempted() -> bool:
-    """Whether a node is about to be taken away; see ``RayTrainCheckpoints.preempted``."""
+    """Whether a node is about to be preempted; see ``RayTrainCheckpoints.preempted``."""
     return _here().preempted()

@@ -243,7 +243,7 @@ def test_masters_are_made_of_the_16_bit_copies_where_the_configuration_says_so(l
         ("shape-strict", "tiny has shape [3] there and [4] in the model; build the model as it was when it was saved"),
         (
             "more-strict",
-            "lacks extra, more of the model; pass strict=False, and these keep the values that the model has",
+            "lacks extra, more of the model; pass strict=False, and these keep the model's values",
         ),
         ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and these are left out"),
         ("rank 1 fails-strict", "rank 1: Input/output error; check the disk"),

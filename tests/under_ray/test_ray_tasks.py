@@ -589,7 +589,7 @@ def test_what_is_no_address_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_another_cluster_than_the_one_that_was_joined_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="is not the Ray cluster that this process has joined already"):
+    with pytest.raises(PlanError, match="is not the Ray cluster that this process already joined"):
         ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", ray="127.0.0.1:1")
 
 

@@ -1,4 +1,4 @@
-"""What a live engine would save, taken through DeepSpeed's own seam for that: nothing is written here.
+"""Capture the files that a live engine would save through DeepSpeed's checkpoint engine, without writing them.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``save_checkpoint``) and runtime/checkpoint_engine/checkpoint_engine.py.
 """
@@ -38,24 +38,24 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Collected:
-    """The files that this rank is to write."""
+    """The files that this rank writes."""
 
     files: list[OutgoingFile] = field(default_factory=list)
-    """Into the directory of the tag."""
+    """Files of the tag's directory."""
     beside: dict[str, bytes] = field(default_factory=dict)
-    """Into the root: DeepSpeed's scripts."""
+    """Files of the root: DeepSpeed's scripts."""
     failed: CkptError | None = None
-    """Why they are not all."""
+    """The error that made the capture incomplete; None if it is complete."""
     scratch: str = ""
-    """Holds some of them."""
+    """Scratch directory that holds some of the files; "" if none does."""
     unknown: tuple[str, ...] = ()
-    """Classes of their objects that a restore builds only with ``allow``."""
+    """Classes of objects in the files that a restore builds only with ``allow``."""
 
     def prove(self, allow: Collection[str] = ()) -> None:
-        """Read the pickles back, as a restore will; records a failure instead of raising it.
+        """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
 
         Args:
-            allow: Classes that a restore is told to build.
+            allow: Classes that the restore may build.
         """
         for file in self.files if self.failed is None else ():
             if not isinstance(file, TorchFile):
@@ -80,19 +80,19 @@ class Collected:
                 return
 
     def release(self) -> None:
-        """Forget them."""
+        """Release the files and the scratch directory."""
         self.files.clear()
         if self.scratch:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
-    """Notes what DeepSpeed would write.
+    """Checkpoint engine that collects the files DeepSpeed saves.
 
     Args:
-        own: The engine's own, which says who writes what.
-        directory: What DeepSpeed takes for the directory of the tag.
-        memory: Where to copy tensors to at once; None to refer to them where they are.
+        own: The engine's own checkpoint engine, which decides which rank writes which file.
+        directory: The directory of the tag, as DeepSpeed sees it.
+        memory: Host memory to copy tensors to at once; None to refer to the tensors in place.
     """
 
     def __init__(self, own: Any, directory: str, memory: HostMemory | None) -> None:
@@ -104,20 +104,20 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
         self.found = Collected()
 
     def create(self, info: Any) -> None:
-        """Nothing is to be begun."""
+        """Do nothing."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Directories are made by who writes."""
+        """Do nothing: the writer creates directories."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Note a file."""
+        """Collect a file."""
         if self.found.failed is not None:
             return
         name = posixpath.relpath(path, self._directory)
         try:
             pickled = describe(state_dict)
         except Exception as error:
-            # Not raised here, where the other ranks would wait for this one for ever.
+            # Not raised here: the other ranks would wait for this one forever.
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
             self.found.failed = PlanError(name, problem, "see what client_state holds")
             return
@@ -126,19 +126,19 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
         self.found.files.append(TorchFile(name, pickled.structure, held))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Is not asked for in a save."""
+        """Not supported: a save loads nothing."""
         raise NotImplementedError
 
     def commit(self, info: Any) -> bool:
-        """Is done when all ranks have written."""
+        """Do nothing: the two-phase protocol commits after all ranks have written."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """As the engine's own says, which has told the engine so before."""
+        """Whether this rank writes, as the engine's own checkpoint engine says."""
         return bool(self._own.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """False: DeepSpeed need not copy views of large buffers, of which only the parts in use are written."""
+        """False: only the used parts of large buffers are written, so that DeepSpeed need not copy views."""
         return False
 
 
@@ -154,16 +154,16 @@ def _swapped(engine: Any, other: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _persistent_kept(optimizer: Any) -> Iterator[None]:
-    """Give a ZeRO-3 engine its persistent parameters back as they were, instead of gathering each anew after a save.
+    """Restore the persistent parameters of a ZeRO-3 engine after a save, instead of gathering each again.
 
-    A save frees all gathered parameters, and ends with one collective for each of those that stay gathered between
-    steps (biases, norms): many short waits, in which the train loop stands still. A save changes no parameter.
+    A save frees all gathered parameters, and ends with one collective for each parameter that stays gathered between
+    steps (biases, norms): the train loop waits for each. A save changes no parameter.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``checkpoint_event_epilogue``) and partition_parameters.py
     (``free_param``).
     """
     persistent = getattr(optimizer, "persistent_parameters", None)
-    # The same on all ranks, for gathering is collective.
+    # The same decision on all ranks: gathering is collective.
     if not persistent or any(p.ds_status.name != "AVAILABLE" for p in persistent):
         yield
         return
@@ -187,18 +187,18 @@ def _persistent_kept(optimizer: Any) -> Iterator[None]:
 
 
 def check_engine(engine: Any) -> None:
-    """Make sure that it is DeepSpeed's.
+    """Check that ``engine`` is a DeepSpeed engine.
 
     Raises:
         PlanError: It is not.
     """
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
-        raise PlanError("engine", problem, "pass what deepspeed.initialize returned")
+        raise PlanError("engine", problem, "pass the engine that deepspeed.initialize returned")
 
 
 def groups_without_zero(engine: Any) -> list[list[str]]:
-    """The parameters of each group of the optimizer, in its order, where no file will name them; else none."""
+    """Return the parameter names of each optimizer group, in order, if no file will hold them; else an empty list."""
     if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
         return []
     live = look(engine)
@@ -209,16 +209,16 @@ def collect(
     engine: Any, *, tag: str, client_state: Mapping[str, Any], memory: HostMemory | None, exclude_frozen: bool,
     scratch_root: str | None,
 ) -> Collected:  # fmt: skip
-    """What this rank would save, on every rank; no file of it is written.
+    """Collect the files that this rank would save, without writing them; call it on every rank.
 
     Args:
-        engine: ``deepspeed.DeepSpeedEngine`` or its pipeline's.
+        engine: ``deepspeed.DeepSpeedEngine`` or ``PipelineEngine``.
         tag: The checkpoint's name.
-        client_state: What the train loop saves along.
-        memory: Where to copy tensors to; None to refer to them where they are, until the files are written.
+        client_state: The train loop's own state.
+        memory: Host memory to copy tensors to; None to refer to the tensors in place until the files are written.
         exclude_frozen: Leave frozen parameters out.
-        scratch_root: A directory on the disk of the checkpoints, for what DeepSpeed itself copies from NVMe; None for
-            the system's.
+        scratch_root: A directory on the checkpoints' disk, for swap files that DeepSpeed copies from NVMe; None for
+            the system's temporary directory.
     """
     nvme = bool(engine.zero_nvme_offload_optimizer())
     if nvme and scratch_root is not None:
@@ -241,7 +241,7 @@ def collect(
             memory.settle()
     except BaseException as error:
         if memory is not None:
-            with contextlib.suppress(RuntimeError):  # the device itself may be what failed
+            with contextlib.suppress(RuntimeError):  # the device itself may have failed
                 memory.settle()
         found.release()
         if not isinstance(error, Exception):
@@ -262,7 +262,7 @@ def collect(
 
 
 def _copied(directory: str) -> Iterator[OutgoingFile]:
-    """What DeepSpeed has copied by itself: states that lie on NVMe."""
+    """Yield the files that DeepSpeed itself copied: states offloaded to NVMe."""
     for above, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(above, name)

@@ -1,4 +1,4 @@
-"""What a live DeepSpeed engine is like: its ranks, partitioning, groups and names. Looks, and changes nothing.
+"""Inspect a live DeepSpeed engine: its ranks, partitioning, groups and names. The engine stays unchanged.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py (``__init__``), runtime/bf16_optimizer.py and
 runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``).
@@ -57,23 +57,23 @@ class LiveEngine:
     wrapper: str
     """DeepSpeed's class around the optimizer; "" if there is none."""
     stage: int
-    """ZeRO stage; 0 where nothing is partitioned."""
+    """ZeRO stage; 0 without partitioning."""
     topology: Topology
     """Ranks."""
     rank: int
-    """This rank among those that share a partition."""
+    """Index of this rank in its data-parallel group."""
     model_rank: int
-    """Among those that hold slices or stages of the model."""
+    """Index of this rank among the tensor- and pipeline-parallel ranks."""
     dtype: str
-    """What it computes in, safetensors' spelling."""
+    """Compute dtype, safetensors' spelling."""
     round_robin: bool
     sub_group_size: int
     alignment: int
-    """Elements that the place of each parameter in a flat buffer is a multiple of."""
+    """Alignment, in elements, of each parameter in a flat buffer."""
     model: LiveModel | None
-    """Names and shapes; None for a model that is spread over ranks by stages."""
+    """Names and shapes; None for a pipeline-parallel model."""
     hyperparameters: Sequence[dict[str, Any]]
-    """What each group of the optimizer says besides its parameters."""
+    """Hyperparameters of each optimizer group."""
 
     @property
     def optimizer(self) -> Any:
@@ -82,7 +82,7 @@ class LiveEngine:
 
     @property
     def world(self) -> Any:
-        """The process group of the ranks that share a partition, or hold all alike."""
+        """The data-parallel process group."""
         return self.optimizer.dp_process_group if self.stage else self.engine.seq_data_parallel_group
 
     @property
@@ -103,10 +103,10 @@ class LiveEngine:
 
 
 def look(engine: Any) -> LiveEngine:
-    """See what an engine is like.
+    """Inspect an engine.
 
     Raises:
-        PlanError: It is none of those that are known, or of a DeepSpeed whose insides are others.
+        PlanError: The optimizer's wrapper is unknown, or this release of DeepSpeed has other attributes.
     """
     require(engine, "engine", _ENGINE)
     optimizer = engine.optimizer
@@ -155,16 +155,16 @@ def require(thing: Any, what: str, names: Sequence[str]) -> None:
     """Check that the engine has the attributes that a load uses.
 
     Raises:
-        PlanError: This release of DeepSpeed has it not.
+        PlanError: This release of DeepSpeed lacks an attribute.
     """
     gone = [name for name in names if not hasattr(thing, name)]
     if gone:
-        problem = f"has no {gone[0]} of the {what}, which ckpttool relies on"
+        problem = f"has no {gone[0]} of the {what}, which ckpttool needs"
         raise PlanError(f"DeepSpeed {version()}", problem, "convert the checkpoint, and use engine.load_checkpoint")
 
 
 def persistent_buffers(module: Any) -> dict[str, Any]:
-    """The buffers that a module's state dict holds."""
+    """The buffers in a module's state dict, by name."""
     buffers = dict(module.named_buffers(remove_duplicate=False))
     return {name: buffers[name] for name in module.state_dict() if name in buffers}
 
@@ -214,7 +214,7 @@ def _expert_parallel(engine: Any) -> int:
         return 1
     from deepspeed.utils import groups
 
-    # Not groups._get_max_expert_size_name(), which knows the groups of earlier engines too.
+    # Not groups._get_max_expert_size_name(): it also returns groups of earlier engines.
     layers = [
         getattr(m, "ep_group_name", None) or getattr(m, "expert_group_name", None) for m in engine.module.modules()
     ]
@@ -228,5 +228,5 @@ def _place(group: Any) -> tuple[int, int]:
 
 
 def keeps_loss_scale(live: LiveEngine, checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint's loss scale is one for this engine: it was saved, and by a run of the same type."""
+    """Whether the engine can use the checkpoint's loss scale: it was saved, and by a run of the same dtype."""
     return checkpoint.loss_scaler is not None and checkpoint.dtype == live.dtype

@@ -1,4 +1,4 @@
-"""The host's memory that a save copies a rank's state to: allocated once, and pinned where a GPU copies to it."""
+"""Reusable host memory for a rank's state during saves: allocated once, pinned for copies from a GPU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PORTABLE = 1
 
 
 class HostMemory:
-    """The host's memory for one rank's state, used again for every save.
+    """Host memory for one rank's state, reused by every save.
 
     Args:
-        pinned: Whether a GPU is to copy to it.
+        pinned: Whether a GPU copies to it.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -40,25 +40,25 @@ class HostMemory:
         self._devices: set[int | None] = set()
         self._on_their_way: list[Any] = []
         self.kinds: set[str] = set()
-        """How its blocks were had: "registered", "pinned" or "pageable"."""
+        """Kinds of its blocks: "registered", "pinned" or "pageable"."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
+        """Total bytes of all blocks."""
         return sum(block.numel() for block in self._blocks)
 
     def begin(self) -> None:
-        """Nothing that is held is needed any more."""
+        """Begin a save: release the contents of the previous one."""
         self._block = 0
         self._devices.clear()
         self._on_their_way.clear()
         if self._pinned:
-            # DeepSpeed computes, and copies what it offloads, on streams of its own, in either direction: what copies
-            # on the current stream, or reads the host's memory, would not wait for them.
+            # DeepSpeed computes and copies offloaded state on its own streams. Copies on the current stream, and reads
+            # of host memory, do not wait for those.
             self._wait_for(None)
 
     def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, Held]:
-        """Copy the bytes of storages; all is there when ``settle`` returns."""
+        """Copy the bytes of storages; the copies are complete when ``settle`` returns."""
         total = sum(-(-s.nbytes // ALIGNMENT) * ALIGNMENT for s in storages.values())
         memory = self._take(total)
         held = {}
@@ -80,13 +80,13 @@ class HostMemory:
         self._on_their_way.clear()
 
     def _fetch(self, target: Any, source: Any) -> None:
-        """Begin a copy from a device."""
+        """Start an asynchronous copy from a device."""
         index = source.device.index
         if index not in self._devices:
-            self._wait_for(index)  # a model may be spread over several
+            self._wait_for(index)  # a model may span several devices
             self._devices.add(index)
         target.copy_(source, non_blocking=True)
-        # Memory that was allocated on another stream could be given away there while it is copied on this one.
+        # The allocator could reuse memory of another stream while this stream still copies it.
         self._on_their_way.append(source)
 
     @staticmethod
@@ -96,7 +96,7 @@ class HostMemory:
         get_accelerator().synchronize(index)
 
     def _take(self, nbytes: int) -> Any:
-        # One block a file: their sizes are the same from save to save.
+        # One block per file: file sizes stay the same between saves.
         while self._block < len(self._blocks):
             block = self._blocks[self._block]
             if block.numel() >= nbytes:
@@ -120,16 +120,16 @@ class HostMemory:
 
 
 def _copy(target: Any, source: Any) -> None:
-    """Copy bytes within the host's memory."""
+    """Copy bytes within host memory."""
     if torch.get_num_threads() > 1:
         target.copy_(source)
     else:
-        # The C library's copy, which writes what is large past the caches; torch's reads first what it overwrites.
+        # memcpy writes large blocks past the caches; torch's copy first reads the memory it overwrites.
         np.copyto(target.numpy(), source.numpy())
 
 
 def _mapped(nbytes: int) -> Any:
-    """Memory on huge pages, which it takes less time to touch first and to pin."""
+    """Allocate memory on huge pages: faster to touch first and to pin."""
     block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
     with contextlib.suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -137,10 +137,10 @@ def _mapped(nbytes: int) -> Any:
 
 
 def _pinned(nbytes: int) -> tuple[str, Any]:
-    """Memory that a GPU copies to by itself, if there is such memory: how it was had, and the memory.
+    """Allocate pinned memory, if the system allows it; return its kind and the memory.
 
-    Torch's own allocator of pinned memory rounds up to a power of two and gives nothing back to the system (torch 2.13,
-    ATen/core/CachingHostAllocator.h), which for shards of many GB is too much: it comes second.
+    torch's pinned allocator rounds up to a power of two and returns nothing to the system (torch 2.13,
+    ATen/core/CachingHostAllocator.h): too much for shards of many GB, so it is the second choice.
     """
     block = _mapped(nbytes)
     if _register(block):
@@ -152,7 +152,7 @@ def _pinned(nbytes: int) -> tuple[str, Any]:
 
 
 def _register(block: Any) -> bool:
-    """Pin memory that is there, for as long as it is; whether that could be done."""
+    """Pin existing memory until it is freed; return whether that succeeded."""
     if not torch.cuda.is_available():
         return False
     address, cuda = block.data_ptr(), torch.cuda.cudart()
@@ -162,12 +162,12 @@ def _register(block: Any) -> bool:
             return False
     except RuntimeError:
         return False
-    # Not at the interpreter's end, where CUDA may have ended before.
+    # Not at interpreter exit: CUDA may already be shut down.
     weakref.finalize(block, cuda.cudaHostUnregister, address).atexit = False
     return True
 
 
 def _forget_error() -> None:
-    """Let nobody else hear of an error that was dealt with: CUDA keeps it, and the next kernel would raise it."""
+    """Clear a handled CUDA error: otherwise the next kernel launch raises it."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

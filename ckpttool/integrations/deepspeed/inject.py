@@ -1,4 +1,4 @@
-"""The second half of a load: DeepSpeed's own code puts the state that was read into the engine.
+"""The second half of a load: pass the state to DeepSpeed's own loading code.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``load_checkpoint``, ``_load_checkpoint``, ``_load_zero_checkpoint``),
 runtime/zero/stage_1_and_2.py (``_load_legacy_checkpoint``, ``update_lp_params``), runtime/bf16_optimizer.py and
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 
 TAG = "checkpoint"
-"""Tag of the scratch directory in which DeepSpeed looks for file names."""
+"""Tag of the scratch directory that DeepSpeed lists."""
 BROADCAST_BYTES = 1 << 25
 """Bytes of one broadcast."""
 _STACKED = re.compile(r".*\.experts\.w[123]")
@@ -41,8 +41,8 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
     """Checkpoint engine that gives DeepSpeed content in memory instead of files.
 
     Args:
-        files: Gives what a file holds, by the file's name. DeepSpeed asks for some of them twice: it looks into the
-            first of a list before it loads from it (runtime/state_dict_factory.py, ``check_ckpt_list``).
+        files: Function that returns the content of a file, by file name. DeepSpeed loads some files twice: it inspects
+            the first of a list before it loads the list (runtime/state_dict_factory.py, ``check_ckpt_list``).
     """
 
     def __init__(self, files: dict[str, Callable[[], Any]]) -> None:
@@ -51,14 +51,14 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         self._files = files
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file.
+        """Return the content of a file.
 
         Raises:
-            LayoutError: DeepSpeed asks for an unexpected file.
+            LayoutError: DeepSpeed requests an unexpected file.
         """
         name = os.path.basename(path)
         if name not in self._files:
-            problem = f"is asked for by DeepSpeed {version()}, which ckpttool did not expect"
+            problem = f"was not prepared, but DeepSpeed {version()} loads it"
             raise LayoutError(name, problem, "convert the checkpoint, and use engine.load_checkpoint")
         return self._files[name]()
 
@@ -76,7 +76,7 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
 
 
 def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """Load everything; returns the client state as DeepSpeed returns it."""
+    """Load everything; return the client state as DeepSpeed returns it."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files: dict[str, Callable[[], Any]]
     if prepared.later is not None:
@@ -87,7 +87,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
                 names.append(file.name)
             if file.name not in held:
-                # Of other ranks' files of a list it only asks how long the list is.
+                # DeepSpeed uses other ranks' files of a list only to count them.
                 ranks = {"mp_world_size": live.engine.mp_world_size} if file.kind == "model" else {}
                 looked_into = file.kind in {"model", "layer"}
                 files[file.name] = partial(dict, ranks) if looked_into else partial(later, file.name)
@@ -164,7 +164,7 @@ def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
 
 @contextlib.contextmanager
 def _replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes of an engine for a while."""
+    """Context manager: replace attributes of an engine."""
     own = {name: engine.__dict__[name] for name in attributes if name in engine.__dict__}
     engine.__dict__.update(attributes)
     try:
@@ -176,16 +176,16 @@ def _replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """The model states; the module gets its own weights, because DeepSpeed asks for all names."""
+    """Return the model states, with the module's own weights: DeepSpeed requires all names."""
     states = prepared.model
     module = live.engine.module.state_dict()
     if live.stage == 3 and live.engine.has_moe_layers:
-        # DeepSpeed gathers these, and so they are not what the module holds of them.
+        # DeepSpeed gathers stacked experts: the module's own values are not the gathered ones.
         module = {name: value for name, value in module.items() if not _STACKED.fullmatch(name)}
     states["module"] = module
     for key in ("random_ltd", "data_sampler"):
         if states.get(key) is None:
-            states.pop(key, None)  # looked for only if it is there
+            states.pop(key, None)  # DeepSpeed loads it only if present
     fragments = states["frozen_param_fragments"]
     if fragments is not None and live.model is not None:
         parameters = live.parameters()
@@ -195,7 +195,7 @@ def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 
 
 def _expert_states(live: LiveEngine, expert: OwnExpert) -> dict[str, Any]:
-    """An expert's file: nothing, for the module has it already; or of stacked ones what they hold."""
+    """Return the states of an expert's file: empty, since the module has them; for stacked experts, their values."""
     if not expert.module:
         return {}
     parameters, prefix = live.parameters(), f"{expert.module}.experts"
@@ -215,7 +215,7 @@ def _refresh(live: LiveEngine) -> None:
 
 
 def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
-    """Give every rank what all hold alike, slice by slice from the rank that has read it."""
+    """Broadcast replicated state to all ranks, each slice from the rank that read it."""
     if replicas is None or not replicas.nbytes:
         return
     targets = _targets(live)
@@ -247,7 +247,7 @@ def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
 
 
 def _put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
-    """Put elements of a flattened tensor in their place, cast to its type."""
+    """Copy elements into a flattened tensor from element ``first`` on, cast to its dtype."""
     if target.is_contiguous():
         target.view(-1)[first : first + values.numel()].copy_(values)
         return
@@ -257,7 +257,7 @@ def _put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
 
 
 def _targets(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
-    """The tensors of each replicated value: the parameter or buffer, and its whole fp32 master weights if any."""
+    """Return the tensors of each replicated value: the parameter or buffer, and its fp32 master weights if any."""
     targets = {name: [p.data] for name, p in live.parameters().items()}
     targets |= {name: [b.data] for name, b in live.buffers().items()}
     if live.wrapper not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:

@@ -1,8 +1,8 @@
 """Resume a live DeepSpeed engine from any checkpoint, on any number of ranks, with no conversion in between.
 
-Every rank reads only its own state. A load has two halves: the first reads, and may fail; then the ranks agree that all
-have succeeded; the second changes the engine. So a damaged file leaves no engine half loaded, and no rank waits for one
-that has failed.
+Every rank reads only its own state. A load has two halves: the first reads and may fail; then the ranks agree that all
+reads succeeded; the second changes the engine. So a damaged file leaves no engine half loaded, and no rank waits for a
+failed rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load(  # noqa: PLR0913  public API
 ) -> LoadReport:
     """Load a checkpoint into a DeepSpeed engine with any number of ranks and any ZeRO stage.
 
-    To be called on every rank, like ``engine.load_checkpoint``. For the ranks, stage and parameters that saved it,
+    Call it on every rank, like ``engine.load_checkpoint``. If ranks, stage and parameters match those of the save,
     DeepSpeed gets the content of its own files; otherwise each rank reads its ranges from the files of all ranks.
     Unlike ``engine.load_checkpoint`` it unpickles nothing: ckpttool reads the files and builds the objects in them.
 
@@ -67,13 +67,13 @@ def load(  # noqa: PLR0913  public API
         engine: The engine that ``deepspeed.initialize`` returned.
         src: As for ``inspect``.
         tag: As for ``inspect``.
-        strict: Whether both must hold the same parameters and buffers. If not, missing ones keep the engine's values,
-            and unexpected ones are left out; the report names both.
+        strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep the
+            engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
             the counters and the scheduler unchanged.
         dry_run: Report what would be loaded; the engine stays as it is.
         storage_options: As for ``inspect``.
-        memory: Bytes, or "256MB" (the default), that requests in flight may take on each rank for a remote source.
+        memory: Bytes of requests in flight on each rank, for a remote source; a number, or a text as "256MB" (default).
         check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine is touched; as for
             ``consolidate``. Where there is a manifest, every byte is compared with that.
         trust_names: As for ``inspect``.
@@ -85,7 +85,7 @@ def load(  # noqa: PLR0913  public API
         What was restored; ``client_state`` is the state that the user's code saved with it.
 
     Raises:
-        CkptError: The checkpoint is not sound or does not fit the engine, or an argument is wrong; on every rank.
+        CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
     options = LoadOptions(
         strict=strict, weights_only=weights_only, dry_run=dry_run, memory=memory, check=check, allow=tuple(allow)
@@ -170,7 +170,7 @@ def preview(
 
 
 def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree) -> LoadReport:
-    """Load an open checkpoint; to be called on every rank with the same.
+    """Load an open checkpoint; call it on every rank with the same checkpoint.
 
     Args:
         engine: As for ``load``.
@@ -205,7 +205,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
 def _inject(
     live: LiveEngine, prepared: Prepared, client_state: Mapping[str, Any], options: LoadOptions
 ) -> Mapping[str, Any]:
-    """Give the engine the state that was read; returns the client state as DeepSpeed returns it.
+    """Load the prepared state into the engine; return the client state as DeepSpeed returns it.
 
     Raises:
         PlanError: DeepSpeed raised an error, and the engine holds a part of the state.

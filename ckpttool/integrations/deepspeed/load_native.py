@@ -30,7 +30,7 @@ def read_native(
     fitted: Fitted | None,
     options: LoadOptions,
 ) -> Prepared:
-    """Read the files that DeepSpeed will ask for on this rank, for the engine that saved such files.
+    """Read the files that DeepSpeed loads on this rank.
 
     Raises:
         CkptError: A file is missing, or reading failed.
@@ -46,7 +46,7 @@ def read_native(
 
     def later(name: str) -> Any:
         if name not in numbers:
-            raise LayoutError(f"{checkpoint.location}/{name}", "is not there", "restore it from a copy")
+            raise LayoutError(f"{checkpoint.location}/{name}", "is missing", "restore it from a copy")
         sums = checks_for(source_files(checkpoint), checkpoint, options.check)
         with Sources(source_files(checkpoint), sums) as sources:
             found = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
@@ -54,7 +54,7 @@ def read_native(
             sources.check_unchanged()
         return found
 
-    # Without ZeRO, only the weights may tell which parameters the optimizer's numbers mean.
+    # Without ZeRO, only the weights may identify the optimizer's numbered parameters.
     by_name = (
         not live.stage and live.model is not None and not live.engine.has_moe_layers and live.optimizer is not None
     )
@@ -75,7 +75,7 @@ def read_native(
 
 
 def native_files(live: LiveEngine, names: Sequence[str]) -> list[str]:
-    """The files of a checkpoint that DeepSpeed will ask for on this rank.
+    """Return the names of the checkpoint's files that DeepSpeed loads on this rank.
 
     Source: DeepSpeed 0.19.8, runtime/engine.py (``_load_checkpoint``, ``_get_all_zero_checkpoint_state_dicts``) and
     runtime/pipe/module.py (``load_state_dir``).
@@ -111,13 +111,13 @@ class OwnExpert:
     module: str
     """Name of the layer, if its experts are stacked; "" if each is a module by itself."""
     local: int
-    """Its number on this rank."""
+    """Index of the expert on this rank."""
     number: int
-    """Its number among all experts of the layer."""
+    """Index of the expert in the layer."""
 
 
 def own_experts(engine: Any) -> Iterator[OwnExpert]:
-    """The experts of which DeepSpeed will ask for a file.
+    """Yield the experts whose files DeepSpeed loads.
 
     Source: DeepSpeed 0.19.8, runtime/engine.py (``load_moe_state_dict``).
     """

@@ -1,4 +1,4 @@
-"""Planned load: read from any source the ranges that this rank's partitions are made of."""
+"""Planned load: read the ranges of this rank's partitions from any source."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError
-from ckpttool.execution.check_copies import failed_proofs
+from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import PlannedFile
+from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
 from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 from ckpttool.integrations.torch.objects import read_objects
@@ -35,7 +35,7 @@ LEAST_SLICE_BYTES = 1 << 22
 
 
 def shape_of(live: LiveEngine) -> Shape:
-    """How the engine partitions its state over ranks."""
+    """Return how the engine partitions its state over ranks."""
     experts = live.topology.expert_parallel if live.engine.has_moe_layers else None
     return Shape(
         live.topology.data_parallel, live.stage, live.sub_group_size, live.round_robin, live.dtype, experts,
@@ -49,10 +49,10 @@ def read_partitions(
     fitted: Fitted,
     options: LoadOptions,
 ) -> Prepared:
-    """Read the ranges of any source that this rank's partitions are made of.
+    """Read the ranges of this rank's partitions from any source.
 
     Raises:
-        CkptError: They cannot be planned, or reading failed.
+        CkptError: The partitions cannot be planned, or reading failed.
     """
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
@@ -89,14 +89,14 @@ def read_partitions(
     read = []
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
-            for problem in failed_proofs(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
+            for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem
         if own:
-            with PlannedFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
+            with VirtualFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
                 file.seek(first)
                 file.readinto(own)
         for target in plans[0].files if live.stage else ():
-            with PlannedFile(plans[0], target, sources, memory=options.memory_bytes) as file:
+            with VirtualFile(plans[0], target, sources, memory=options.memory_bytes) as file:
                 read.append(read_objects(file, options.allow))
         sources.check_unchanged()
     return _with_partitions(live, prepared, *read) if read else prepared
@@ -108,7 +108,7 @@ def _with_partitions(
     """Add this rank's partitions, completed with the engine's values.
 
     Raises:
-        LayoutError: The engine's partitions have other sizes.
+        LayoutError: The planned partitions differ in size from the engine's.
     """
     states = optimizer["optimizer_state_dict"]
     _check_partitions(live, prepared.checkpoint, states)
@@ -119,7 +119,7 @@ def _with_partitions(
 
 
 def _replicated(live: LiveEngine, fitted: Fitted) -> dict[str, State]:
-    """State that all ranks of the engine hold alike: buffers; below stage 3 frozen parameters; without ZeRO all."""
+    """Return the replicated state: buffers; below stage 3 also frozen parameters; without ZeRO all state."""
     replicated = dict(fitted.buffers)
     for p in fitted.checkpoint.parameters:
         if (p.frozen and live.stage < 3) or not live.stage:

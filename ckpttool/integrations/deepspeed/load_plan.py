@@ -39,7 +39,7 @@ def prepare(
         options: What to restore, and how to read.
 
     Raises:
-        CkptError: They do not fit, or reading failed.
+        CkptError: The checkpoint does not fit the engine, or reading failed.
     """
     if isinstance(checkpoint.storage, ChecksummedStorage):
         options = replace(options, check="off")  # its manifest has all checksums
@@ -77,14 +77,14 @@ def _parallel(live: LiveEngine) -> str:
 
 
 def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
-    """Whether the engine saves such files; stages 1 and 2 share one layout."""
+    """Whether the engine saves files of the same layout; stages 1 and 2 share one."""
     groups = {0: 0, 1: 1, 2: 1, 3: 3}
     same_stage = checkpoint.stage is not None and groups[checkpoint.stage] == groups[live.stage]
     return checkpoint.native and same_stage and checkpoint.dtype == live.dtype
 
 
 def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, weights_only: bool) -> str:
-    """Why DeepSpeed cannot load these files as they are; "" if it can."""
+    """Return why DeepSpeed cannot load these files directly; "" if it can."""
     if weights_only:
         return "only weights are to be loaded"
     if not _same_kind(live, checkpoint):
@@ -121,7 +121,7 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
     if not live.engine.has_moe_layers:
         # At stage 0 DeepSpeed restores the optimizer itself; names and shapes are compared all the same.
         return fit(checkpoint, model, strict=options.strict, weights_only=options.weights_only or not live.stage)
-    # Each rank has experts under local numbers, and gets them by those.
+    # Each rank names its experts by local indexes.
     if live.stage:
         try:
             held = held_by(checkpoint, shape_of(live), live.rank)
@@ -132,7 +132,9 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
             flat, own = ([item for group in groups for item in group] for groups in (held, ours))
             odd = next((b[0] for a, b in zip(flat, own, strict=False) if a != b), "other groups")
             problem = f"trains other parameters than the model of experts, or in another order: {odd}"
-            raise PlanError(checkpoint.location, problem, "build the optimizer as it was when it was saved")
+            raise PlanError(
+                checkpoint.location, problem, "build the optimizer with the same groups as in the saved run"
+            )
     elif options.weights_only:
         raise PlanError(checkpoint.location, "cannot be spread over an engine's experts without ZeRO", "choose stage 1")
     if any(NATIVE.fullmatch(b.name) for b in checkpoint.buffers):
@@ -147,7 +149,7 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
     there = {b.name for b in checkpoint.buffers} | {p.name for p in checkpoint.parameters if p.frozen}
     missing = tuple(n for n in (*model.buffers, *model.frozen) if n not in there and live.stage)
     if options.strict and missing:
-        hint = "pass strict=False, and these keep the values that the model has"
+        hint = "pass strict=False, and these keep the model's values"
         raise PlanError(checkpoint.location, f"lacks {listed(missing)} of the model", hint)
     return Fitted(checkpoint=fitted, buffers=buffers, missing=missing)
 

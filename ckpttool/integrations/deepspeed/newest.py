@@ -1,4 +1,4 @@
-"""Which checkpoint of a root to go on from."""
+"""Find the checkpoints of a root to resume from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOG = logging.getLogger(__name__)
 
 
 def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
-    """The checkpoints to try, best first.
+    """Return the checkpoints to try, best first.
 
     Raises:
-        CkptError: The root cannot be read, or there is none of that tag.
+        CkptError: The root cannot be read, or holds no checkpoint of that tag.
     """
     storage.refresh([])
     if storage.exists(root) and not storage.is_dir(root):
@@ -28,7 +28,7 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
     if tag is None:
         found = candidates(storage, root)
         if against := contradiction(storage, root, found):
-            LOG.warning("%s: %s; going on from %s", root, against, found[0].tag)
+            LOG.warning("%s: %s; resuming from %s", root, against, found[0].tag)
         return found
     path = posixpath.join(root, tag)
     if not storage.is_dir(path):

@@ -1,4 +1,4 @@
-"""Gradients that wait in an engine for the end of a step: they are of weights that a load replaces.
+"""Accumulated gradients of an engine: a load replaces their weights, so that they must be dropped.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``zero_grad``, ``micro_steps``), runtime/zero/stage_1_and_2.py
 (``independent_gradient_partition_epilogue``, ``step``), runtime/zero/stage3.py (``zero_grad``: the next micro batch
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def micro_batches(live: LiveEngine) -> int:
-    """How many micro batches were accumulated since the last step."""
+    """Return the number of micro batches accumulated since the last step."""
     engine = live.engine
     return int(engine.micro_steps) % max(1, int(engine.gradient_accumulation_steps()))
 
 
 def drop_gradients(live: LiveEngine) -> None:
-    """Let the engine be as it is between two steps; nothing is done if it is."""
+    """Drop accumulated gradients, so that the engine is as between two steps."""
     count = micro_batches(live)
     if not count:
         return

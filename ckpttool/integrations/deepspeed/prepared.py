@@ -26,7 +26,7 @@ class LoadOptions:
     dry_run: bool = False
     memory: int | str | None = None
     check: Check = "read"
-    """Which recorded CRC-32 to compare; a storage with a manifest compares by itself."""
+    """The recorded CRC-32 to compare; a storage with a manifest compares by itself."""
     allow: tuple[str, ...] = ()
     """Classes that the user trusts: their objects are built, which runs their code."""
 
@@ -48,10 +48,10 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replicas:
-    """Tensors that all ranks hold alike: each rank reads one slice and gathers the others from the other ranks."""
+    """Replicated tensors: each rank reads one slice and gathers the others from the other ranks."""
 
     packed: Sequence[Packed]
-    """Place of each tensor in the concatenation."""
+    """Offset of each tensor in the concatenation."""
     nbytes: int
     """Bytes of the concatenation."""
     slice_bytes: int

@@ -1,4 +1,4 @@
-"""Optimizers without ZeRO: what such a checkpoint only numbers is matched by name, and put in the engine's order.
+"""Load optimizers without ZeRO: match the numbered parameters of the checkpoint by name, in the engine's order.
 
 Source: DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py (``state_dict``), and
 torch.optim.Optimizer (``state_dict``): groups list numbers, the optimizer's own order is all that tells which parameter
@@ -29,7 +29,7 @@ Names = list[list[str]]
 
 
 def saved_names(checkpoint: Checkpoint) -> Names | None:
-    """The parameters of each group of a checkpoint without ZeRO, in the optimizer's order, as its manifest has them.
+    """Return the parameter names of each optimizer group, in order, from the manifest of a checkpoint without ZeRO.
 
     Raises:
         CkptError: The manifest cannot be read.
@@ -71,7 +71,7 @@ def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, A
     """Check that the engine's wrapper also saved the fp32 master weights.
 
     Raises:
-        PlanError: They were not.
+        PlanError: The checkpoint lacks them.
     """
     if held is None:
         return
@@ -95,7 +95,7 @@ def fit_whole(
         strict: As for ``fit``.
 
     Returns:
-        How it fits, and the names of each saved group.
+        The match, and the names of each saved group.
 
     Raises:
         PlanError: Names cannot be identified, or do not fit.
@@ -108,7 +108,7 @@ def fit_whole(
         n for n in groups if n not in {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
     ]
     if unknown or len(groups) != sum(map(len, names)) or len(names) != len(checkpoint.groups):
-        problem = "names other parameters in its manifest than there are in its files"
+        problem = "has a manifest whose parameter names differ from those of its files"
         raise PlanError(checkpoint.location, problem, "restore it from a copy, or use another tag")
     parameters = []
     for p in checkpoint.parameters:
@@ -127,7 +127,7 @@ def fit_whole(
 
 
 def _told_names(live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: Mapping[str, Any] | None) -> Names:
-    """Names by what the files tell: shapes and order, and masters that are to equal the model's own weights."""
+    """Identify names from the files: shapes, order, and fp32 master weights that equal the model's weights."""
     told = [list(g.parameters) for g in checkpoint.groups]
     is_told = all(told) and not any(": optimizer" in u for u in checkpoint.unsliceable)
     if not live.wrapper:
@@ -164,10 +164,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _masters(live: LiveEngine, saved: Mapping[str, Any], shapes: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Masters of each group, by parameter.
+    """Return the fp32 master weights of each group, by parameter.
 
     Raises:
-        ValueError: They have other sizes.
+        ValueError: Sizes differ.
     """
     if live.wrapper != "FP16_Optimizer":
         masters = [list(group) for group in saved["fp32_groups"]]
@@ -180,10 +180,10 @@ def _masters(live: LiveEngine, saved: Mapping[str, Any], shapes: Sequence[Sequen
 
 
 def _cut(flat: Any, shapes: Sequence[Any]) -> list[Any]:
-    """Parameters that lie in one flat tensor.
+    """Split a flat tensor into parameters.
 
     Raises:
-        ValueError: It has another size.
+        ValueError: The sizes do not add up.
     """
     sizes = [shape.numel() for shape in shapes]
     if flat.numel() != sum(sizes):
@@ -194,7 +194,7 @@ def _cut(flat: Any, shapes: Sequence[Any]) -> list[Any]:
 def reordered(
     live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, fitted: Fitted, names: Names, held: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the file has of the optimizer, in the order of the engine's groups; nothing is copied where it is the same.
+    """Reorder the saved optimizer state to the engine's groups; no copy if the order is the same.
 
     Raises:
         PlanError: Sizes differ from those of the named parameters.
@@ -217,7 +217,7 @@ def reordered(
 
 
 def _sources(checkpoint: Checkpoint, model: LiveModel) -> dict[str, str]:
-    """What the checkpoint calls each parameter of the engine: tied ones have several names."""
+    """Return the checkpoint's name of each engine parameter: tied parameters have several names."""
     names: dict[str, list[str]] = {name: [name] for name in model.shapes}
     for alias, name in model.aliases.items():
         names[name].append(alias)
@@ -229,7 +229,7 @@ def _sources(checkpoint: Checkpoint, model: LiveModel) -> dict[str, str]:
 def _options(
     live: LiveEngine, base: Mapping[str, Any], fitted: Fitted, names: Names, wanted: Names
 ) -> list[dict[str, Any]]:
-    """The hyper-parameters of each of the engine's groups; what an older torch has not saved is the engine's own."""
+    """Return the hyperparameters of each engine group; those that an older torch did not save are the engine's."""
     groups = {name: g for g, own in enumerate(names) for name in own}
     found = []
     for number, (own, members) in enumerate(zip(live.hyperparameters, wanted, strict=True)):
@@ -241,7 +241,7 @@ def _options(
 def _by_name(
     live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, Any], names: Names, module: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The optimizer's states of each parameter, and its master where there is one."""
+    """Return the optimizer states of each parameter, and its fp32 master weights if any."""
     states: dict[str, dict[str, Any]] = {}
     masters: dict[str, Any] = {}
     shapes = [[module[n].shape for n in own] for own in names]
@@ -279,7 +279,7 @@ def _laid_out(
     live: LiveEngine, saved: dict[str, Any], base: dict[str, Any], wanted: Names, states: Mapping[str, dict[str, Any]],
     masters: Mapping[str, Any], module: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """The optimizer's own form again, for other groups."""
+    """Return the states in the optimizer's own format, for the engine's groups."""
     own = {name: masters.get(name, module[name].float()) for group in wanted for name in group} if live.wrapper else {}
     if live.wrapper == "FP16_Optimizer":
         state: dict[int, dict[str, Any]] = {}
@@ -306,10 +306,10 @@ def _laid_out(
 
 
 def check_places(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, Any]) -> None:
-    """Make sure that each state has the size of the parameter whose place it has, where there are no names.
+    """Without names, check that each state has the size of the parameter of the same index.
 
     Raises:
-        PlanError: It has not.
+        PlanError: A size differs.
     """
     saved = held.get("optimizer")
     if not isinstance(saved, dict):

@@ -1,4 +1,4 @@
-"""Whether the optimizer of an engine keeps the same states as the one whose checkpoint is loaded."""
+"""Compare the optimizer states of an engine with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckpttool.model import MASTER, MODULE
 
 STEP = "step"
 """Some optimizers count it per parameter, others per group, others not at all."""
-REBUILD = "build the optimizer as it was when it was saved, or pass weights_only=True"
+REBUILD = "build the same optimizer as in the saved run, or pass weights_only=True"
 _OF_NO_CLASS = frozenset({
     "params", "param_names", "name", "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "step",
     "moe", "use_muon", "bias_correction", "decoupled_weight_decay", "foreach", "maximize", "capturable",
     "differentiable", "fused",
 })  # fmt: skip
-"""What schedulers, DeepSpeed, users and later releases of torch add to groups."""
+"""Keys that schedulers, DeepSpeed, users and later releases of torch add to groups."""
 _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("exp_avg", "exp_avg_sq"))
 """States of optimizers that cannot be tried: they count steps outside of Python."""
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
-    """Compare by name what both keep of each parameter, for each element or as one number.
+    """Compare the names of the states of each parameter, per element or scalar.
 
     Raises:
-        PlanError: They keep different states: their classes or their settings differ.
+        PlanError: The optimizers keep different states: their classes or their settings differ.
     """
     if live.optimizer is None or not checkpoint.groups:
         return
     saved = {key for p in checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
-    # What is not cut into parameters, as the blocks of 8-bit optimizers, is there all the same.
+    # Non-partitionable states count too, such as the blocks of 8-bit optimizers.
     known = saved | {text.rpartition(": ")[2] for text in checkpoint.unsliceable}
     untold = any(not g.parameters for g in checkpoint.groups)
     kept = _kept(live)
     stepped = bool(checkpoint.step) and checkpoint.step != checkpoint.skipped_steps
     if kept is None or (not saved and (untold or not stepped)):
-        # Nothing tells, or it was saved before the first step that was not skipped for an overflow.
+        # The checkpoint has no states, or was saved before the first step without an overflow.
         _check_options(live, checkpoint)
         return
     needed, held = kept
@@ -64,10 +64,10 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
 
 
 def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
-    """Compare what groups say: each class of optimizer has hyper-parameters of its own, even where it has no states.
+    """Compare the hyperparameters of the groups: they differ by optimizer class, even without states.
 
     Raises:
-        PlanError: Neither has all hyper-parameters of the other; those that came with a release of torch do not count.
+        PlanError: Each has a hyperparameter that the other lacks; those that a release of torch added do not count.
     """
     saved = {key for group in checkpoint.groups for key in group.hyperparameters}
     own = {key for options in live.hyperparameters for key in options}
@@ -78,13 +78,13 @@ def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
 
 
 def _kept(live: LiveEngine) -> tuple[set[str], set[str]] | None:
-    """States that have a value for each element of a parameter, and all; None if nothing tells."""
+    """Return the names of the per-element states, and of all states; None if unknown."""
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
     states = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
     if not owners:
         return None
-    if not states:  # they are made in the first step
+    if not states:  # the first step creates them
         known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
         if known:
             return set(known[0]), set(known[0])
@@ -97,14 +97,14 @@ def _kept(live: LiveEngine) -> tuple[set[str], set[str]] | None:
 
 
 def _is_flat(value: Any, parameter: Any) -> bool:
-    # A parameter that is one number has states like steps, which are one as well.
+    # States of a scalar parameter look like step counters, which are scalars too.
     return bool(parameter.dim() and getattr(value, "shape", None) == parameter.shape)
 
 
 def _probed(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
-    """A parameter, and what an optimizer like this one keeps of it after a step; None if it cannot be tried."""
+    """Return a parameter and the states that an optimizer of this class keeps after a step; None if it cannot run."""
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
-        return None  # its own keep counts outside of Python
+        return None  # these count steps outside of Python
     try:
         probe = copy.copy(optimizer)
         parameter = torch.nn.Parameter(torch.zeros(2, 3))
@@ -115,5 +115,5 @@ def _probed(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
         with torch.random.fork_rng(devices=[]):
             type(optimizer).step(probe)
         return parameter, dict(probe.state[parameter])
-    except Exception:  # an optimizer may ask for anything
+    except Exception:  # an optimizer may need any argument
         return None

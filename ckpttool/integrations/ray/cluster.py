@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster as workers: each task is a Ray task.
+"""Run tasks on a Ray cluster: each task is a Ray task.
 
 Source: Ray 2.60, ray/_private/worker.py (``init``, ``wait``, ``cancel``) and services.py (how it finds a cluster).
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 RETRIES = 5
 """Retries of a task whose node or process was lost; Ray does not count preempted nodes."""
 TASKS_PER_CPU = 2
-"""One that runs, and one that is queued so that no CPU is idle."""
+"""One running task, and one queued so that no CPU is idle."""
 PROBE_SECONDS = 5.0
-"""How long to wait for a connection to an address. Ray itself waits for a quarter of an hour."""
+"""Seconds to wait for a connection to an address; Ray itself waits 15 minutes."""
 POLL_SECONDS = 2.0
-"""How often to look whether there are more nodes."""
+"""Seconds between looks for new nodes."""
 CANCEL_SECONDS = 10.0
 """Seconds to wait for cancelled processes to end."""
 _ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
@@ -45,16 +45,16 @@ _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^\s/\]]+)\]?:(\d+)/?")
 
 
 class RayCluster:
-    """A Ray cluster, joined while this is entered; one that is started for it ends with it.
+    """Context manager of a Ray cluster: join it, or start one that ends with the block.
 
-    What this process had joined before is used, and stays joined.
+    A cluster that this process joined before is used, and stays joined.
 
     Args:
         address: As ``ray.init`` takes it: "host:port", "ray://host:port", "auto", "local"; "" for RAY_ADDRESS, or a
             cluster that runs on this machine, or else one of this machine alone that is started.
 
     Raises:
-        PlanError: Ray is not installed, or the address is none.
+        PlanError: Ray is not installed, or the address is invalid.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -75,7 +75,7 @@ class RayCluster:
         if not ray.is_initialized():
             self._join()
         elif not self._is_joined_to():
-            problem = "is not the Ray cluster that this process has joined already"
+            problem = "is not the Ray cluster that this process already joined"
             raise PlanError(self._address, problem, "call ray.shutdown() first, or leave the address out")
         return self
 
@@ -95,7 +95,7 @@ class RayCluster:
         """Join the cluster.
 
         Raises:
-            PlanError: There is none at the address, or it cannot be joined.
+            PlanError: No cluster answers at the address, or it cannot be joined.
         """
         import ray
 
@@ -104,7 +104,7 @@ class RayCluster:
             address = os.environ.get("RAY_ADDRESS", "") or address
         if address in {"", "auto"}:
             found = _found_here(address)
-            # One that was killed leaves its address behind.
+            # A killed cluster leaves its address behind.
             if found and not _answers(found):
                 if address:
                     raise PlanError(address, f"the Ray cluster at {found} does not answer", "start it again")
@@ -146,16 +146,16 @@ class RayCluster:
     # ------------------------------------------------------------------------------------------------- working
 
     def run(self, work: Work, tasks: Iterator[Task]) -> Generator[Done, None, None]:
-        """Do tasks, as many at once as the cluster has room for; what came of them in the order in which they end.
+        """Run tasks, as many at once as the cluster has room for; yield results in the order of completion.
 
-        When it is closed, or raises, no task is running any more.
+        After the generator is closed or raises, no task is running.
 
         Raises:
-            CkptError: A task failed; or was lost with its process too often; or a node has not this release.
+            CkptError: A task failed, or was lost with its process too often; or a node has another release.
         """
         import ray
 
-        # Within a list it is not fetched for each task, but once by each process.
+        # In a list, each process fetches it once, instead of once per task.
         shared = [ray.put(_pickled(work))]
         given = (__version__, _home(), secrets.token_hex(8), shared)
         remote = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_function())
@@ -171,7 +171,7 @@ class RayCluster:
             _stop(list(running))
 
     def _room(self) -> int:
-        """Tasks that may be given away at once; grows when nodes join."""
+        """Number of tasks to submit at once; grows when nodes join."""
         import ray
 
         if time.monotonic() - self._looked > POLL_SECONDS:
@@ -188,7 +188,7 @@ class RayCluster:
 
 
 def _found_here(address: str) -> str:
-    """The address of the cluster that Ray would find by itself; "" if there is none."""
+    """Return the address of the cluster that Ray would find; "" if there is none."""
     try:
         from ray._private.services import canonicalize_bootstrap_address
 
@@ -198,9 +198,9 @@ def _found_here(address: str) -> str:
 
 
 def _hear_no_events(quiet: bool) -> bool:
-    """Whether Ray is to print nothing of nodes and processes that were lost, on stdout; returns whether it was before.
+    """Set whether Ray prints events of lost nodes and processes on stdout; return the previous setting.
 
-    Their tasks are retried: there is nothing to report, least of all among results on stdout.
+    Their tasks are retried, so that these events would only disturb the results on stdout.
     """
     try:
         worker: Any = importlib.import_module("ray._private.worker")
@@ -224,7 +224,7 @@ def _answers(address: str) -> bool:
 
 
 def _home() -> str:
-    """The node of this process; "" outside the cluster."""
+    """Return the node of this process; "" outside the cluster."""
     import ray
 
     return "" if ray.util.client.ray.is_connected() else str(ray.get_runtime_context().get_node_id())
@@ -236,7 +236,7 @@ def _pickled(thing: Work | Task) -> bytes:
     except CkptError:
         raise
     except Exception as error:
-        problem = f"cannot be handed to other processes ({type(error).__name__})"
+        problem = f"cannot be sent to other processes ({type(error).__name__})"
         raise PlanError("storage_options", problem, "leave out ray", ("ray",)) from error
 
 
@@ -254,9 +254,7 @@ def _outcome(ref: Any, task: Task) -> Done:
         raise  # a bug of ckpttool: with its traceback
     except ray.exceptions.RayError as error:
         problem = f"was not written: Ray gave up after {RETRIES} retries ({type(error).__name__})"
-        raise StorageError(
-            task.name, problem, "see Ray's logs; each task needs the memory of its own", ("memory",)
-        ) from error
+        raise StorageError(task.name, problem, "see Ray's logs; each task needs its own memory", ("memory",)) from error
     if isinstance(outcome, str):
         raise PlanError("ray", outcome, f"install ckpttool {__version__} on every node")
     if isinstance(outcome, CkptError):
@@ -266,16 +264,16 @@ def _outcome(ref: Any, task: Task) -> Done:
 
 
 def _stop(refs: Sequence[Any]) -> None:
-    """Cancel all tasks: the output that they write is about to be removed.
+    """Cancel all tasks, before their output is removed.
 
-    Their processes are killed: interrupted anywhere, in the middle of an import even, they would be used again.
+    Kill their processes: Ray would reuse a process that was interrupted anywhere, even during an import.
     """
     if not refs:
         return
     import ray
 
     for ref in refs:
-        with contextlib.suppress(Exception):  # it has ended, or its node has
+        with contextlib.suppress(Exception):  # the task or its node has ended
             ray.cancel(ref, force=True)
     with contextlib.suppress(Exception):
         ray.wait(list(refs), num_returns=len(refs), timeout=CANCEL_SECONDS, fetch_local=False)
@@ -285,7 +283,7 @@ def _stop(refs: Sequence[Any]) -> None:
 
 
 def _function() -> Callable[..., Any]:
-    """What Ray runs in its processes: sent there as code, so that it can tell where this package is missing."""
+    """Return the function that Ray runs; it is sent as code, so that it can report a node without this package."""
 
     def ckpttool_task(version: str, home: str, run: str, shared: list[Any], task: bytes) -> Any:
         import socket

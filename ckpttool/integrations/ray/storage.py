@@ -1,4 +1,4 @@
-"""The storage of a Ray Train run as a storage of ckpttool.
+"""Open the storage of a Ray Train run.
 
 Source: Ray 2.60, ray/train/v2/_internal/execution/storage.py (``StorageContext``) and what its ``RunConfig`` takes.
 """
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ckpttool.storage import WritableStorage
 
 OWN = {"use_listings_cache": False, "skip_instance_cache": True}
-"""Options of a file system that nobody else uses: its listings and settings are its own."""
+"""fsspec options for a private instance, without cached listings."""
 
 
 def storage_of(filesystem: Any) -> WritableStorage:
-    """The storage of a run's file system.
+    """Return the storage of a run's file system.
 
     Args:
         filesystem: ``pyarrow.fs.FileSystem``.
@@ -44,7 +44,7 @@ def storage_of(filesystem: Any) -> WritableStorage:
 
 
 def url_of(filesystem: Any, path: str) -> str:
-    """A path of a file system as a URL that ``storage_of`` the same understands; a plain path on local disk."""
+    """Return a path of a file system as a URL for its ``storage_of``; on local disk, the path itself."""
     if _is_local(filesystem):
         return path
     protocol = _as_fsspec(filesystem).protocol
@@ -58,7 +58,7 @@ def _is_local(filesystem: Any) -> bool:
 
 
 def _wrapped(filesystem: Any) -> Any:
-    """The fsspec file system inside one of pyarrow; None if there is none."""
+    """Return the fsspec file system that a pyarrow file system wraps; None if it wraps none."""
     if isinstance(filesystem, pyarrow.fs.PyFileSystem) and isinstance(filesystem.handler, pyarrow.fs.FSSpecHandler):
         return filesystem.handler.fs
     return None
@@ -74,11 +74,10 @@ def _is_s3(fs: Any) -> bool:
 
 
 def _as_fsspec(filesystem: Any) -> Any:
-    """The same storage through fsspec.
+    """Open the same storage through fsspec.
 
-    The run's file system is opened a second time: Ray goes on using the first, whose cached listings may be outdated by
-    other workers. S3 is opened through s3fs, with pyarrow's endpoint and keys: pyarrow's client has no retries, and
-    compares no etags while reading.
+    A second instance: Ray keeps using the first, whose cached listings other workers may have outdated. S3 is opened
+    through s3fs, with pyarrow's endpoint and keys: pyarrow's client has no retries, and compares no etags while reading.
     """
     wrapped = _wrapped(filesystem)
     if wrapped is not None:
@@ -91,7 +90,7 @@ def _as_fsspec(filesystem: Any) -> Any:
             problem = "is in S3, and s3fs is not installed"
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
 
-        # Its arguments as pyarrow pickles them; there is no other access to them.
+        # pyarrow exposes its arguments only in its pickle form.
         given = filesystem.__reduce__()[1][0]
         endpoint = given.get("endpoint_override") or None
         if endpoint and "://" not in endpoint:

@@ -31,9 +31,9 @@ Agree = Callable[[BaseException | None], None]
 def open_together(
     path: str, storage: Storage, look: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
 ) -> Checkpoint:
-    """The layout of a checkpoint, read by the first rank alone and broadcast, so that each file is opened once.
+    """Open a checkpoint on the first rank and broadcast its layout, so that each file is opened once.
 
-    Where it has a manifest, all reads are compared with its checksums.
+    If it has a manifest, all reads are compared with its checksums.
 
     Args:
         path: Its name in errors.
@@ -44,7 +44,7 @@ def open_together(
 
     Raises:
         RankError: A rank was not heard of in time.
-        CkptError: There is no sound checkpoint; the same on every rank.
+        CkptError: The checkpoint is missing or damaged; the same on every rank.
     """
     import torch.distributed as dist
 

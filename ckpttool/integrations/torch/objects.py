@@ -1,8 +1,7 @@
-"""Objects in files of ``torch.save``, built without running code from the file.
+"""Build the objects in files of ``torch.save`` without running code from the file.
 
-The file's structure is read by ckpttool's own reader. Plain data stays as it is, tensors are filled with their bytes,
-and objects are built only of the classes named here, by the code here. Any other class is refused by its name, unless
-the caller allows it.
+ckpttool's own unpickler reads the structure. Plain data stays unchanged, tensors get their bytes, and this module
+builds objects of the classes listed here. It refuses any other class by name, unless the caller allows it.
 
 Source: torch 2.13, torch/_utils.py and torch/_tensor.py (the rebuilders); numpy 2, numpy/_core/src/multiarray
 (``array_setstate``); CPython, Lib/copyreg.py.
@@ -39,7 +38,7 @@ STATED = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
-"""Classes whose objects are nothing but their attributes: made without a call, and given them."""
+"""Classes whose objects are built from their attributes, without a call."""
 CALLED = {
     "datetime.date",
     "datetime.datetime",
@@ -55,9 +54,9 @@ CALLED = {
     "pathlib._local.PurePosixPath",
     "torch.device",
 }
-"""Classes whose objects are made of plain data by a call that does nothing else."""
+"""Classes whose constructors take plain data and have no side effects."""
 FACTORIES = {"dict", "float", "int", "list", "set", "str", "tuple"}
-"""What a ``defaultdict`` may fill itself with."""
+"""Permitted factories of a ``defaultdict``."""
 FUNCTIONS = ("torch.optim.", "deepspeed.runtime.lr_schedules.")
 """Modules whose functions a scheduler's state may name; they are not called here."""
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -68,15 +67,15 @@ class UnknownClassError(Exception):
 
 
 def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
-    """The root object of a file of ``torch.save``; its tensors are in host memory.
+    """Return the root object of a file of ``torch.save``, with tensors in host memory.
 
     Args:
         file: The file.
         allow: Classes, as "module.Class", whose objects are made as the file says: their code is run.
 
     Raises:
-        PlanError: It holds an object of a class that is not known and not allowed.
-        ContainerError: It is damaged, or an allowed class cannot be imported or made.
+        PlanError: The file holds an object of a class that is neither known nor allowed.
+        ContainerError: The file is damaged, or an allowed class cannot be imported or built.
         StorageError: It cannot be read.
     """
     read = read_torch_file(_Ranges(file))
@@ -112,7 +111,7 @@ def unknown_classes(root: object, allow: Collection[str] = ()) -> list[str]:
 
 
 def _current_name(module: str, name: str) -> tuple[str, str]:
-    """Module and name of a class in this Python, of the ones that its pickle has.
+    """Return the current module and name of a class, from those in its pickle.
 
     Source: CPython, Lib/_compat_pickle.py, which ``pickle`` uses for protocols below 3.
     """
@@ -128,12 +127,12 @@ def _current_name(module: str, name: str) -> tuple[str, str]:
 
 
 def _class_name(value: Opaque) -> str:
-    """What a class is called in this Python, as "module.Class"."""
+    """Return the current name of a class, as "module.Class"."""
     return ".".join(_current_name(value.module, value.name))
 
 
 class _Ranges:
-    """A file of ranges as a storage's reader."""
+    """Adapt a ``RangeFile`` to the ``Reader`` protocol."""
 
     def __init__(self, file: RangeFile) -> None:
         self._file = file
@@ -159,7 +158,7 @@ class _Ranges:
 
 
 class _Builder:
-    """Builds the values of one file, each shared one once.
+    """Build the values of one file; build shared values once.
 
     Args:
         read: The file's structure; None to try whether everything is known: tensors, and objects of the classes that
@@ -292,7 +291,7 @@ class _Builder:
         raise UnknownClassError(name)
 
     def _builders(self, value: Opaque) -> Iterator[tuple[str, Callable[[Opaque], Any]]]:
-        """What builds objects of a class, and how the pickle must have made them for it."""
+        """Yield the builders of a class, each with the pickle operation that it accepts."""
         name = _class_name(value)
         module, _, short = name.rpartition(".")
         if name in STATED:
@@ -318,7 +317,7 @@ class _Builder:
             yield "global", self._named
 
     def _named(self, value: Opaque) -> Any:
-        """What a module calls so, and only if it is that module's own."""
+        """Return a module's own object of this name."""
         module, _ = _current_name(value.module, value.name)
         found = _imported(value)
         home = getattr(found, "__module__", None) or type(found).__module__
@@ -413,7 +412,7 @@ class _Builder:
         return made.newbyteorder(">") if order == ">" else made
 
     def _array(self, value: Opaque) -> Any:
-        """An array, from what is in its state: (version, shape, dtype, Fortran order, bytes or a list of objects)."""
+        """Build an array from its state: (version, shape, dtype, Fortran order, bytes or a list of objects)."""
         import numpy as np
 
         state = value.state
@@ -458,7 +457,7 @@ class _Builder:
 
 
 def _imported(value: Opaque) -> Any:
-    """What the module of a class has under its name."""
+    """Import the object that a pickle names."""
     module, name = _current_name(value.module, value.name)
     found: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -467,7 +466,7 @@ def _imported(value: Opaque) -> Any:
 
 
 def _set_state(made: Any, state: Any) -> None:
-    """Give an object the state that it was saved with."""
+    """Set the saved state of an object."""
     own = getattr(made, "__setstate__", None)
     if own is not None:
         own(state)

@@ -1,4 +1,4 @@
-"""What ``torch.save`` would write, without writing it: the structure as a pickle, and where the tensors' bytes lie.
+"""Pickle a value as ``torch.save`` does, without copying the bytes of its tensors.
 
 Source: torch 2.13, torch/serialization.py (``_save``: what a persistent id holds) and torch/_tensor.py
 (``Tensor.__reduce_ex__``).
@@ -23,10 +23,10 @@ GAP_BYTES = 4096
 
 
 class StorageBytes:
-    """A run of bytes of a storage, wherever it lies.
+    """A run of bytes of a torch storage, on any device.
 
     Args:
-        storage: ``torch.UntypedStorage``; lives as long.
+        storage: ``torch.UntypedStorage``; kept alive.
         start: First byte.
         end: One past the last.
     """
@@ -37,7 +37,7 @@ class StorageBytes:
         self.nbytes = end - start
         self.on_host = storage.device.type == "cpu"
 
-        """Whether it is the host's memory."""
+        """Whether it lies in host memory."""
 
     @property
     def tensor(self) -> Any:
@@ -52,19 +52,19 @@ class StorageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a file is to hold."""
+    """The content of a file of ``torch.save``."""
 
     structure: bytes
     """``data.pkl``."""
     storages: dict[str, StorageBytes]
-    """By the key that the structure has for it."""
+    """Bytes of each storage, by its key in the structure."""
 
 
 def describe(value: Any) -> Pickled:
-    """The structure of a value, and where its tensors' bytes lie; nothing is copied.
+    """Return the structure of a value and the storages of its tensors; nothing is copied.
 
-    Tensors that share memory go on sharing it, as with ``torch.save``. Of a storage of which less than half is used, as
-    where a few views of a large buffer are saved, only what is used is written.
+    Tensors that share memory keep sharing it, as with ``torch.save``. If tensors use less than half of a storage (a few
+    views of a large buffer, say), only the used bytes are written.
 
     Raises:
         pickle.PicklingError: Something in it cannot be pickled; so do AttributeError and TypeError.
@@ -85,7 +85,7 @@ def _pickle(value: Any, storages: _Whole) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The elements [start, end) of a storage, which become a storage of their own."""
+    """The elements [start, end) of a storage, written as a storage of their own."""
 
     storage: Any
     dtype: Any
@@ -157,11 +157,11 @@ class _Whole:
 
     def __init__(self) -> None:
         self.storages: dict[str, StorageBytes] = {}
-        """What is to be written, by key; no other storage can get the identity of one that is here."""
+        """Storages to write, by key; keeping them alive keeps their ids unique."""
         self.used: dict[int, list[tuple[int, int, Any]]] = {}
         """By storage: (first byte, one past the last, storage) of each tensor."""
         self.themselves: set[int] = set()
-        """Storages that are saved as such, not for a tensor."""
+        """Storages saved as objects of their own, not for a tensor."""
         self._keys: dict[tuple[int, int, int], str] = {}
 
     def run(self, storage: Any, dtype: Any, start: int, end: int) -> _Run:
@@ -199,7 +199,7 @@ class _Parts(_Whole):
         for first, last in self._runs.get(storage._cdata, ()):
             if first <= start * width and end * width <= last and first % width == 0 and last % width == 0:
                 return _Run(storage, dtype, first // width, last // width)
-        return _Run(storage, dtype, start, end)  # it is used as another type, too, at places that do not fit this one
+        return _Run(storage, dtype, start, end)  # another dtype uses it too, at unaligned offsets
 
 
 def _is_mostly_used(used: list[tuple[int, int, Any]]) -> bool:

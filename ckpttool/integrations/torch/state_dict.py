@@ -1,4 +1,4 @@
-"""Weights straight out of any checkpoint, as a mapping of torch tensors that are read when they are asked for."""
+"""Weights of any checkpoint as a lazy mapping of torch tensors, each read on access."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class Incompatible(NamedTuple):
-    """Names that are on one side only, as torch's own ``load_state_dict`` tells them."""
+    """Names on one side only, as torch's ``load_state_dict`` returns them."""
 
     missing_keys: list[str]
-    """Of the module."""
+    """Names that only the module has."""
     unexpected_keys: list[str]
-    """Of the checkpoint."""
+    """Names that only the checkpoint has."""
 
 
 def load_state_dict(  # noqa: PLR0913  public API
@@ -77,15 +77,15 @@ def load_state_dict(  # noqa: PLR0913  public API
 
 
 class LazyStateDict(Mapping[str, "torch.Tensor"]):
-    """Tensors by name, each read whenever it is asked for. Tied names give one tensor, as long as anybody holds it.
+    """Tensors by name, each read on every access. Tied names return one tensor while it is referenced.
 
     Args:
-        checkpoint: Where they lie.
+        checkpoint: The source.
         dtype: Type of the parameters, safetensors' spelling.
         device: Where the tensors go; None for host memory.
         include: Globs on full names; empty means all.
         exclude: Globs on full names.
-        check: Which recorded CRC-32 to compare with what is read.
+        check: The recorded CRC-32 to compare with the bytes read.
 
     Raises:
         PlanError: Nothing matches, or a parameter cannot be cast.
@@ -139,11 +139,11 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         return {name: weight.state.shape for name, weight in self._weights.items()}
 
     def checks(self) -> ReadReport | None:
-        """What was compared with recorded checksums so far; None if there is to be no check."""
+        """Report of the checksums compared so far; None without checks."""
         return None if self._checks is None else self._checks.report
 
     def load_into(self, module: torch.nn.Module, *, strict: bool = True) -> Incompatible:
-        """Copy into a module, one tensor after another; nothing is touched before all names and shapes were compared.
+        """Copy into a module, one tensor after another, after comparing all names and shapes.
 
         Args:
             module: Any module that holds whole parameters.
@@ -183,7 +183,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         done: set[tuple[int, tuple[int, ...]]] = set()
         for name in names:
             place = targets[name].data_ptr(), tuple(targets[name].shape)
-            if place not in done:  # or it is tied
+            if place not in done:  # a tied tensor is copied once
                 targets[name].copy_(self[name])
             done.add(place)
         return found

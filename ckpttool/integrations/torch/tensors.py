@@ -1,4 +1,4 @@
-"""Values as torch has them."""
+"""Convert numpy arrays to torch tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_torch(values: NDArray[Any]) -> Any:
-    """The same values as a ``torch.Tensor``.
+    """Return the values as a ``torch.Tensor``.
 
     Raises:
         ModuleNotFoundError: torch is not installed.
