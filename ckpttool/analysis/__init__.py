@@ -1,1 +1,1 @@
-"""What a checkpoint holds: verified, compared, digested, extracted, described."""
+"""Commands that read checkpoints: verify, diff, digest, extract, stats."""

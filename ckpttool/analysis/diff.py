@@ -1,4 +1,4 @@
-"""Two checkpoints, of any formats and topologies, held against each other tensor by tensor."""
+"""Compare two checkpoints of any formats and topologies, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one tensor differs, or that it does not."""
+    """Comparison of one tensor."""
 
     name: str
     """Parameter or buffer."""
@@ -50,16 +50,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What comparing two checkpoints found."""
+    """Result of comparing two checkpoints."""
 
     a: str
     """The first."""
     b: str
     """The second."""
     tensors: tuple[Difference, ...]
-    """Every tensor of either, in the order of a, then what only b has."""
+    """All tensors, in the order of a; tensors only in b follow."""
     notes: tuple[str, ...]
-    """What was not compared, and why."""
+    """State that was not compared, and why."""
 
     @property
     def different(self) -> tuple[Difference, ...]:
@@ -83,7 +83,7 @@ def compare(
     jobs: int | None,
     advance: Advance,
 ) -> DiffReport:
-    """Compare values in double precision, a piece at a time.
+    """Compare values in double precision, chunk by chunk.
 
     Element x of a equals element y of b if |x - y| <= atol + rtol |y|, or if both are NaN.
 
@@ -134,7 +134,7 @@ def compare(
 def _partner(
     key: tuple[str, str], a: Checkpoint, b: Checkpoint, theirs: Mapping[tuple[str, str], State]
 ) -> tuple[str, str] | None:
-    """What b calls a tensor of a: a tied one may be stored under either of its names."""
+    """Return b's name of a tensor of a: a tied tensor may be stored under either of its names."""
     name, state = key
     others = (alias for alias, stored in a.aliases.items() if stored == name)
     return next((k for n in (name, b.aliases.get(name, name), *others) if (k := (n, state)) in theirs), None)
@@ -165,7 +165,7 @@ def _one(
 
 
 def _compared(x: NDArray[Any], y: NDArray[Any], rtol: float, atol: float) -> tuple[int, float, float]:
-    """(elements beyond the tolerance, largest absolute difference, largest relative one) of two pieces."""
+    """Return (elements beyond the tolerance, largest absolute, largest relative difference) of two chunks."""
     exact = x.dtype.kind in "iub" and y.dtype.kind in "iub"
     if exact and not rtol and not atol and not (x != y).any():
         return 0, 0.0, 0.0
@@ -176,7 +176,7 @@ def _compared(x: NDArray[Any], y: NDArray[Any], rtol: float, atol: float) -> tup
         size = np.abs(q)
         same = (p == q) | (np.isnan(p) & np.isnan(q))
         distance = np.where(same, 0.0, np.where(np.isnan(distance), math.inf, distance))
-        # Nothing but infinity itself is near infinity.
+        # Only infinity equals infinity, whatever the tolerance.
         beyond = ~same & ~(np.isfinite(distance) & (distance <= atol + rtol * size))
         if exact:
             beyond |= (x != y) & (distance == 0)  # integers beyond the range of a double

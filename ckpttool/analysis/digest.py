@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 class Digest:
     """Digests of a checkpoint, as "sha256:" and 64 hexadecimal digits.
 
-    Values narrower than fp32 are widened first, which is exact: weights that are equal as numbers (zeros of different
-    sign apart) have one digest, whatever type keeps them.
+    Values narrower than fp32 are widened first, which is exact: weights of equal value (except zeros of different sign)
+    have one digest, whatever their dtype.
     """
 
     weights: str
-    """Of all parameters and buffers, with their names and shapes."""
+    """Digest of all parameters and buffers, with their names and shapes."""
     optimizer: str | None
-    """Of all tensors of the optimizer, with their names and shapes; None where there are none."""
+    """Digest of all optimizer states, with their names and shapes; None if there are none."""
 
 
 def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Digest:
@@ -45,7 +45,7 @@ def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Dig
     Args:
         checkpoint: The checkpoint.
         jobs: Threads; None for one for each core, up to four.
-        advance: Told of bytes read.
+        advance: Called with the number of bytes read since the last call.
 
     Raises:
         StorageError: Reading failed, or a file changed meanwhile.
@@ -67,14 +67,14 @@ def digest_of(
     dtypes: Mapping[str, str] | None = None,
     advance: Advance = lambda _: None,
 ) -> str:
-    """The digest of some tensors.
+    """Return the digest of some tensors.
 
     Args:
-        checkpoint: Where they are.
-        tensors: The tensors; their order does not matter.
+        checkpoint: The checkpoint.
+        tensors: The tensors, in any order.
         jobs: Threads.
-        dtypes: Types to cast tensors to first, by name, to compute the digest of an output in those types.
-        advance: Told of bytes read.
+        dtypes: Dtypes to cast tensors to first, by name, to compute the digest of an output in those dtypes.
+        advance: Called with the number of bytes read since the last call.
     """
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
@@ -87,7 +87,7 @@ def digest_of(
 
 
 def _one(sources: Sources, content: Content, dtype: str | None, advance: Advance) -> bytes:
-    """The digest of one tensor: of its role, name, kind and shape, then its values in C order."""
+    """Return the digest of one tensor: of its role, name, kind and shape, then its values in C order."""
     state = content.state
     written = dtype or state.dtype
     kind = "F32" if written in {"F32", "F16", "BF16"} else written

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
-    """Read a tensor or a part of it; other bytes are not read.
+    """Read a tensor or a part of it, and no other bytes.
 
     Args:
-        checkpoint: Where it lies.
+        checkpoint: The checkpoint.
         state: The tensor.
         part: Integers and slices of step 1, one for each dimension from the first on; None for all.
-        checks: Compares what is read with recorded checksums; None to read without.
+        checks: Compares the bytes read with recorded checksums; None to read without.
 
     Raises:
         ChecksumError: The bytes read differ from those saved.
@@ -86,15 +86,15 @@ def _ranges(shape: tuple[int, ...], part: Any) -> tuple[list[tuple[int, int]], s
 
 
 def encode(values: NDArray[Any], name: str, out: str) -> list[bytes | memoryview]:
-    """The parts of a file that holds one tensor, of the kind that the file's name tells.
+    """Encode one tensor as a file, in the format of the file's suffix; return the file's content in pieces.
 
     Args:
         values: The tensor.
-        name: Its name, which safetensors files tell.
+        name: Its name, for safetensors files.
         out: Name of the file: ``.safetensors``, ``.npy``, ``.pt`` or ``.bin``.
 
     Raises:
-        PlanError: The name tells no kind, or one that cannot hold the tensor's type.
+        PlanError: The suffix is unknown, or the format cannot hold the tensor's dtype.
     """
     dtype = next(d for d in DTYPES.values() if numpy_dtype(d.name) == values.dtype)
     # In one dimension: a view of a scalar in another type is not possible.
@@ -106,7 +106,7 @@ def encode(values: NDArray[Any], name: str, out: str) -> list[bytes | memoryview
     if suffix == ".npy":
         if values.dtype.kind not in "biufc":
             hint = "choose .safetensors or .pt"
-            raise PlanError(out, f"cannot hold {SHORT_NAMES.get(dtype.name, dtype.name)}, which numpy has not", hint)
+            raise PlanError(out, f"cannot hold {SHORT_NAMES.get(dtype.name, dtype.name)}, which numpy lacks", hint)
         head = io.BytesIO()
         np.lib.format.write_array_header_1_0(
             head, {"descr": values.dtype.str, "fortran_order": False, "shape": values.shape}
@@ -127,4 +127,4 @@ def encode(values: NDArray[Any], name: str, out: str) -> list[bytes | memoryview
             side, at = (before, offset) if offset < where.start else (behind, offset - where.end)
             side[at : at + len(literal)] = literal
         return [bytes(before), data, bytes(behind)]
-    raise PlanError(out, "is of no known kind", "name it .safetensors, .npy or .pt")
+    raise PlanError(out, "has an unknown suffix", "choose .safetensors, .npy or .pt")

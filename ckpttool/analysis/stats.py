@@ -1,4 +1,4 @@
-"""What the values of a checkpoint are like: extremes, mean, norm, and how many are no numbers."""
+"""Compute statistics of the values of a checkpoint: extremes, mean, norm, counts of NaN and infinity."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TensorStats:
 def statistics(
     checkpoint: Checkpoint, tensors: Sequence[Content], *, jobs: int | None, advance: Advance
 ) -> Iterator[TensorStats]:
-    """Statistics of some tensors, in their order, each read once in small pieces.
+    """Yield statistics of some tensors, in order; read each once, chunk by chunk.
 
     Raises:
         ChecksumError: The bytes read differ from those saved.

@@ -1,4 +1,4 @@
-"""``verify``: every finding about the files, checksums and values of a checkpoint."""
+"""``verify``: check the files, checksums and values of a checkpoint, and list all defects."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def verify_checkpoint(
     trust_names: bool = False,
     key: bytes | None = None,
 ) -> VerifyReport:
-    """Check that every rank's file is there, whole and in agreement with the others.
+    """Check that every rank's file exists, is complete and agrees with the others.
 
     Args:
         src: As for ``open_checkpoint``.
@@ -157,15 +157,15 @@ def _compare(
     progress: Progress | None,
 ) -> tuple[int, int]:
     """Compare values and checksums; adds errors, and returns (checksums compared, records without one)."""
-    proofs = full_checks(checkpoint) if deep else sample_checks(checkpoint)
-    meter = Meter(_bytes_to_read(checkpoint, proofs, deep=deep), progress)
+    checks = full_checks(checkpoint) if deep else sample_checks(checkpoint)
+    meter = Meter(_bytes_to_read(checkpoint, checks, deep=deep), progress)
     checked = unrecorded = 0
     if deep:
         workers = jobs or default_jobs(remote=checkpoint.storage.remote)
         found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
         errors += found
     try:
-        errors += failed_checks(proofs, advance=meter)
+        errors += failed_checks(checks, advance=meter)
     except CkptError as error:
         errors.append(error)
     return checked, unrecorded
@@ -177,11 +177,11 @@ def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})
 
 
-def _bytes_to_read(checkpoint: Checkpoint, proofs: ConsistencyChecks, *, deep: bool) -> int:
+def _bytes_to_read(checkpoint: Checkpoint, checks: ConsistencyChecks, *, deep: bool) -> int:
     """Bytes to read; those read twice count twice."""
     if not deep:
-        return proofs.nbytes
-    return checkpoint.nbytes + proofs.nbytes + sum(s.nbytes for _, _, s in checkpoint.states() if _floating(s))
+        return checks.nbytes
+    return checkpoint.nbytes + checks.nbytes + sum(s.nbytes for _, _, s in checkpoint.states() if _floating(s))
 
 
 def _floating(state: State) -> bool:

@@ -1,4 +1,4 @@
-"""Copy plans: the bytes of each file to write, and the comparisons to make before the first is written."""
+"""Copy plans: the source of every byte of each target file, and the consistency checks before the first write."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class SourceFile:
     """A source file, with its size and version at the time of planning."""
 
     path: str
-    """Where it is."""
+    """Path or URL."""
     nbytes: int
-    """Its size."""
+    """Its size in bytes."""
     version: str
-    """Differs when the file was written anew; see ``storage.Entry``."""
+    """ETag or modification time: changes when the file is rewritten; see ``storage.Entry``."""
     storage: Storage = field(default=LOCAL, repr=False, compare=False)
-    """Where it lies."""
+    """Its storage."""
     records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
     """Ranges of its bytes with the CRC-32 that the save recorded."""
 
@@ -119,7 +119,7 @@ class TargetFile:
     copies: NDArray[np.void]
     """Rows of COPY."""
     gathers: tuple[Gather, ...] = ()
-    """Tensors that copies cannot make."""
+    """Tensors that need assembly in memory."""
     zeros: tuple[tuple[int, int], ...] = ()
     """(offset, number of bytes) of padding, which stays zero."""
     mode: int = 0o666
@@ -141,7 +141,7 @@ class CopyPlan:
     files: tuple[TargetFile, ...]
     """Files to write; those that make the others look complete (an index) are last."""
     consistency: ConsistencyChecks | None = None
-    """Comparisons to make before the first byte is written."""
+    """Consistency checks to make before the first write."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():
@@ -195,7 +195,7 @@ class CopyPlan:
 
 
 def ranges_read(plan: CopyPlan, file: TargetFile) -> Iterator[tuple[int, int, int]]:
-    """(source, first byte, byte after the last) of every range that a file is made of; ranges may overlap."""
+    """Yield the source ranges of a file as (source, first byte, byte after the last); ranges may overlap."""
     widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
     ends = file.copies["start"] + file.copies["numel"] * widths[file.copies["cast"]]
     yield from zip(file.copies["source"].tolist(), file.copies["start"].tolist(), ends.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""From states to copies: rows of COPY between the files of a checkpoint and the files of a target."""
+"""Build copy rows (COPY) from states of a checkpoint to target files."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class CopyBuilder:
 
     @property
     def casts(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of types used so far."""
+        """(source dtype, target dtype) pairs used so far."""
         return tuple(self._casts)
 
     def copies(self, pieces: Iterable[Placement]) -> tuple[NDArray[np.void], tuple[Gather, ...]]:
-        """The copies of one target file, and what no copy can do."""
+        """Return the copy rows of one target file, and the gathers for states that rows cannot express."""
         tables = []
         gathers = []
         for piece in pieces:

@@ -1,1 +1,1 @@
-"""Targets: a Checkpoint -> a CopyPlan. One module for each thing that can be written."""
+"""Planners: Checkpoint -> CopyPlan, one module per target format."""

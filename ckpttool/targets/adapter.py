@@ -1,4 +1,4 @@
-"""Which tensors a PEFT adapter is made of, and what the adapter's file calls them.
+"""Select the tensors of a PEFT adapter and name them as in the adapter's file.
 
 Source: peft 0.19, utils/save_and_load.py (``get_peft_model_state_dict``) and tuners' ``prefix`` attributes.
 """
@@ -27,17 +27,17 @@ TUNERS = (
     "randlora_",
     "road_",
 )
-"""What the names of the adapters' parts of a layer begin with; the adapter's own name follows."""
+"""Name prefixes of an adapter's tensors in a layer; the adapter's name follows."""
 SAVED = "modules_to_save"
-"""A layer that is trained whole and saved with the adapter; the adapter's name follows."""
+"""Name of a layer trained whole and saved with the adapter; the adapter's name follows."""
 STEM = "adapter_model"
-"""Name of the file, without its ending."""
+"""File name, without its suffix."""
 CONFIG = "adapter_config.json"
-"""What PEFT needs beside it."""
+"""The sidecar file that PEFT needs."""
 
 
 def select_adapter(checkpoint: Checkpoint, *, source: str, dtype: str) -> WeightSelection:
-    """The adapter's tensors, under the names of its file.
+    """Select the adapter's tensors, under the names of its file.
 
     Args:
         checkpoint: The source.
@@ -65,7 +65,7 @@ def select_adapter(checkpoint: Checkpoint, *, source: str, dtype: str) -> Weight
 
 
 def adapter_name(name: str) -> tuple[str, str] | None:
-    """(the adapter, the tensor's name in its file) of a parameter; None if it belongs to none."""
+    """Return (adapter, tensor name in its file) of a parameter; None if it belongs to no adapter."""
     parts = name.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.startswith(TUNERS):

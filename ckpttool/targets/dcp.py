@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ckpttool.plan import ConsistencyChecks
 
 MAX_FILE_BYTES = 5_000_000_000
-"""A file is not made larger, unless by a single tensor."""
+"""Maximum file size, unless a single tensor is larger."""
 ALIGNMENT = 64
-"""Archives begin at multiples of this, so that tensors do."""
+"""Alignment of archives in a file, in bytes, so that tensors are aligned too."""
 
 _ARCHIVE = "archive"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -52,18 +52,18 @@ _ADAM_OPTIONS = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""What torch's AdamW keeps of a group and DeepSpeed's Adam does not; without them ``dcp.load`` finds keys missing."""
+"""Group keys of torch's AdamW that DeepSpeed's Adam lacks; without them ``dcp.load`` reports missing keys."""
 
 Path = tuple[str | int, ...]
-"""Where a value is in the nested state dict."""
+"""Keys of a value in the nested state dict."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TensorEntry:
-    """One thing to write: an archive of its own."""
+    """One entry of the checkpoint, written as an archive of its own."""
 
     path: Path
-    """Where it is in the state dict."""
+    """Keys of the entry in the state dict."""
     file: TargetFile
     """The archive."""
     dtype: str | None
@@ -73,7 +73,7 @@ class _TensorEntry:
 
     @property
     def fqn(self) -> str:
-        """Its name when flattened."""
+        """Name of the entry in the flattened state dict."""
         return ".".join(map(str, self.path))
 
 
@@ -86,12 +86,12 @@ def plan_dcp(
     a tensor, as torch's optimizers have it.
 
     Args:
-        checkpoint: What to convert.
-        max_file_bytes: When to begin another file.
-        consistency: Comparisons to make before the first byte is written.
+        checkpoint: The source.
+        max_file_bytes: Maximum file size in bytes, unless a single tensor is larger.
+        consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: It holds nothing, or two things of one name.
+        PlanError: The checkpoint holds no tensors, or two entries of one name.
     """
     builder = CopyBuilder(checkpoint)
     entries: list[_TensorEntry] = []
@@ -101,7 +101,7 @@ def plan_dcp(
     size = 0
     for entry in _entries(checkpoint, builder):
         if entry.fqn in where:
-            problem = f"has two things that would both be {entry.fqn:.200}"
+            problem = f"has two entries of the name {entry.fqn:.200}"
             raise PlanError(checkpoint.location, problem, "convert it to zero or to universal")
         if shard and size + entry.file.nbytes > max_file_bytes:
             files.append(_shard(len(files), shard))
@@ -116,7 +116,7 @@ def plan_dcp(
     files.append(_shard(len(files), shard))
     weights = {entry.path[1]: entry for entry in entries if entry.path[0] == "model"}
     for alias, stored in checkpoint.aliases.items():
-        # torch writes a tied tensor once for each name; here both names lead to the same bytes.
+        # torch writes a tied tensor once for each name; here both names refer to the same bytes.
         if stored in weights and f"model.{alias}" not in where:
             tied = replace(weights[stored], path=("model", alias))
             where[tied.fqn] = where[weights[stored].fqn]
@@ -170,7 +170,7 @@ def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Tens
 def _number(
     builder: CopyBuilder, path: Path, value: float | int | bool, dtype: str, shape: tuple[int, ...] = ()
 ) -> _TensorEntry:
-    """A tensor of one number."""
+    """Return the entry of a scalar tensor."""
     file = TorchFileBuilder(_ARCHIVE, builder)
     return _TensorEntry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype, shape)), dtype, shape)
 
@@ -184,12 +184,12 @@ def _object(builder: CopyBuilder, path: Path, value: Any) -> _TensorEntry:
 
 
 def _shard_name(number: int) -> str:
-    """What torch calls the files of rank 0."""
+    """Return torch's file name of rank 0."""
     return f"__0_{number}.distcp"
 
 
 def _shard(number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
-    """Files one behind the other in one."""
+    """Concatenate archives into one file."""
     literals: list[tuple[int, bytes]] = []
     zeros: list[tuple[int, int]] = []
     copies = [np.zeros(0, dtype=COPY)]
@@ -212,7 +212,7 @@ def _shard(number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
 
 
 def _metadata(entries: Iterable[_TensorEntry], where: dict[str, tuple[str, int, int]]) -> Opaque:
-    """A ``Metadata``, as pickle would write it."""
+    """Return a pickled ``Metadata`` object."""
     described: dict[str, Opaque] = {}
     paths: dict[str, Path] = {}
     stored: dict[Opaque, Opaque] = {}
@@ -249,14 +249,14 @@ def _metadata(entries: Iterable[_TensorEntry], where: dict[str, tuple[str, int, 
 
 
 def _made(module: str, name: str, **attributes: Any) -> Opaque:
-    """An instance of a dataclass."""
+    """Return an instance of a dataclass."""
     value = Opaque(module, name, "new")
     value.stated, value.state = bool(attributes), attributes
     return value
 
 
 def _properties(dtype: str) -> Opaque:
-    """``TensorProperties``, which describes itself to pickle as a tuple."""
+    """Return ``TensorProperties``, which pickles itself as a tuple."""
     layout = Opaque("torch.serialization", "_get_layout", "call", ("torch.strided",))
     memory_format = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", "call", (0,))
     value = Opaque(_METADATA, "TensorProperties", "new")

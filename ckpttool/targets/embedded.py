@@ -1,4 +1,4 @@
-"""Tensors inside plain data (client state, scheduler): their storages are copied into the new file, or left out."""
+"""Copy or remove the tensors inside plain data (client state, scheduler)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether there are tensors inside a value."""
+    """Whether a value contains tensors."""
     return any(isinstance(v, TensorRef) for v in walk(value))
 
 
 def lacks_tensors(checkpoint: Checkpoint, value: object) -> bool:
-    """Whether there are tensors inside a value whose bytes the reader has not located."""
+    """Whether a value contains tensors whose bytes the reader has not located."""
     return any(isinstance(v, TensorRef) and v.storage.key not in checkpoint.embedded for v in walk(value))
 
 

@@ -1,4 +1,4 @@
-"""The index that tells which of several files holds a tensor."""
+"""Plan the index of sharded weights: the file of each tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def index_file(
     *,
     aliases: bool = False,
 ) -> TargetFile:
-    """The JSON index of sharded weights.
+    """Return the JSON index of sharded weights.
 
     Source: huggingface_hub, serialization/_base.py (``StateDictSplit``) and transformers, utils/hub.py.
 
@@ -31,8 +31,8 @@ def index_file(
         name: Its file name.
         names: Names of the shards.
         shards: Their tensors.
-        selection: All that is written.
-        aliases: Whether tied names are in the files as well.
+        selection: The tensors to write.
+        aliases: Whether the files hold tied names too.
     """
     where = {w.name: file for file, shard in zip(names, shards, strict=True) for w in shard}
     if aliases:

@@ -1,4 +1,4 @@
-"""Whole tensors one behind another, in a file that is not to be written but read from: a slice of it for each rank."""
+"""Plan a virtual file of whole, replicated tensors: each rank reads a slice of it."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Packed:
     """One tensor in the file."""
 
     name: str
-    """As it was asked for."""
+    """Key of the tensor in the argument of ``plan_packed``."""
     dtype: str
     """safetensors' spelling."""
     start: int
     """First byte; a multiple of ALIGNMENT."""
     nbytes: int
-    """Bytes, without the padding behind them."""
+    """Size in bytes, without padding."""
 
 
 def plan_packed(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[Packed]]:
-    """Plan a file of whole tensors, each in its own type.
+    """Plan a file of whole tensors, each in its own dtype.
 
     Returns:
-        A plan of one file, and where each tensor lies in it.
+        A plan of one file, and the offset of each tensor in it.
     """
     packed, pieces, zeros, at = [], [], [], 0
     for name, state in tensors.items():

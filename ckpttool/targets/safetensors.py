@@ -32,8 +32,8 @@ def plan_safetensors(
 ) -> CopyPlan:
     """Plan ``model.safetensors``, or shards and ``model.safetensors.index.json``.
 
-    A tied tensor is stored once, under the name that owns it, as ``save_pretrained`` does; the header's metadata tells
-    the other names, as ``safetensors.torch.save_model`` does.
+    A tied tensor is stored once, under its owner's name, as ``save_pretrained`` does; the header's metadata lists the
+    other names, as ``safetensors.torch.save_model`` does.
 
     Source: transformers 5, modeling_utils.py (``save_pretrained``); huggingface_hub, serialization/_base.py.
 

@@ -1,4 +1,4 @@
-"""SidecarFile files of the model -> files of a plan."""
+"""Plan the sidecar files of a checkpoint: configuration, tokenizer and the like."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-"""What ``config.json`` calls the type of the weights: transformers 5, and before."""
+"""Keys of the weights' dtype in ``config.json``: transformers 5, and earlier releases."""
 
 
 def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[SidecarFile], list[str]]:
-    """What lies beside a checkpoint and goes along to so many ranks, and a sentence on each kind that does not.
+    """Return the sidecar files to copy to the target, and a note on each kind that is left out.
 
     Args:
-        checkpoint: What is converted.
-        ranks: Of the target; None where it is for any number.
+        checkpoint: The source.
+        ranks: Number of ranks of the target; None for a target of any number.
     """
     storage, root = checkpoint.storage, checkpoint.root
     everything = find_sidecars(storage, root, (*RESUME_FILES, *RANDOM, *POSITION))
@@ -68,9 +68,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 def with_sidecars(plan: CopyPlan, sidecars: Sequence[SidecarFile], dtype: str | None) -> CopyPlan:
-    """Add sidecar files to a plan, before the files that make it look whole.
+    """Add sidecar files to a plan, before the files that make the output look complete.
 
-    ``config.json`` gets the type that the weights are written in, where it names one; with None it stays as it is.
+    If ``config.json`` names a dtype, it is set to ``dtype``; None copies the file unchanged.
     """
     sources = (
         *plan.sources,
@@ -91,7 +91,7 @@ def with_sidecars(plan: CopyPlan, sidecars: Sequence[SidecarFile], dtype: str | 
 
 
 def _edit_config(text: str, dtype: str) -> bytes | None:
-    """``config.json`` with the type of the weights; None if it is to be copied as it is."""
+    """Return ``config.json`` with the dtype of the weights; None if the file needs no change."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):

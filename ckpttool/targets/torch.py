@@ -1,4 +1,4 @@
-"""Checkpoint -> plan of files that ``torch.load`` reads, with ``weights_only=True`` and ``mmap=True`` as well."""
+"""Checkpoint -> plan of ``torch.load`` files; ``weights_only=True`` and ``mmap=True`` work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_torch(
 ) -> CopyPlan:
     """Plan ``pytorch_model.bin``, or shards and ``pytorch_model.bin.index.json``.
 
-    Each file is a state dict. Tied names are in it, sharing one storage, as ``torch.save`` writes them.
+    Each file is a state dict. Tied names share one storage, as ``torch.save`` writes them.
     """
     builder = CopyBuilder(checkpoint)
     shards = split_into_shards(selection.weights, max_shard_bytes)

@@ -57,7 +57,7 @@ class TorchFileBuilder:
         return view(storage, dtype, 0, shape)
 
     def hyperparameters(self, value: Any) -> Any:
-        """Hyper-parameters in the form they were saved in: TensorFloat and TensorInteger become 0-dim tensors."""
+        """Return hyperparameters in their saved form: TensorFloat and TensorInteger become 0-dim tensors."""
         if isinstance(value, TensorFloat | TensorInteger):
             import numpy as np
 
@@ -73,7 +73,7 @@ class TorchFileBuilder:
         return value  # the same object, which pickle writes once for all groups
 
     def build(self, root: Any) -> TargetFile:
-        """The file whose content is ``root``: plain data, Opaque, and the tensors that were made here."""
+        """Return the file with the content ``root``: plain data, Opaque objects, and tensors of this builder."""
         sizes = {key: ref.nbytes for key, (ref, _) in self._storages.items()}
         prefix = posixpath.splitext(posixpath.basename(self.name))[0]
         built = torch_zip.build(pickle(root, path=self.name), sizes, prefix=prefix, path=self.name)
@@ -99,13 +99,13 @@ class TorchFileBuilder:
 
 
 def view(storage: StorageRef, dtype: str, offset: int, shape: tuple[int, ...]) -> TensorRef:
-    """A contiguous view of a storage, from an element on."""
+    """Return a contiguous view of a storage that begins at element ``offset``."""
     strides = tuple(math.prod(n or 1 for n in shape[d + 1 :]) for d in range(len(shape)))
     return TensorRef(storage, dtype, offset, shape, strides)
 
 
 def plain_file(name: str, data: bytes) -> TargetFile:
-    """A small file of given bytes."""
+    """Return a small file of literal bytes."""
     import numpy as np
 
     from ckpttool.plan import COPY
@@ -114,7 +114,7 @@ def plain_file(name: str, data: bytes) -> TargetFile:
 
 
 def opaque_object(module: str, name: str, state: dict[str, Any]) -> Opaque:
-    """Make an object of a class that is not imported, with a state for ``__setstate__``."""
+    """Return a pickled object of a class that is not imported, with a state for ``__setstate__``."""
     made = Opaque(module, name, "new")
     made.stated, made.state = True, state
     return made

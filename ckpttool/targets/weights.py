@@ -1,4 +1,4 @@
-"""Select the tensors of a weights-only file, the state that each is read from, and the split into files."""
+"""Select the tensors of a weights-only file, their source states, and their split into files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def select_weights(
     """
     matches = matcher(include, exclude)
     frozen_out = {p.name for p in checkpoint.parameters if exclude_frozen and p.frozen}
-    # A tied name asks for the tensor it is tied to, which is stored under its own name.
+    # A tied name selects its tensor, which is stored under the owner's name.
     wanted = {checkpoint.aliases.get(n, n) for n in _all_names(checkpoint) if matches(n)} - frozen_out
     if only is not None:
         wanted &= only

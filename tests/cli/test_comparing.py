@@ -203,8 +203,8 @@ def test_what_cannot_be_extracted_is_one_line(tmp_path: Path) -> None:
         (["up.weight", "-o", out, "--state", "sum"], "holds no sum of up.weight; choose one of fp32, exp_avg"),
         (["up.weight", "-o", out, "--part", "0,0,0"], "--part: has 3 indices, but the shape is (37, 18); leave out"),
         (["up.weight", "-o", out, "--part", "37"], "--part: has 37 for a dimension of 37; choose an index"),
-        (["up.weight", "-o", tmp_path / "x.txt"], "is of no known kind; name it .safetensors, .npy or .pt"),
-        (["up.weight", "-o", out, "--state", "module"], "cannot hold bf16, which numpy has not; choose .safetensors"),
+        (["up.weight", "-o", tmp_path / "x.txt"], "has an unknown suffix; choose .safetensors, .npy or .pt"),
+        (["up.weight", "-o", out, "--state", "module"], "cannot hold bf16, which numpy lacks; choose .safetensors"),
         (["up.weight", "-o", tmp_path / "no" / "x.npy"], "does not exist; check the path"),
     ):
         assert told in ckpttool("extract", SRC, *map(str, arguments)).error

@@ -362,7 +362,7 @@ def test_a_name_that_no_directory_can_have_is_refused(name: str) -> None:
     def rename(parameter: Parameter) -> Parameter:
         return replace(parameter, name=name) if parameter.name == "up.weight" else parameter
 
-    with pytest.raises(PlanError, match=r"cannot name a directory, as universal checkpoints need; .*--to zero"):
+    with pytest.raises(PlanError, match="cannot name a directory, as universal checkpoints need; convert it to zero"):
         plan_universal(_replaced(inspect(source("zero1-dp1-bf16")), rename), tag=TAG)
 
 

@@ -1,1 +1,1 @@
-"""Universal checkpoints: the plan of one, and what DeepSpeed does not restore from it."""
+"""Universal checkpoints: the planner, and the state that DeepSpeed does not restore from them."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed itself does not restore from a universal checkpoint.
+"""List the state that DeepSpeed does not restore from a universal checkpoint.
 
 Source: DeepSpeed 0.19, runtime/engine.py (``_load_checkpoint``, which skips the module) and runtime/zero/stage3.py
 (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
@@ -27,7 +27,7 @@ _NATIVE_EXPERT = ".deepspeed_experts."
 
 
 def universal_losses(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What DeepSpeed does not restore from a universal checkpoint of this one, a sentence each."""
+    """Return one sentence per loss when DeepSpeed loads a universal checkpoint made from this one."""
     trained = [p for p in checkpoint.parameters if p.trained]
     return tuple(sentence for rule in _RULES for sentence in rule(checkpoint, trained))
 
@@ -37,7 +37,10 @@ def _not_loaded(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterat
     frozen = [p for p in checkpoint.parameters if not p.trained and p.numel]
     for what, count in (("buffers", len(checkpoint.buffers)), ("frozen parameters", len(frozen))):
         if count:
-            yield f"DeepSpeed's universal load leaves {what} ({count}) at their initial values; --to zero restores them"
+            yield (
+                f"DeepSpeed's universal load leaves {what} ({count}) at their initial values; "
+                "a zero checkpoint restores them"
+            )
 
 
 def _bare_states(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -56,13 +59,13 @@ def _several_groups(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> It
     if any(dict(g.hyperparameters) != dict(groups[0].hyperparameters) for g in groups[1:]):
         yield (
             f"at stage 3 DeepSpeed's universal load gives all {len(groups)} parameter groups the hyper-parameters of "
-            "the first; --to zero keeps each group's own"
+            "the first; a zero checkpoint keeps each group's own"
         )
     steps = [g.scalars[STEP] for g in groups if STEP in g.scalars]
     if any(step.value != steps[0].value for step in steps):
         yield (
-            "at stage 3 DeepSpeed's universal load gives all parameter groups the step of the first; --to zero keeps "
-            "each group's own"
+            "at stage 3 DeepSpeed's universal load gives all parameter groups the step of the first; a zero "
+            "checkpoint keeps each group's own"
         )
 
 
@@ -70,8 +73,8 @@ def _old_release(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Itera
     version = checkpoint.deepspeed_version
     if version and release_numbers(version) < release_numbers(STAGE3_RELEASE):
         yield (
-            f"DeepSpeed {version}, which saved this, loads it at stages 1 and 2 alone: such a one loads at "
-            f"stage 3 since {STAGE3_RELEASE}; --to zero works there"
+            f"DeepSpeed {version}, which saved this, loads a universal checkpoint only at stages 1 and 2; stage 3 "
+            f"needs {STAGE3_RELEASE} or later, or a zero checkpoint"
         )
 
 
@@ -81,44 +84,44 @@ def _other_states(_checkpoint: Checkpoint, trained: Sequence[Parameter]) -> Iter
     missing = sorted(STAGE3_STATES - {key for key in keys if all(key in p.states for p in trained if p.numel)})
     if missing:
         yield (
-            f"at stage 3 DeepSpeed's universal load fails, for it wants {' and '.join(missing)} of every parameter; "
-            "--to zero works there"
+            f"at stage 3 DeepSpeed's universal load fails without {' and '.join(missing)} of every parameter; "
+            "a zero checkpoint works there"
         )
     elif extra := sorted(keys - STAGE3_STATES):
-        yield f"at stage 3 DeepSpeed's universal load leaves out {', '.join(extra)}; --to zero restores them"
+        yield f"at stage 3 DeepSpeed's universal load leaves out {', '.join(extra)}; a zero checkpoint restores them"
 
 
 def _muon(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     if any(g.hyperparameters.get("use_muon") for g in checkpoint.groups):
         yield (
-            "at stages 1 and 2 on several ranks Muon needs the momentum of whole matrices, of which DeepSpeed's "
-            "universal load gives each rank its part: the next step fails; use --to zero"
+            "at stages 1 and 2 on several ranks Muon needs the momentum of whole matrices, but DeepSpeed's universal "
+            "load gives each rank only a part: the next step fails; use a zero checkpoint"
         )
 
 
 def _numbers(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    """Numbers of a group other than the step."""
+    """Scalars of a group other than the step."""
     for key in sorted({key for g in checkpoint.groups for key in g.scalars} - {STEP}):
-        yield f"DeepSpeed's universal load has no place for {key}; --to zero keeps it"
+        yield f"DeepSpeed's universal load drops {key}; a zero checkpoint keeps it"
 
 
 def _unsliceable(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     for what in checkpoint.unsliceable:
-        yield f"{what}: belongs to no parameter, so that a universal checkpoint cannot hold it; --to zero may keep it"
+        yield f"{what}: belongs to no parameter, so a universal checkpoint cannot hold it; a zero checkpoint may"
 
 
 def _round_robin(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     zero = checkpoint.ds_config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients"):
         yield (
-            "an engine with round_robin_gradients on several ranks, as this run had, scrambles a universal checkpoint "
-            "while loading; turn it off to load, or use --to zero"
+            "an engine with round_robin_gradients on several ranks, as this run had, loads a universal checkpoint in "
+            "the wrong order; turn the option off to load, or use a zero checkpoint"
         )
 
 
 def _scaler(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     if checkpoint.loss_scaler is not None and not takes_scaler(checkpoint.loss_scaler):
-        yield "the state of the loss scaler is not of the kind that ZeRO loads, and starts anew; see --to zero"
+        yield "ZeRO cannot load the state of this loss scaler, which starts anew; a zero checkpoint may keep it"
 
 
 def _slices(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -132,8 +135,8 @@ def _slices(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[s
     padded = [p.name for p in checkpoint.parameters if p.slicing.vocabulary]
     if padded:
         yield (
-            f"at stage 3 DeepSpeed's universal load does not pad the vocabulary ({_few(padded)}), and scrambles a "
-            "model that does without a word: load it there with a model of as many rows, or at stages 1 and 2"
+            f"at stage 3 DeepSpeed's universal load does not pad the vocabulary ({_few(padded)}), and loads "
+            "wrong values into a padded model without an error: use a model of as many rows there, or stages 1 and 2"
         )
     ranks = checkpoint.topology.tensor_parallel
     if ranks == 1:
@@ -154,8 +157,8 @@ def _slices(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[s
 def _experts(_checkpoint: Checkpoint, trained: Sequence[Parameter]) -> Iterator[str]:
     if any(_NATIVE_EXPERT in p.name for p in trained):
         yield (
-            "DeepSpeed's universal load takes each rank's experts for the first ones: load it with an expert-parallel "
-            "size of 1, or use --to zero"
+            "DeepSpeed's universal load gives every rank the first experts: load it with an expert-parallel size of 1, "
+            "or use a zero checkpoint"
         )
 
 
@@ -175,4 +178,4 @@ _RULES: tuple[_Rule, ...] = (
     _not_loaded, _bare_states, _ahead, _several_groups, _old_release, _other_states, _muon, _numbers, _unsliceable,
     _round_robin, _scaler, _slices, _experts, _client_tensors,
 )  # fmt: skip
-"""Each gives its sentences where it applies."""
+"""The rules; each yields its sentences if it applies."""

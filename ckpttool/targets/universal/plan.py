@@ -1,8 +1,8 @@
-"""Checkpoint -> plan of a universal checkpoint that DeepSpeed loads at stages 1, 2 and 3 alike, on any number of ranks.
+"""Checkpoint -> plan of a universal checkpoint for DeepSpeed at stages 1, 2 and 3, on any number of ranks.
 
-DeepSpeed's own converter writes one form for stages 1 and 2 and another for stage 3, and neither loads where the other
-does. This is the union of what the loaders look at: whole tensors in dictionaries, a step for each parameter, the
-parameter groups in both places where they are looked for, and model states under both names.
+DeepSpeed's own converter writes one form for stages 1 and 2, another for stage 3, and neither loads the other's.
+This is the union of both forms: whole tensors in dictionaries, a step for each parameter, the
+parameter groups at both places of the loaders, and model states under both names.
 
 Source: DeepSpeed 0.19, checkpoint/universal_checkpoint.py (``load_hp_checkpoint_state``), runtime/base_optimizer.py
 (``load_hp_checkpoint_state_from_checkpoint_dir``), runtime/zero/stage3.py
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ckpttool.plan import ConsistencyChecks, TargetFile
 
 MODEL = "mp_rank_00_model_states.pt"
-"""What engines of stages 1 and 2 look for."""
+"""Model states that engines of stages 1 and 2 load."""
 MODEL_STAGE3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-"""What every rank of an engine of stage 3 looks for."""
+"""Model states that every rank of a stage 3 engine loads."""
 FIRST_RELEASE = "0.7.0"
 """The first DeepSpeed with universal checkpoints; the loader asks for 0.3.17 at least."""
 MAX_NAME_BYTES = 255
@@ -53,13 +53,13 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: Consistency
     how to cut them; for a target like Megatron, which does not, the files tell it as far as the source does.
 
     Args:
-        checkpoint: What to convert.
+        checkpoint: The source.
         tag: Name of the directory.
-        consistency: Comparisons to make before the first byte is written.
+        consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: It holds no optimizer's states, does not say which group a parameter is in, or has a name that no
-            directory can have.
+        PlanError: The checkpoint holds no optimizer states, lacks the group of a parameter, or has a name that is no
+            valid directory name.
     """
     _check_tag(tag)
     groups = _check_groups(checkpoint)
@@ -83,7 +83,7 @@ def _check_tag(tag: str) -> None:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a directory can hold a file of that name."""
+    """Whether ``name`` is a valid file name."""
     if name in {"", ".", ".."} or "/" in name or "\0" in name:
         return False
     try:
@@ -93,10 +93,10 @@ def _is_name(name: str) -> bool:
 
 
 def _check_groups(checkpoint: Checkpoint) -> dict[str, int]:
-    """The group of each trained parameter, once all of them are known and named as files can be."""
+    """Return the group of each trained parameter; check that all are known and have valid file names."""
     trained = [p for p in checkpoint.parameters if p.trained]
     if not checkpoint.groups or not trained:
-        problem = "holds no parameter groups of an optimizer, without which DeepSpeed resumes nothing"
+        problem = "holds no parameter groups of an optimizer, without which DeepSpeed cannot resume"
         raise PlanError(checkpoint.location, problem, "write its weights with ckpttool consolidate")
     result: dict[str, int] = {}
     for parameter in trained:
@@ -119,7 +119,7 @@ def _check_groups(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def optimizer_states(parameter: Parameter) -> dict[str, State]:
-    """The optimizer's states of a parameter that have files of their own."""
+    """Return the optimizer states of a parameter that get files of their own."""
     return {key: state for key, state in parameter.optimizer_states.items() if key != STEP}
 
 
@@ -143,7 +143,7 @@ def _parameter_files(
                 yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, told)
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
         elif parameter.numel == 0 and _is_name(parameter.name):
-            # DeepSpeed saves it as if it were frozen, but looks for its states if it is not.
+            # DeepSpeed saves it like a frozen parameter, but loads its states if it is trained.
             nothing = State(parameter.shape, "F32", one_extent(0, 0, 0))
             keys = {key: None for p in checkpoint.parameters for key in optimizer_states(p)}
             for key in (MASTER, *keys):
@@ -160,7 +160,7 @@ def _parameter_files(
 def _state_file(
     builder: CopyBuilder, name: str, state: State, dtype: str, extra: Mapping[str, Any] | None
 ) -> TargetFile:
-    """One state of one parameter, with what an engine must know; None for a tensor of one dimension and no more."""
+    """Return the file of one state of one parameter, with its slicing metadata; without metadata, a bare 1-d tensor."""
     file = TorchFileBuilder(name, builder)
     if extra is None:
         return file.build(view(file.whole(state, dtype).storage, dtype, 0, (state.numel,)))
@@ -174,7 +174,7 @@ def _spreads_experts(checkpoint: Checkpoint) -> bool:
 
 
 def has_bare_states(checkpoint: Checkpoint) -> bool:
-    """Whether states of all but experts have no description, as DeepSpeed's own converter has it for AutoEP at stage 3.
+    """Whether only states of experts have metadata, as in the output of DeepSpeed's converter for AutoEP at stage 3.
 
     Other sources of stage 3 keep theirs, which every stage loads.
 
@@ -185,7 +185,7 @@ def has_bare_states(checkpoint: Checkpoint) -> bool:
 
 
 def _slicing(parameter: Parameter) -> dict[str, Any]:
-    """What tells an engine how to slice a parameter, unless its own layers know it, as those of AutoTP do.
+    """Return the slicing metadata of a parameter, for engines whose layers do not know it (AutoTP's layers do).
 
     Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py (``merge_tp_slices``) and checkpoint/universal_checkpoint.py
     (``load_hp_checkpoint_state``), which without a view fails to cut a scalar even over a single rank.
@@ -205,21 +205,21 @@ def _slicing(parameter: Parameter) -> dict[str, Any]:
 
 
 def _expert(parameter: Parameter) -> dict[str, Any]:
-    """What an engine that spreads a stack of experts over its ranks must know."""
+    """Return the metadata of a stack of experts, for an engine that distributes it over ranks."""
     if not _AUTOEP_EXPERT.fullmatch(parameter.name) or len(parameter.shape) < 2:
         return {}
     return {"is_expert_param": True, "ep_num_experts": parameter.shape[0]}
 
 
 def _number(file: TorchFileBuilder, scalar: ScalarState) -> Any:
-    """A number in the form it was saved in: a tensor, as torch's optimizers want it, or plain."""
+    """Return a scalar in its saved form: a tensor, as in torch's optimizers, or a plain number."""
     if scalar.dtype is None:
         return scalar.value
     return file.scalar(scalar_bytes(scalar.value, scalar.dtype), scalar.dtype, scalar.shape)
 
 
 def scalar_bytes(value: float | int | bool, dtype: str) -> bytes:
-    """One element of a type."""
+    """Return the bytes of one element of a dtype."""
     import numpy as np
 
     from ckpttool.dtypes import numpy_dtype
@@ -233,7 +233,7 @@ def scalar_bytes(value: float | int | bool, dtype: str) -> bytes:
 
 
 def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> TargetFile:
-    """What the loaders read once: stages 1 and 2 the groups, stage 3 the first group and the first step."""
+    """Return the file that loaders read once: the groups for stages 1 and 2, first group and step for stage 3."""
     file = TorchFileBuilder(name, builder)
     groups = [
         {**file.hyperparameters(without_tensors(dict(group.hyperparameters))), "params": [g]}
@@ -257,17 +257,17 @@ def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> 
 
 
 def takes_scaler(scaler: object) -> bool:
-    """Whether a loss scaler can take the place of the engine's own, as it will."""
+    """Whether the loss scaler can replace the engine's own."""
     return isinstance(scaler, Opaque) and scaler.name in _LOSS_SCALERS and not holds_tensors(scaler)
 
 
 def _release(version: str | None) -> str:
-    """The release that saved it, if one that could have written a universal checkpoint."""
+    """Return the release that saved it, if that release supports universal checkpoints."""
     return version if version and release_numbers(version) >= release_numbers(FIRST_RELEASE) else FIRST_RELEASE
 
 
 def release_numbers(version: str) -> tuple[int, ...]:
-    """What versions are compared by."""
+    """Return the numbers of a version, for comparison."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
@@ -322,7 +322,7 @@ def _model_file(
 
 
 def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Parameter) -> TensorRef:
-    """What the model computes with: the master, cast; frozen parameters, and copies that are newer, as they are."""
+    """Return the compute weights: cast fp32 master weights; frozen parameters and newer copies unchanged."""
     weights = checkpoint.weights(parameter)
     if weights is parameter.states.get(MODULE):
         return file.whole(weights)
@@ -331,5 +331,5 @@ def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Paramete
 
 
 def _kept(checkpoint: Checkpoint, file: TorchFileBuilder, value: Any) -> Any:
-    """Data of the user or the scheduler, with the tensors in it as far as they can be found."""
+    """Return data of the user or the scheduler, with the tensors whose bytes were located."""
     return copy_embedded(file, checkpoint, without_tensors(value, keep=checkpoint.embedded))

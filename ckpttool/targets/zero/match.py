@@ -108,7 +108,7 @@ class _Fit:
             if n in self.sources and n not in self.taken
         ]
         if strict:
-            self._refuse("lacks", "of the model", self.missing, "and these keep the values that the model has")
+            self._refuse("lacks", "of the model", self.missing, "and these keep the model's values")
             self._refuse("holds", "that the model lacks", unexpected, "and these are left out")
         fresh: set[str] = set()
         parameters = []
