@@ -77,7 +77,7 @@ def _as_fsspec(filesystem: Any) -> Any:
     """Open the same storage through fsspec.
 
     A second instance: Ray keeps using the first, whose cached listings other workers may have outdated. S3 is opened
-    through s3fs, with pyarrow's endpoint and keys: pyarrow's client has no retries, and compares no etags while reading.
+    through s3fs, with pyarrow's endpoint and keys: pyarrow's client has no retries and no etag checks while reading.
     """
     wrapped = _wrapped(filesystem)
     if wrapped is not None:
