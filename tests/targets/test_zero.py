@@ -372,9 +372,7 @@ def test_what_dcp_does_not_say_is_asked_for(tmp_path: Path) -> None:
     ckpttool.convert(source("zero2-dp2-bf16"), tmp_path / "dcp", to="dcp")
     with pytest.raises(PlanError, match="does not say what the run computes in; choose dtype"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=2)
-    with pytest.raises(
-        PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"
-    ):
+    with pytest.raises(PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=3, dtype="bf16")
 
 
