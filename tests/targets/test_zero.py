@@ -271,7 +271,7 @@ def test_stage_3_records_who_shares_the_experts(tmp_path: Path) -> None:
     [
         ("moe-zero2-dp4-ep2-bf16", 3, 2, "world size 3 is not divisible by expert-parallel size 2; choose"),
         ("autoep-zero3-dp4-ep2-bf16", 1, 3, "world size 1 is not divisible by expert-parallel size 2; choose"),
-        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose --stage 1 or 2"),
+        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose stage 1 or 2"),
     ],
 )
 def test_experts_that_cannot_be_spread_so_are_refused(
