@@ -27,8 +27,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measure import DATA as ROOT
-from tests.storage.proxy import Latency, Proxy
 
+from ckpttool.testing.s3_faults import Latency
+from ckpttool.testing.s3_proxy import Proxy
 from tests.storage import server
 
 DATA = ROOT / "ray"

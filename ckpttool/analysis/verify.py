@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ class Finding:
     """What is wrong, with the tensor where there is one."""
     hint: str
     """What to do next."""
+    options: tuple[str, ...] = field(default=(), repr=False, metadata={"json": False})
+    """Parameters that ``hint`` names; the command line shows its flags in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def verify_checkpoint(
 
 
 def _findings(errors: Sequence[CkptError]) -> tuple[Finding, ...]:
-    return tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint) for e in errors))
+    return tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint, e.options) for e in errors))
 
 
 def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]) -> Manifest | None:

@@ -18,7 +18,7 @@ from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import hide_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType, TracebackType
 
 INTERRUPTED = 130
@@ -81,9 +81,14 @@ def with_flags(error: CkptError) -> str:
     if isinstance(error, ArgumentError):
         line = _flag(error.path) + line.removeprefix(error.path)
     before, semicolon, hint = line.rpartition("; ")
-    for name in error.options:
+    return before + semicolon + hint_with_flags(hint, error.options)
+
+
+def hint_with_flags(hint: str, options: Iterable[str]) -> str:
+    """A hint with the flags of the command line in place of the parameters ``options`` that it names."""
+    for name in options:
         hint = _parameter(name).sub(partial(_as_flag, name), hint)
-    return before + semicolon + hint
+    return hint
 
 
 def _parameter(name: str) -> re.Pattern[str]:

@@ -71,7 +71,9 @@ def print_json(data: Any) -> None:
 def _as_plain(data: Any) -> Any:
     """Dataclasses as mappings, and numbers that JSON has not (NaN, infinity) as texts."""
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return {f.name: _as_plain(getattr(data, f.name)) for f in dataclasses.fields(data)}
+        return {
+            f.name: _as_plain(getattr(data, f.name)) for f in dataclasses.fields(data) if f.metadata.get("json", True)
+        }
     if isinstance(data, Mapping):
         return {key: _as_plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

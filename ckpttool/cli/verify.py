@@ -32,12 +32,17 @@ def verify(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
     Prints one line for each finding and exits with 1 if there is any.
     """
+    from dataclasses import replace
+
     import ckpttool
+    from ckpttool.cli._errors import hint_with_flags
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_verify_report
 
     with progress_bar("verify") as progress:
         report = ckpttool.verify(src, progress=progress, **options.chosen(given))
+    findings = (replace(f, hint=hint_with_flags(f.hint, f.options)) for f in report.findings)
+    report = replace(report, findings=tuple(findings))
     if as_json:
         print_json(report)
     else:

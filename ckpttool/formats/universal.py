@@ -117,7 +117,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         raise opener.errors[0]
     group_of, groups = _groups(optimizer, files, shapes, trained, report)
     _check_states_are_there(opener, groups, folders)
-    parameters, buffers = _place(opener, files, trained, module, group_of)
+    parameters, buffers = _place(opener, files, set(folders), trained, module, group_of)
     if opener.errors:
         raise opener.errors[0]
     ahead = zenflow(first)
@@ -205,15 +205,15 @@ def _read_module_side(
 
 
 def _place(
-    opener: Opener, files: Sequence[ZeroFiles], trained: _Trained, module: _Module, group_of: Mapping[str, int]
-) -> tuple[list[Parameter], list[Buffer]]:
+    opener: Opener, files: Sequence[ZeroFiles], folders: set[str], trained: _Trained, module: _Module,
+    group_of: Mapping[str, int],
+) -> tuple[list[Parameter], list[Buffer]]:  # fmt: skip
     """Every parameter and buffer, with the values from the states, the model states or a converted copy.
 
     Raises:
         LayoutError: The model states name a parameter whose values are nowhere.
     """
     first = files[0].model[0]
-    folders = set(_folders(opener))
     parameters: list[Parameter] = []
     buffers: list[Buffer] = []
     for name in module.names:

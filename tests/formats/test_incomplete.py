@@ -207,7 +207,7 @@ def test_directories_of_two_tags_are_no_checkpoint(checkpoint_copy: Callable[[st
     first, second = _split(checkpoint_copy("zero3-dp4-bf16"), tmp_path / "second", lambda p: "rank_3" in p.name)
     _tag(second).rename(second / "global_step4")
     (second / "latest").write_text("global_step4")
-    with pytest.raises(LayoutError, match="belongs to another tag than"):
+    with pytest.raises(LayoutError, match="is of another tag than"):
         open_checkpoint([str(first), str(second)])
     with pytest.raises(LayoutError, match="holds no checkpoint of tag 'global_step3'"):
         open_checkpoint([str(first), str(second)], tag="global_step3")

@@ -458,7 +458,7 @@ def test_a_read_is_of_the_version_that_was_listed(s3: Bucket) -> None:
 
 def test_what_could_not_be_put_back_is_not_overwritten_on_trial(in_memory: str) -> None:
     error = command("consolidate", in_memory, in_memory, "--to", "torch", "--prove", "--overwrite").error
-    assert "what is there could not be put back if the proof failed" in error
+    assert "replaced files could not be put back" in error
 
 
 def test_a_prune_that_fails_in_a_bucket_is_finished_by_the_next(

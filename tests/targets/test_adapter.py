@@ -67,7 +67,7 @@ def test_peft_loads_the_adapter(tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_adapter_is_told(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"holds no PEFT adapter: no parameter is named like one"):
         ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "out", to="safetensors", adapter_only=True)
-    with pytest.raises(PlanError, match="an adapter is written whole, and as safetensors"):
+    with pytest.raises(PlanError, match="writes the whole adapter, as safetensors"):
         ckpttool.consolidate(source(NAMES[0]), tmp_path / "out", to="torch", adapter_only=True)
     assert list(tmp_path.iterdir()) == []
 

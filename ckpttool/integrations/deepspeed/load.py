@@ -25,7 +25,6 @@ from ckpttool.integrations.torch.collectives import (
     check_on_all_ranks,
     open_together,
 )
-from ckpttool.integrations.torch.process_group import ranks_of_process_group
 from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.coordination import agree_to_begin
 
@@ -110,6 +109,8 @@ def _load(
         paths.extend(source_paths(src))
         source_storage(paths, storage_options)
         look(engine)
+
+    from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
     ranks = ranks_of_process_group("load")
     name = _named(src)
