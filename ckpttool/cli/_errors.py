@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from ckpttool.errors import ArgumentError, CkptError
-from ckpttool.messages import hide_secrets
+from ckpttool.messages import hide_secrets, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,8 +80,8 @@ def with_flags(error: CkptError) -> str:
     line = str(error)
     if isinstance(error, ArgumentError):
         line = _flag(error.path) + line.removeprefix(error.path)
-    before, semicolon, hint = line.rpartition("; ")
-    return before + semicolon + hint_with_flags(hint, error.options)
+    hint = printable(error.hint)
+    return line.removesuffix(hint) + hint_with_flags(hint, error.options)
 
 
 def hint_with_flags(hint: str, options: Iterable[str]) -> str:
