@@ -236,5 +236,5 @@ def test_groups_of_deepspeeds_adam_get_what_torchs_asks_for(tmp_path: Path) -> N
 def test_two_things_of_one_name_are_refused() -> None:
     checkpoint = inspect(source("zero1-dp1-bf16"))
     twice = replace(checkpoint, parameters=(*checkpoint.parameters, checkpoint.parameters[0]))
-    with pytest.raises(PlanError, match="two things"):
+    with pytest.raises(PlanError, match="two entries of the name"):
         plan_dcp(twice)
