@@ -93,7 +93,7 @@ class Ranks:
             self._put(f"{key}/decision", decision, what)
         else:
             if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + GRACE):
-                raise RankError(what, f"rank 0 sent no decision for {timeout + GRACE:,.0f} s", _look(0))
+                raise RankError(what, f"rank 0 was not heard of for {timeout + GRACE:,.0f} s", _look(0))
             decision = json.loads(self._call(what, self._store.get, f"{key}/decision"))
         self._acknowledge(key, what, wait=last)
         if "error" in decision:

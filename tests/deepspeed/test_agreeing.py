@@ -32,7 +32,7 @@ TOLD = {
     "strict": ("rank 0 has strict False, rank 1 has True",) * 2,
     "restored tag": ("rank 0 has tag None, rank 1 has 'good'",) * 2,
     "restored engine": ("rank 1: DeepSpeed ", "PlanError: DeepSpeed "),
-    "source": ("rank 1: nowhere://root: nowhere:// is no storage", "StorageError: nowhere://root"),
+    "source": ("rank 1: nowhere://root: nowhere:// is not a known storage", "StorageError: nowhere://root"),
     "no source": ("rank 1: ", "Error: "),
     "memory": ("rank 1: memory: is 'much'", "ArgumentError: memory: is 'much'"),
     "late save": ("rank 1 was not heard of in time",) * 2,

@@ -54,7 +54,7 @@ def test_first_rank_that_is_late_is_named(make: Callable[[int], crew.Crew]) -> N
     outcomes = make(3).do(work)
     assert outcomes[0].succeeded
     for rank in (1, 2):
-        assert str(outcomes[rank].error).startswith("root/step1: rank 0 sent no decision for 25 s")
+        assert str(outcomes[rank].error).startswith("root/step1: rank 0 was not heard of for 25 s")
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_what_ray_would_go_on_from_is_what_its_snapshot_names_last(tmp_path: Pat
     assert latest_of_ray(LOCAL, str(tmp_path)) == "deep/er"
     assert listed_by_ray(LOCAL, str(tmp_path)) == {OF_RAY, "deep"}
     _list(tmp_path, "../elsewhere")
-    with pytest.raises(LayoutError, match="no snapshot"):
+    with pytest.raises(LayoutError, match="not a snapshot"):
         latest_of_ray(LOCAL, str(tmp_path))
 
 
@@ -147,7 +147,7 @@ def test_what_ray_would_go_on_from_is_what_its_snapshot_names_last(tmp_path: Pat
 def test_prune_refuses_where_the_snapshot_cannot_be_read(tmp_path: Path, text: str) -> None:
     names = [_commit(tmp_path, step, "aa", float(step)) for step in (1, 2)]
     (tmp_path / SNAPSHOT).write_text(text)
-    with pytest.raises(LayoutError, match="no snapshot"):
+    with pytest.raises(LayoutError, match="not a snapshot"):
         listed_by_ray(LOCAL, str(tmp_path))
     assert len(ckpttool.ls(tmp_path).entries) == 2
     with pytest.raises(LayoutError, match=SNAPSHOT):
