@@ -29,7 +29,7 @@ BORDERS = (64, 1000, 1064, 2500, 2500 + 64, 3900)
 def _file(data: bytes, borders: tuple[int, ...] = BORDERS, path: str = "file.pt") -> SourceFile:
     where = [ByteRange(a, b) for a, b in zip(borders[::2], borders[1::2], strict=True)]
     records = tuple(Record(f"data/{n}", w, zlib.crc32(data[w.start : w.end])) for n, w in enumerate(where))
-    return SourceFile(path, len(data), "", LOCAL, records)
+    return SourceFile(path, len(data), "", LOCAL.spec, records)
 
 
 def _reader(data: bytes, asked: list[int] | None = None) -> Callable[[int, int, memoryview], None]:

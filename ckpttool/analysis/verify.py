@@ -21,7 +21,7 @@ from ckpttool.execution.sources import ReadBuffer, Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import stored_blocks
 from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
-from ckpttool.storage import without_secrets
+from ckpttool.storage import connect, without_secrets
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
@@ -138,9 +138,10 @@ def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]
     """The checkpoint's manifest, compared with the sizes of the files; None if it has none. Adds errors."""
     manifest: Manifest | None = None
     try:
-        if is_commit(checkpoint.storage, checkpoint.location):
-            manifest = read_manifest(checkpoint.storage, checkpoint.location, key)
-            errors += size_problems(checkpoint.storage, checkpoint.location, manifest)
+        storage = connect(checkpoint.storage)
+        if is_commit(storage, checkpoint.location):
+            manifest = read_manifest(storage, checkpoint.location, key)
+            errors += size_problems(storage, checkpoint.location, manifest)
         elif key is not None:
             problem = "has no manifest, and so no signature"
             errors.append(PlanError(checkpoint.location, problem, "do not load it"))

@@ -16,6 +16,7 @@ from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.storage import connect
 from ckpttool.targets.sidecars import with_sidecars
 from ckpttool.targets.weights import select_weights
 
@@ -235,7 +236,7 @@ def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
 
         selection = adapter.select_adapter(checkpoint, source=chosen.weights, dtype=target)
         plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=adapter.STEM)
-        companions = find_sidecars(checkpoint.storage, checkpoint.root, (adapter.CONFIG, "README.md"))
+        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (adapter.CONFIG, "README.md"))
         if adapter.CONFIG not in {c.name for c in companions}:
             notes.append(f"there is no {adapter.CONFIG} beside the checkpoint: PEFT needs one in {out}")
         index = ""
@@ -250,7 +251,7 @@ def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
         )
         limit = checked_size("max_shard_size", chosen.max_shard_size)
         plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
-        companions = find_sidecars(checkpoint.storage, checkpoint.root)
+        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
     plan = with_sidecars(plan, companions, target)
     return _Planned(plan, selection, index, tuple(c.name for c in companions), tuple(notes))
 

@@ -13,6 +13,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
 from ckpttool.formats import Source, open_checkpoint
+from ckpttool.storage import connect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,7 +98,9 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     checkpoint = options.open(src)
     root = Destination(dst, options.storage_options)
     tagged = copies.is_tagged(checkpoint)
-    target = root.within(checkpoint.tag, mode_of_directory(checkpoint.storage, checkpoint.root)) if tagged else root
+    target = (
+        root.within(checkpoint.tag, mode_of_directory(connect(checkpoint.storage), checkpoint.root)) if tagged else root
+    )
     target.check_apart(checkpoint)
     plan = copies.plan_copy(checkpoint)
     # A run that was killed after its commit has left only latest to write.
@@ -173,7 +176,8 @@ def _put_latest(checkpoint: Checkpoint, root: Destination, options: Options) -> 
         return False
     name = copies.latest_name(checkpoint)
     latest = posixpath.join(checkpoint.root, name)
-    there = checkpoint.storage.exists(latest)
-    mode = mode_of_file(checkpoint.storage, latest) if there else mode_of(checkpoint)
+    source = connect(checkpoint.storage)
+    there = source.exists(latest)
+    mode = mode_of_file(source, latest) if there else mode_of(checkpoint)
     root.put(name, checkpoint.tag.encode(), mode)
     return True

@@ -19,7 +19,7 @@ from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import MANIFEST, MARK, walk
+from ckpttool.storage import MANIFEST, MARK, connect, walk
 from ckpttool.storage.base import NO_NAMES
 
 if TYPE_CHECKING:
@@ -67,17 +67,18 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         StorageError: The key of an object is not a valid path of a file.
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
-    if is_commit(checkpoint.storage, checkpoint.location):
-        for name, sums in read_manifest(checkpoint.storage, checkpoint.location).files.items():
+    storage = connect(checkpoint.storage)
+    if is_commit(storage, checkpoint.location):
+        for name, sums in read_manifest(storage, checkpoint.location).files.items():
             records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
     found: dict[str, SourceFile] = {}
     for directory in directories:
-        entries = dict(walk(checkpoint.storage, directory))
+        entries = dict(walk(storage, directory))
         _check_keys(directory, entries)
         for name, entry in entries.items():
             path = posixpath.join(directory, name)
-            held = records[path] if path in records else _records(checkpoint.storage, path)
+            held = records[path] if path in records else _records(storage, path)
             source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
             if found.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
@@ -138,17 +139,18 @@ def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
     carried: dict[str, bytes] = {}
     modes: dict[str, int] = {}
     left = []
-    for entry in checkpoint.storage.listing(checkpoint.root):
+    source = connect(checkpoint.storage)
+    for entry in source.listing(checkpoint.root):
         if entry.is_dir or _matches(entry.name, OWN):
             continue
         if not _matches(entry.name, CARRIED) or entry.nbytes > MAX_BYTES:
             left.append(entry.name)
             continue
-        data = _content(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
+        data = _content(source, posixpath.join(checkpoint.root, entry.name))
         path = posixpath.join(root, entry.name)
         if not storage.exists(path):
             carried[entry.name] = data
-            modes[entry.name] = mode_of_file(checkpoint.storage, posixpath.join(checkpoint.root, entry.name))
+            modes[entry.name] = mode_of_file(source, posixpath.join(checkpoint.root, entry.name))
         elif _content(storage, path) != data:
             hint = "choose another root: each trainer run needs its own"
             raise LayoutError(path, f"differs from the file of that name beside {checkpoint.location}", hint)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
 from ckpttool.commit.manifest import is_commit, read_manifest, size_problems
 from ckpttool.errors import ChecksumError, ContainerError, PlanError
+from ckpttool.storage.specs import Described, connect
 from ckpttool.storage.wrapped import WrappedReader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.checksums import Checksums
     from ckpttool.ranges import ByteRange
     from ckpttool.storage import Entry, Reader, Storage
+    from ckpttool.storage.specs import StorageSpec
 
 
 def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> Storage:
@@ -54,7 +56,7 @@ def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
     return StructureStorage(storage, checked.checksums) if isinstance(checked, ChecksummedStorage) else None
 
 
-class ChecksummedStorage:
+class ChecksummedStorage(Described):
     """Wraps a storage, and checks some of its files when they are read.
 
     Args:
@@ -71,6 +73,10 @@ class ChecksummedStorage:
         self.reads_versions = storage.reads_versions
         self._sound: dict[str, bytearray] = {}
         """By path: 1 for each chunk that matched its checksum."""
+
+    def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
+        """Return the opener of this storage and its arguments."""
+        return _reopen, (type(self), self.inner.spec, self.checksums)
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name."""
@@ -265,6 +271,12 @@ class DirectoryReader(WrappedReader):
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on."""
         buffer[:] = self.read(start, start + len(buffer))
+
+
+def _reopen(
+    kind: type[ChecksummedStorage], inner: StorageSpec, checksums: Mapping[str, Checksums]
+) -> ChecksummedStorage:
+    return kind(connect(inner), checksums)
 
 
 def _check_size(reader: Reader, sums: Checksums) -> None:

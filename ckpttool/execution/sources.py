@@ -16,7 +16,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.ranges import ByteRange, coalesced
-from ckpttool.storage import WAIT
+from ckpttool.storage import WAIT, connect
 from ckpttool.storage.wrapped import WrappedReader
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Sources:
         Raises:
             StorageError: The file cannot be opened, or was rewritten.
         """
-        reader = file.storage.open(file.path)
+        reader = connect(file.storage).open(file.path)
         if (reader.nbytes, reader.version) != (file.nbytes, file.version):
             reader.close()
             raise StorageError(file.path, "changed since its layout was read", WAIT)
@@ -160,7 +160,7 @@ class Sources:
             by_storage.setdefault(id(self._files[file].storage), []).append(number)
         data: dict[int, list[tuple[int, memoryview]]] = {}
         for numbers in by_storage.values():
-            storage = self._files[blocks[numbers[0]][0]].storage
+            storage = connect(self._files[blocks[numbers[0]][0]].storage)
             wanted = [(self.raw(f), where.start, where.end) for f, where in (blocks[n] for n in numbers)]
             for n, got in zip(numbers, storage.read_all(wanted), strict=True):
                 if hashed and self._checks is not None:
@@ -199,7 +199,7 @@ class Sources:
         """
         opened: dict[int, tuple[Storage, list[Reader]]] = {}
         for index, reader in self._open.items():
-            storage = self._files[index].storage
+            storage = connect(self._files[index].storage)
             opened.setdefault(id(storage), (storage, []))[1].append(reader)
         for storage, readers in opened.values():
             storage.refresh([reader.path for reader in readers])
@@ -221,7 +221,7 @@ class Sources:
         for index in indexes:
             by_storage.setdefault(id(self._files[index].storage), []).append(self._files[index])
         for files in by_storage.values():
-            files[0].storage.refresh([file.path for file in files])
+            connect(files[0].storage).refresh([file.path for file in files])
             for file in files:
                 self.open_as_planned(file).close()
 

@@ -201,7 +201,7 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
         elif sums.directory is None or not (file.records and all(record.crc_recorded for record in file.records)):
             file = replace(file, records=chunk_records(sums))
         files.append(file)
-    return replace(checkpoint, storage=checked.inner, files=tuple(files))
+    return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
 
 
 def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:

@@ -105,7 +105,7 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
     reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
     files = shards.files
     return Checkpoint(
-        storage=storage,
+        storage=storage.spec,
         location=location.directory,
         root=location.root,
         tag=location.tag,

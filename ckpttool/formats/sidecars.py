@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Storage, StorageSpec
 
 # Source: transformers 5, what ``save_pretrained`` of models, tokenizers and processors writes.
 PATTERNS = (
@@ -48,8 +48,8 @@ class SidecarFile:
     """Size in bytes."""
     version: str
     """Differs when the file was written anew; see ``storage.Entry``."""
-    storage: Storage
-    """Where it lies."""
+    storage: StorageSpec
+    """Its storage, as data."""
     text: str | None
     """Content of ``config.json``, which is edited; None for files that are copied."""
 
@@ -73,5 +73,5 @@ def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERN
         with storage.open(path) as reader:
             nbytes, version = reader.nbytes, reader.version
         text = storage.read_text(path) if entry.name == "config.json" else None
-        found.append(SidecarFile(entry.name, path, nbytes, version, storage, text))
+        found.append(SidecarFile(entry.name, path, nbytes, version, storage.spec, text))
     return tuple(found)

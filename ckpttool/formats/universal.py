@@ -124,7 +124,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     computed = (ref.dtype for n, ref in module.tensors.items() if n in trained.states)
     return Checkpoint(
         **common_facts(first),
-        storage=storage,
+        storage=storage.spec,
         location=location.directory,
         root=location.root,
         tag=location.tag,

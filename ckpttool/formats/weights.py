@@ -163,7 +163,7 @@ def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: 
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
     return Checkpoint(
-        storage=storage,
+        storage=storage.spec,
         location=location.directory,
         root=location.root,
         tag=location.tag,

@@ -15,7 +15,7 @@ import numpy as np
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.ranges import exact_cover_problem
-from ckpttool.storage import LOCAL
+from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.checksums import Record
-    from ckpttool.storage import Storage
+    from ckpttool.storage import StorageSpec
 
 EXTENT = np.dtype(
     [
@@ -364,8 +364,8 @@ class Checkpoint:
     """Whether trained parameters have masters and nothing records the type that the module computes in."""
     tells_buffers: bool = True
     """Whether the files tell buffers from frozen parameters."""
-    storage: Storage = field(default=LOCAL, repr=False, compare=False)
-    """The storage of its files."""
+    storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
+    """The storage of its files, as data; ``storage.connect`` opens it."""
 
     def __post_init__(self) -> None:
         for problem in self.problems():

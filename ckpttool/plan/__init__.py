@@ -11,7 +11,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import stored_blocks
 from ckpttool.ranges import exact_cover_problem
-from ckpttool.storage import LOCAL
+from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Record
     from ckpttool.model import State
-    from ckpttool.storage import Storage
+    from ckpttool.storage import StorageSpec
 
 COPY = np.dtype(
     [
@@ -57,8 +57,8 @@ class SourceFile:
     """Its size in bytes."""
     version: str
     """ETag or modification time: changes when the file is rewritten; see ``storage.Entry``."""
-    storage: Storage = field(default=LOCAL, repr=False, compare=False)
-    """Its storage."""
+    storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
+    """Its storage, as data; ``storage.connect`` opens it."""
     records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
     """Ranges of its bytes with the CRC-32 that the save recorded."""
 

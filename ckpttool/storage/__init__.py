@@ -17,14 +17,16 @@ from ckpttool.storage.base import (
     walk,
 )
 from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
-from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage, is_linked
+from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked
 from ckpttool.storage.posix import copy_range, reserve, write_at
 from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed
+from ckpttool.storage.specs import StorageSpec, connect
 from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_credentials
 
 __all__ = [
     "HALF_REMOVED",
     "LOCAL",
+    "LOCAL_SPEC",
     "MANIFEST",
     "MARK",
     "REMOVED",
@@ -37,8 +39,10 @@ __all__ = [
     "RangeReader",
     "Reader",
     "Storage",
+    "StorageSpec",
     "WritableStorage",
     "Writer",
+    "connect",
     "copy_range",
     "is_half_removed",
     "is_linked",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ckpttool.ranges import ByteRange
     from ckpttool.storage.retry import Tally
+    from ckpttool.storage.specs import StorageSpec
 
 MAX_TEXT_BYTES = 1 << 20
 """Most bytes of a small text file such as ``latest``."""
@@ -112,6 +113,10 @@ class Storage(Protocol):
     """Whether each call costs a round trip, so that concurrent calls are faster."""
     reads_versions: bool
     """Whether a read fails if the file has changed since it was listed."""
+
+    @property
+    def spec(self) -> StorageSpec:
+        """This storage as data; ``connect`` of ``storage.specs`` opens it again in another process."""
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name.

@@ -18,7 +18,7 @@ from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.storage.base import Entry, Storage
 
@@ -65,6 +65,10 @@ class ConfinedStorage(LocalStorage):
     def __init__(self, bases: tuple[str, ...]) -> None:
         self.bases = bases
         """Absolute paths; the resolved paths may differ between nodes."""
+
+    def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
+        """Return the opener of this storage and its arguments."""
+        return ConfinedStorage, (self.bases,)
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name.

@@ -21,12 +21,13 @@ from ckpttool.storage.fsspec_writers import SmallWriter, StreamWriter
 from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
 from ckpttool.storage.removal import remove_remote
 from ckpttool.storage.retry import MISSING, T, Tally, call
+from ckpttool.storage.specs import Described
 from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ckpttool.storage.base import Writer
+    from ckpttool.storage.base import Storage, Writer
 
 LOG = logging.getLogger("ckpttool")
 CONNECTIONS = 32
@@ -41,7 +42,7 @@ FAR_APART = 8
 """Most unrelated directories to list one by one; for more, one request lists their common parent directory."""
 
 
-class RemoteStorage:
+class RemoteStorage(Described):
     """A storage behind an fsspec file system. Threads may share it.
 
     Args:
@@ -67,9 +68,12 @@ class RemoteStorage:
         """Make a request, and retry temporary failures with growing pauses; see ``retry.call``."""
         return call(path, function, self.retries)
 
+    def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
+        """Return the opener of this storage and its arguments."""
+        return _reopen, (type(self), type(self.fs), self.fs.storage_args, self.fs.storage_options)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # Other processes get the file system with its options, without cached listings.
-        return type(self), (self.fs,)
+        return self.describe()  # other processes open it anew, without cached listings
 
     # ------------------------------------------------------------------------------------------- listing
 
@@ -380,3 +384,9 @@ def _tops(directories: Iterable[str]) -> dict[str, bool]:
         else:
             tops[key] = False
     return tops
+
+
+def _reopen(
+    kind: type[RemoteStorage], fs: type[Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> RemoteStorage:
+    return kind(fs(*arguments, **options))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat as stat_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
@@ -18,9 +18,10 @@ from ckpttool.storage.local_writer import LocalWriter
 from ckpttool.storage.posix import sync_directory
 from ckpttool.storage.removal import remove_local
 from ckpttool.storage.retry import Tally
+from ckpttool.storage.specs import Described
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
@@ -128,7 +129,7 @@ def _version(info: os.stat_result) -> str:
     return f"{info.st_mtime_ns}-{info.st_ino}"
 
 
-class LocalStorage:
+class LocalStorage(Described):
     """The storage of local files."""
 
     remote = False
@@ -136,6 +137,10 @@ class LocalStorage:
     parts_at_once = 1
     retries = Tally()
     """Always 0: the kernel retries local operations."""
+
+    def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
+        """Return the opener of this storage and its arguments."""
+        return _local, ()
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name.
@@ -312,4 +317,9 @@ def is_linked(storage: Storage, root: str, path: str) -> bool:
     return os.path.realpath(path) != os.path.normpath(os.path.join(os.path.realpath(root), below))
 
 
+def _local() -> LocalStorage:
+    return LOCAL
+
+
 LOCAL = LocalStorage()
+LOCAL_SPEC = LOCAL.spec

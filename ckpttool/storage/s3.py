@@ -68,7 +68,6 @@ class S3Storage(RemoteStorage):
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
-        fs.retries = 1
         self._ranges: dict[str, ObstoreRanges | None] = {}
         self._part_client: PartClient | None = None
         self._has_part_client = False

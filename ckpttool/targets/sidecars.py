@@ -12,6 +12,7 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.execution.read_checks import archive_records
 from ckpttool.formats.sidecars import OWN, POSITION, RANDOM, RESUME_FILES, STEPS_OF_RANKS, find_sidecars
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.storage import connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +31,7 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
         checkpoint: The source.
         ranks: Number of ranks of the target; None for a target of any number.
     """
-    storage, root = checkpoint.storage, checkpoint.root
+    storage, root = connect(checkpoint.storage), checkpoint.root
     everything = find_sidecars(storage, root, (*RESUME_FILES, *RANDOM, *POSITION))
     random, position = ([c for c in everything if _is(c.name, kind)] for kind in (RANDOM, POSITION))
     found = [c for c in everything if c not in random and c not in position]
@@ -74,7 +75,10 @@ def with_sidecars(plan: CopyPlan, sidecars: Sequence[SidecarFile], dtype: str | 
     """
     sources = (
         *plan.sources,
-        *(SourceFile(c.path, c.nbytes, c.version, c.storage, archive_records(c.storage, c.path)) for c in sidecars),
+        *(
+            SourceFile(c.path, c.nbytes, c.version, c.storage, archive_records(connect(c.storage), c.path))
+            for c in sidecars
+        ),
     )
     casts = (*plan.casts, ("U8", "U8"))
     files = []

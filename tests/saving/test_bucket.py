@@ -40,7 +40,7 @@ PART_BYTES = 8192
 
 @pytest.fixture
 def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
-    import s3fs
+    from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 
     for name, value in server.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -49,7 +49,7 @@ def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(s3_module, "MIN_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.005)
-    s3fs.S3FileSystem.clear_instance_cache()
+    SingleAttemptFileSystem.clear_instance_cache()
     bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
     client.create_bucket(Bucket=bucket.name)
     yield bucket

@@ -16,6 +16,7 @@ from ckpttool.saving.files import write_files
 from ckpttool.storage import MANIFEST, is_url, local_writer, open_storage, posix, walk
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
+from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 
@@ -41,7 +42,7 @@ def root(
         monkeypatch.setattr(s3_module, "MIN_PART_BYTES", 8192)
     for name, value in (server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
+    SingleAttemptFileSystem.clear_instance_cache()
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=bucket)
     return f"s3://{bucket}/root"

@@ -21,7 +21,7 @@ from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.payloads import HashedFile, Held, PlainFile
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LOCAL, MANIFEST
+from ckpttool.storage import LOCAL, MANIFEST, connect
 from tests.cli.command import ckpttool as command
 from tests.saving.checkpoints import part, version
 
@@ -55,7 +55,7 @@ def _manifest(directory: Path, change: Callable[[dict[str, Any]], object], key: 
 def _read_all(directory: Path, key: bytes | None) -> None:
     checkpoint = open_whole(LOCAL, str(directory), key=key)
     for n in range(len(checkpoint.files)):
-        with checkpoint.storage.open(checkpoint.path(n)) as reader:
+        with connect(checkpoint.storage).open(checkpoint.path(n)) as reader:
             reader.read(0, reader.nbytes)
 
 

@@ -8,7 +8,6 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import s3fs
 
 from ckpttool.commit import marks
 from ckpttool.commit.marks import TakenError
@@ -17,6 +16,7 @@ from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MARK, open_storage
+from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 
@@ -38,7 +38,7 @@ def root(
     endpoint, client = s3_server
     for name, value in (server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()  # those of other tests may lead to a proxy that is gone
+    SingleAttemptFileSystem.clear_instance_cache()  # those of other tests may lead to a proxy that is gone
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=bucket)
     return f"s3://{bucket}/root"

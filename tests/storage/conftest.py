@@ -51,11 +51,12 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attempts follow each other at once, and no test sees what another has left in memory or its clients."""
     import fsspec
-    import s3fs
+
+    from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.05)
-    s3fs.S3FileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
+    SingleAttemptFileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
     yield
     memory = fsspec.filesystem("memory")
     memory.store.clear()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import s3fs
 
 import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
+from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 from ckpttool.testing import s3_faults as faults
 from ckpttool.testing.s3_faults import Before, Cut, Hang, Latency, Shorter, Unranged
 from tests.cli.command import ckpttool as command
@@ -334,7 +334,7 @@ def test_no_credentials_and_no_profile(s3: Bucket, run: str, monkeypatch: pytest
     error = command("inspect", run).error
     assert error.startswith(f"Error: {run}: there are no credentials; ")
     monkeypatch.setenv("AWS_PROFILE", "sesame")
-    s3fs.S3FileSystem.clear_instance_cache()
+    SingleAttemptFileSystem.clear_instance_cache()
     error = command("inspect", run).error
     assert error.startswith(f"Error: {run}: the profile does not exist; ")
     _assert_no_secret(error)

@@ -102,7 +102,7 @@ def _in_memory(data: bytes) -> SourceFile:
     fsspec.filesystem("memory").pipe_file(url, data)
     storage = open_storage(url)
     with storage.open(url) as reader:
-        return SourceFile(url, reader.nbytes, reader.version, storage)
+        return SourceFile(url, reader.nbytes, reader.version, storage.spec)
 
 
 @given(plans(), st.integers(1, 400))

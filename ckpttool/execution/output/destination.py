@@ -13,7 +13,7 @@ from ckpttool.execution.output import staging
 from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
 from ckpttool.execution.run import RunOptions, nbytes_read, run
-from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
+from ckpttool.storage import LOCAL, connect, is_url, local_path, open_storage, without_credentials
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Destination:
         if self._remote is None:
             for directory in () if checkpoint.storage.remote else directories:
                 staging.check_apart(self.out, directory)
-        elif self._remote.is_same(checkpoint.storage):
+        elif self._remote.is_same(connect(checkpoint.storage)):
             from ckpttool.execution.output import bucket
 
             for directory in directories:

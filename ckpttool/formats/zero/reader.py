@@ -54,7 +54,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     facts = common_facts(first)
     return Checkpoint(
         **facts,
-        storage=storage,
+        storage=storage.spec,
         location=location.directory,
         root=location.root,
         tag=location.tag,

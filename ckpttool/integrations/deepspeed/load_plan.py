@@ -13,6 +13,7 @@ from ckpttool.integrations.deepspeed.load_native import read_native
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
 from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
+from ckpttool.storage import connect
 from ckpttool.targets.zero.layout import sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
 from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
@@ -41,7 +42,7 @@ def prepare(
     Raises:
         CkptError: The checkpoint does not fit the engine, or reading failed.
     """
-    if isinstance(checkpoint.storage, ChecksummedStorage):
+    if isinstance(connect(checkpoint.storage), ChecksummedStorage):
         options = replace(options, check="off")  # its manifest has all checksums
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored

@@ -16,6 +16,7 @@ from ckpttool.commit.manifest import is_commit, read_manifest
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.states import REBUILD
 from ckpttool.model import MASTER, MODULE
+from ckpttool.storage import connect
 from ckpttool.targets.zero.match import Fitted, fit
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
     Raises:
         CkptError: The manifest cannot be read.
     """
-    if not is_commit(checkpoint.storage, checkpoint.location):
+    storage = connect(checkpoint.storage)
+    if not is_commit(storage, checkpoint.location):
         return None
-    groups = read_manifest(checkpoint.storage, checkpoint.location).groups
+    groups = read_manifest(storage, checkpoint.location).groups
     return [[checkpoint.aliases.get(n, n) for n in names] for names in groups] if groups else None
 
 

@@ -82,10 +82,14 @@ def _as_fsspec(filesystem: Any) -> Any:
     wrapped = _wrapped(filesystem)
     if wrapped is not None:
         options = {**wrapped.storage_options, **OWN}
-        return type(wrapped)(*wrapped.storage_args, **(with_defaults(options) if _is_s3(wrapped) else options))
+        if not _is_s3(wrapped):
+            return type(wrapped)(*wrapped.storage_args, **options)
+        from ckpttool.storage.s3_file_system import single_attempt
+
+        return single_attempt(type(wrapped))(*wrapped.storage_args, **with_defaults(options))
     if isinstance(filesystem, pyarrow.fs.S3FileSystem):
         try:
-            import s3fs
+            from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
         except ImportError:
             problem = "is in S3, and s3fs is not installed"
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
@@ -102,7 +106,7 @@ def _as_fsspec(filesystem: Any) -> Any:
         options = {**OWN, "client_kwargs": client, **known, **anonymous}
         if endpoint:
             options["endpoint_url"] = endpoint
-        return s3fs.S3FileSystem(**with_defaults(options))
+        return SingleAttemptFileSystem(**with_defaults(options))
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     return ArrowFSWrapper(filesystem)

@@ -15,7 +15,7 @@ from ckpttool.execution.read_checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.copy_checks import source_files
 from ckpttool.saving.coordination import kinds_of_errors
-from ckpttool.storage import LOCAL
+from ckpttool.storage import LOCAL_SPEC, connect
 
 if TYPE_CHECKING:
     from ckpttool.execution.read_checks import ReadChecks
@@ -53,21 +53,22 @@ def open_together(
     def opened(_: list[Any]) -> None:
         try:
             checkpoint = look()
-            checked = checksummed(checkpoint.storage, checkpoint.location)
+            checked = checksummed(connect(checkpoint.storage), checkpoint.location)
         except CkptError:
             raise
         except Exception as error:
             LOG.exception("a checkpoint could not be opened")
             raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
-        # A storage holds connections: every rank has its own.
-        shared[0] = replace(checkpoint, storage=LOCAL), getattr(checked, "checksums", None)
+        # Without the options of rank 0: every rank uses its own storage.
+        shared[0] = replace(checkpoint, storage=LOCAL_SPEC), getattr(checked, "checksums", None)
 
     ranks.agree(path, None, opened, timeout=timeout)
     if ranks.size > 1:
         dist.broadcast_object_list(shared)  # all ranks are here
     checkpoint: Checkpoint = shared[0][0]
     checksums = shared[0][1]
-    return replace(checkpoint, storage=storage if checksums is None else ChecksummedStorage(storage, checksums))
+    own = storage if checksums is None else ChecksummedStorage(storage, checksums)
+    return replace(checkpoint, storage=own.spec)
 
 
 def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree) -> None:
