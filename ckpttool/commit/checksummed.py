@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +167,8 @@ class ChecksummedReader(WrappedReader):
             data_of_chunk = view[a - start : b - start]
             sound = crc32(data_of_chunk) == self._sums.crcs[chunk]
             if sound and self._sums.sha256:
+                import hashlib  # importing it takes longer than reading a manifest without signature
+
                 sound = hashlib.sha256(data_of_chunk).digest() == self._sums.sha256[chunk]
             if not sound:
                 problem = f"is damaged: bytes {a:,} to {b:,} do not match their checksum in the manifest"

@@ -8,8 +8,6 @@ Source: RFC 2104 (HMAC); FIPS 180-4 (SHA-256).
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 
 from ckpttool.errors import PlanError
@@ -55,9 +53,14 @@ def read_key(given: Key | None) -> bytes | None:
 
 def signature(fields: bytes, key: bytes) -> str:
     """Return the HMAC-SHA256 of a manifest's serialized fields as hexadecimal text."""
+    import hashlib  # importing it takes longer than reading a manifest without signature
+    import hmac
+
     return hmac.new(key, fields, hashlib.sha256).hexdigest()
 
 
 def is_signed(fields: bytes, found: str, key: bytes) -> bool:
     """Return whether a signature matches the fields and the key; compares in constant time."""
+    import hmac
+
     return hmac.compare_digest(signature(fields, key).encode(), found.encode("utf-8", "replace"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 import zlib
 from typing import TYPE_CHECKING
 
@@ -50,6 +48,13 @@ def _aside_name(name: str) -> str:
     return f".{zlib.crc32(os.fsencode(name)):08x}{REMOVED}"
 
 
+def remove_tree(path: str) -> None:
+    """Remove a directory on local disk and all below it."""
+    import shutil  # importing it takes longer than listing a checkpoint
+
+    shutil.rmtree(path)
+
+
 def remove_local(path: str) -> None:
     """Rename a directory on local disk, then remove it.
 
@@ -61,14 +66,14 @@ def remove_local(path: str) -> None:
         raise StorageError(path, "is a link, and ckpttool does not remove its target", "remove the link by hand")
     aside = path if _ASIDE.fullmatch(name) else os.path.join(above, _aside_name(name))
     if os.path.islink(aside):
-        aside = os.path.join(above, _aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{secrets.token_hex(4)}"))
+        aside = os.path.join(above, _aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{os.urandom(4).hex()}"))
     with translate_os_errors(path):
         if aside != path:
             if os.path.isdir(aside):
-                shutil.rmtree(aside)  # left by a killed run
+                remove_tree(aside)  # left by a killed run
             os.rename(path, aside)
             sync_directory(above)  # otherwise a power failure might bring back some files under the old name
-        shutil.rmtree(aside)
+        remove_tree(aside)
 
 
 def remove_remote(storage: WritableStorage, path: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -196,7 +195,7 @@ def check_own(directory: Directory) -> None:
 
 def _stat_of_new_file(directory: Directory) -> os.stat_result:
     """Return the stat of a new file of this process in a directory; the file is removed."""
-    name = f".{secrets.token_hex(8)}.ckpttool"
+    name = f".{os.urandom(8).hex()}.ckpttool"
     fd = directory.create(name, 0o600)
     try:
         return os.fstat(fd)
@@ -271,7 +270,7 @@ def temporary_name(name: str, suffix: str) -> str:
         name: Final name of the file.
         suffix: Suffix of the temporary name.
     """
-    ending = f".{secrets.token_hex(4)}{suffix}"
+    ending = f".{os.urandom(4).hex()}{suffix}"
     return os.fsdecode(os.fsencode(name)[: MAX_NAME_BYTES - len(ending)]) + ending
 
 

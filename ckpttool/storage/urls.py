@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import re
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from ckpttool.errors import StorageError
 from ckpttool.messages import without_secrets
@@ -49,6 +48,8 @@ def local_path(path: str) -> str:
     host, slash, tail = rest.partition("/")
     if host not in {"", "localhost"}:
         raise StorageError(path, "names a host", "write file:///path for a local path")
+    from urllib.parse import unquote  # importing it takes longer than opening a local file
+
     return unquote(slash + tail)
 
 

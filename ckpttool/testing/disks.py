@@ -167,21 +167,16 @@ class _Os:
         return partial(self._machine.do, name, real) if watched else real
 
 
-class _Shutil:
-    """Replaces the module ``shutil``, so that the machine records its operations too."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._os = _Os(machine)
-
-    def rmtree(self, path: str) -> None:
-        with self._os.scandir(path) as found:
-            entries = sorted(found, key=lambda e: e.name)
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                self.rmtree(entry.path)
-            else:
-                self._os.unlink(entry.path)
-        self._os.rmdir(path)
+def _remove_tree(recorded: _Os, path: str) -> None:
+    """Replaces ``removal.remove_tree``, so that the machine records each operation."""
+    with recorded.scandir(path) as found:
+        entries = sorted(found, key=lambda e: e.name)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            _remove_tree(recorded, entry.path)
+        else:
+            recorded.unlink(entry.path)
+    recorded.rmdir(path)
 
 
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +186,7 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*direct_io.FILE_SYSTEMS, "tmpfs"})
     for module in (local_writer, direct_io, posix, local, removal):
         monkeypatch.setattr(module, "os", _Os(machine))
-    monkeypatch.setattr(removal, "shutil", _Shutil(machine))
+    monkeypatch.setattr(removal, "remove_tree", partial(_remove_tree, _Os(machine)))
     monkeypatch.setattr(local_writer, "rename_new", partial(machine.do, "rename", posix.rename_new))
 
 
