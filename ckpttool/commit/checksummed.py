@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Checksums
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage import Entry, Reader, Storage
-    from ckpttool.storage.specs import StorageSpec
+    from ckpttool.storage import Entry, Reader, Storage, StorageSpec
 
 
 def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> Storage:

@@ -6,22 +6,23 @@ from ckpttool.messages import without_secrets
 from ckpttool.storage.base import (
     MANIFEST,
     MARK,
-    WAIT,
     Entry,
     PartWriter,
     RangeReader,
     Reader,
     Storage,
+    StorageSpec,
     WritableStorage,
     Writer,
     walk,
 )
-from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
+from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked
+from ckpttool.storage.opening import open_storage
 from ckpttool.storage.posix import copy_range, reserve, write_at
 from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed
-from ckpttool.storage.specs import StorageSpec, connect
-from ckpttool.storage.urls import is_url, local_path, open_storage, parent, scheme_of, without_credentials
+from ckpttool.storage.specs import connect
+from ckpttool.storage.urls import is_url, local_path, parent, scheme_of, without_credentials
 
 __all__ = [
     "HALF_REMOVED",

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ckpttool.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
     from ckpttool.storage.retry import Tally
-    from ckpttool.storage.specs import StorageSpec
 
 MAX_TEXT_BYTES = 1 << 20
 """Most bytes of a small text file such as ``latest``."""
@@ -34,7 +33,6 @@ FOLLOW_LINKS = "follow_links"
 """Option that allows symbolic links of local checkpoints to leave the root; remote storages have no links."""
 OF_OPENING = {FOLLOW_LINKS, "open_budget"}
 """Options of ckpttool itself; all others go to the fsspec class."""
-WAIT = "wait until the save is over, then try again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +104,25 @@ class Reader(RangeReader, Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class StorageSpec:
+    """What opens a storage, as data: layouts and plans name their storage by it.
+
+    It pickles without connections; ``connect`` of ``storage.specs`` opens it again in another process. Compares by
+    identity: two specs may open the same storage with other options.
+    """
+
+    opener: Callable[..., Storage]
+    """Function or class at the top of a module."""
+    arguments: tuple[Any, ...]
+    """Positional arguments of the opener; may hold credentials."""
+    remote: bool
+    """``Storage.remote``."""
+
+    def __repr__(self) -> str:
+        return f"StorageSpec({getattr(self.opener, '__qualname__', self.opener)}, remote={self.remote})"
+
+
 class Storage(Protocol):
     """A storage that files are read from."""
 
@@ -116,7 +133,7 @@ class Storage(Protocol):
 
     @property
     def spec(self) -> StorageSpec:
-        """This storage as data; ``connect`` of ``storage.specs`` opens it again in another process."""
+        """This storage as data."""
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name.

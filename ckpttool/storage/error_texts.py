@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+WAIT = "wait until the save is over, then try again"
+"""Hint where a file changed while it was being read."""
+
+
 class ExistsError(StorageError):
     """A new file cannot be written because its path exists."""
 

@@ -72,9 +72,6 @@ class RemoteStorage(Described):
         """Return the opener of this storage and its arguments."""
         return _reopen, (type(self), type(self.fs), self.fs.storage_args, self.fs.storage_options)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.describe()  # other processes open it anew, without cached listings
-
     # ------------------------------------------------------------------------------------------- listing
 
     def listing(self, path: str) -> list[Entry]:

@@ -5,22 +5,38 @@ from __future__ import annotations
 import bisect
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
 from ckpttool.ranges import coalesced
-from ckpttool.storage.base import WAIT, Entry
-from ckpttool.storage.retry import ShortReadError
+from ckpttool.storage.error_texts import WAIT
+from ckpttool.storage.retry import ShortReadError, T
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage.fsspec import RemoteStorage
+    from ckpttool.storage.base import Entry
 
 AHEAD_BYTES = 1 << 16
 """Bytes to read ahead at either end of a file; the directory of a torch archive with hundreds of records fits."""
+
+
+class RangeStorage(Protocol):
+    """The members of ``RemoteStorage`` that its readers use."""
+
+    def call(self, path: str, function: Callable[[], T]) -> T:
+        """Make a request; see ``RemoteStorage.call``."""
+
+    def entry(self, path: str) -> Entry:
+        """Return the entry of a file."""
+
+    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
+        """Return the bytes [start, end) of a file; one request."""
+
+    def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
+        """Return the bytes [start, end) of each reader."""
 
 
 class RemoteReader:
@@ -35,7 +51,7 @@ class RemoteReader:
 
     remote = True
 
-    def __init__(self, storage: RemoteStorage, path: str, entry: Entry, *, ahead: bool) -> None:
+    def __init__(self, storage: RangeStorage, path: str, entry: Entry, *, ahead: bool) -> None:
         self.storage = storage
         self.path = path
         self.nbytes = entry.nbytes

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.error_texts import ExistsError
-from ckpttool.storage.retry import explain
+from ckpttool.storage.retry import T, explain
 
 if TYPE_CHECKING:
-    from ckpttool.storage.base import Entry, PartWriter
-    from ckpttool.storage.fsspec import RemoteStorage
+    from collections.abc import Callable, Iterable
+
+    from ckpttool.storage.base import Entry, PartWriter, WritableStorage
 
 
 class SmallWriter:
@@ -27,7 +28,7 @@ class SmallWriter:
         new: Whether it must not replace a file.
     """
 
-    def __init__(self, storage: RemoteStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
+    def __init__(self, storage: WritableStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
         self.path = path
         self.part_bytes = part_bytes
         self._storage = storage
@@ -73,6 +74,31 @@ class SmallWriter:
         """Do nothing: no part is stored before ``commit``."""
 
 
+class UploadStorage(Protocol):
+    """The members of ``RemoteStorage`` that a stream writer uses."""
+
+    fs: Any
+    """The file system of fsspec."""
+
+    def call(self, path: str, function: Callable[[], T]) -> T:
+        """Make a request; see ``RemoteStorage.call``."""
+
+    def key(self, path: str) -> str:
+        """Return the path that fsspec uses."""
+
+    def exists(self, path: str) -> bool:
+        """Return whether the path exists."""
+
+    def entry(self, path: str) -> Entry:
+        """Return the entry of a file."""
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files."""
+
+    def forget(self) -> None:
+        """Drop cached listings."""
+
+
 class StreamWriter:
     """Writes a file sequentially from its first byte to its last, which every fsspec file system supports.
 
@@ -82,7 +108,7 @@ class StreamWriter:
         part_bytes: Size of a part in bytes.
     """
 
-    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
+    def __init__(self, storage: UploadStorage, path: str, part_bytes: int) -> None:
         self._storage = storage
         self.path = path
         self.part_bytes = part_bytes

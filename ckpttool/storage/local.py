@@ -12,8 +12,8 @@ import stat as stat_module
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.base import WAIT, Entry, check_text, decode_text
-from ckpttool.storage.error_texts import ExistsError, storage_error, translate_os_errors
+from ckpttool.storage.base import Entry, check_text, decode_text
+from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.local_writer import LocalWriter
 from ckpttool.storage.posix import sync_directory
 from ckpttool.storage.removal import remove_local

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.error_texts import storage_error, translate_os_errors
@@ -14,7 +14,6 @@ from ckpttool.storage.error_texts import storage_error, translate_os_errors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.storage.local import LocalReader
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that create a new file and refuse an existing one, such as a link that another user has planted."""
@@ -62,7 +61,18 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     return found
 
 
-def copy_range(source: LocalReader, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
+class OpenFile(Protocol):
+    """A source file of ``copy_range``."""
+
+    path: str
+    """Path, for errors."""
+    nbytes: int
+    """Its size in bytes when it was opened."""
+    fd: int
+    """File descriptor."""
+
+
+def copy_range(source: OpenFile, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
     """Copy bytes from one file to another in the kernel.
 
     Returns:

@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage.base import WAIT
-from ckpttool.storage.error_texts import storage_error
+from ckpttool.storage.error_texts import WAIT, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

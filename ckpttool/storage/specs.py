@@ -1,34 +1,17 @@
-"""Describe a storage as data, so that layouts and plans name their storage without holding its connections."""
+"""Describe an open storage as data, and open the storage of such a description."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ckpttool.storage.base import StorageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckpttool.storage.base import Storage
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class StorageSpec:
-    """What opens a storage. Pickles without connections; ``connect`` opens it again in another process.
-
-    Compares by identity: two specs may open the same storage with other options.
-    """
-
-    opener: Callable[..., Storage]
-    """Function or class at the top of a module."""
-    arguments: tuple[Any, ...]
-    """Positional arguments of the opener; may hold credentials."""
-    remote: bool
-    """``Storage.remote``."""
-
-    def __repr__(self) -> str:
-        return f"StorageSpec({getattr(self.opener, '__qualname__', self.opener)}, remote={self.remote})"
 
 
 class Described:
@@ -40,6 +23,9 @@ class Described:
     def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
         """Return the opener of this storage and its positional arguments, both picklable."""
         raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
+        return self.describe()  # another process opens it anew, without cached listings
 
     @property
     def spec(self) -> StorageSpec:

@@ -19,8 +19,8 @@ from ckpttool.saving.payloads import Held, PlainFile
 from ckpttool.storage import MANIFEST, MARK, open_storage, retry
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
+from ckpttool.storage.opening import open_remote
 from ckpttool.storage.s3 import S3Storage
-from ckpttool.storage.urls import open_remote
 from ckpttool.testing.disks import Killed, Machine
 from ckpttool.testing.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
 from ckpttool.testing.s3_proxy import Proxy

@@ -45,7 +45,7 @@ class Destination:
         self.out = without_credentials(local_path(out))
         self._remote: RemoteStorage | None = None
         if is_url(out):
-            from ckpttool.storage.urls import open_remote
+            from ckpttool.storage.opening import open_remote
 
             self._remote = open_remote(out, options or {})
         elif not out:

@@ -1,0 +1,88 @@
+"""Open the storage of a path or URL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import StorageError
+from ckpttool.messages import without_secrets
+from ckpttool.storage.base import OF_OPENING
+from ckpttool.storage.local import LOCAL
+from ckpttool.storage.urls import is_chain, is_url, scheme_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.storage.base import WritableStorage
+    from ckpttool.storage.fsspec import RemoteStorage
+
+EXTRAS = {
+    "s3": "ckpttool[s3]", "s3a": "ckpttool[s3]", "gs": "ckpttool[gcs]", "gcs": "ckpttool[gcs]",
+    "az": "ckpttool[azure]", "abfs": "ckpttool[azure]", "abfss": "ckpttool[azure]", "hf": "huggingface_hub",
+    "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+"""Package to install by scheme."""
+
+
+def open_storage(url: str, options: Mapping[str, Any] | None = None) -> WritableStorage:
+    """Open the storage of a path or URL.
+
+    Args:
+        url: A local path, ``file://...``, or a URL of any scheme of fsspec.
+        options: Options of the fsspec class; ignored for local paths.
+
+    Raises:
+        StorageError: The scheme is unknown, or its package is not installed.
+    """
+    if not is_url(url):
+        return LOCAL
+    return open_remote(url, options or {})
+
+
+def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
+    """Open the storage of a URL.
+
+    Raises:
+        StorageError: The scheme is unknown, or its package is not installed.
+    """
+    scheme = scheme_of(url)
+    if is_chain(url):
+        raise StorageError(url, "is a chain of URLs, which ckpttool does not read", "pass only the last of them")
+    # Imported only for URLs: the import takes a third of the time of a small command.
+    try:
+        import fsspec
+        from fsspec.core import split_protocol  # noqa: F401  fails with an incomplete installation
+    except ImportError:
+        raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
+    from ckpttool.storage.fsspec import RemoteStorage
+    from ckpttool.storage.retry import BAD_OPTIONS, NO_CREDENTIALS, OPTIONS
+
+    kind: type[RemoteStorage] = RemoteStorage
+    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
+    try:
+        if scheme in {"s3", "s3a"}:
+            from ckpttool.storage.s3 import S3Storage, with_defaults
+
+            kind, given = S3Storage, with_defaults(given)
+        cls = fsspec.get_filesystem_class(scheme)
+        if scheme in {"s3", "s3a"}:
+            from ckpttool.storage.s3_file_system import single_attempt
+
+            cls = single_attempt(cls)
+        from_url = cls._get_kwargs_from_urls(url)
+        fs = cls(**{**{k: v for k, v in from_url.items() if k not in {"path", "fo"}}, **given})
+    except ImportError:
+        raise _not_installed(url, EXTRAS.get(scheme, f"the package of fsspec for {scheme}://")) from None
+    except ValueError as error:
+        if "not known" in str(error):
+            raise StorageError(without_secrets(url), f"{scheme}:// is not a known storage", "check the URL") from None
+        if "credential" in str(error):  # adlfs requires credentials in its constructor
+            raise StorageError(without_secrets(url), *NO_CREDENTIALS, OPTIONS) from error
+        raise StorageError(without_secrets(url), *BAD_OPTIONS, OPTIONS) from error
+    except (TypeError, OSError) as error:
+        raise StorageError(without_secrets(url), *BAD_OPTIONS, OPTIONS) from error
+    return kind(fs)
+
+
+def _not_installed(url: str, package: str) -> StorageError:
+    return StorageError(without_secrets(url), f"needs {package}", f"pip install '{package}'")
