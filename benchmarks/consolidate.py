@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from measure import DATA, SCALES, TRIAL, Command, Usage, alternate, print_table, run_once
+from measure import DATA, SCALES, TRIAL, Command, Usage, alternate, keep, print_table, run_once
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2 if TRIAL else 4
@@ -98,6 +98,8 @@ def bench_inspect(root: Path, runs: int) -> None:
     cold = Command("cold", command, lambda: evict(root))
     warm = Command("warm", command, lambda: None)
     usages = alternate([cold, warm], runs)
+    taken = {n: {q: [getattr(u, q) for u in f.runs] for q in ("wall", "cpu", "peak_mb")} for n, f in usages.items()}
+    keep(f"inspect {root.name}", "warm", taken)
     frozen = (
         f", {run_once(warm).wall:.2f} s with an empty page cache (Python read from disk too)" if drop_caches() else ""
     )
@@ -121,10 +123,13 @@ def bench_stage(stage: int, scale: str, runs: int, peer_runs: int) -> None:
         made = ours(root, sample, dtype)
         run_once(made)
         name = "cp of the same output"
-        print_table(f"to {dtype}, against cp", alternate([copy(sample, out, name), ours(root, out, dtype)], runs), name)
+        usages = alternate([copy(sample, out, name), ours(root, out, dtype)], runs)
+        print_table(f"to {dtype}, against cp", usages, name, f"zero{stage} to {dtype}, cp")
         theirs = peer(root, out, cast=dtype == "bf16")
         title = f"to {dtype}, against DeepSpeed's script"
-        print_table(title, alternate([ours(root, out, dtype), theirs], peer_runs), made.name)
+        print_table(
+            title, alternate([ours(root, out, dtype), theirs], peer_runs), made.name, f"zero{stage} to {dtype}, script"
+        )
         shutil.rmtree(sample)
     if scale == "large":
         bench_memory(checkpoint(stage, "small"), root, out)

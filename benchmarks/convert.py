@@ -17,8 +17,9 @@ from measure import DATA, SCALES, Command, alternate, print_table, run_once
 if TYPE_CHECKING:
     from pathlib import Path
 
-ZERO = "ckpttool convert --to zero --world-size 2"
-UNIVERSAL = "ckpttool convert --to universal"
+COMMAND = "ckpttool convert "
+ZERO = f"{COMMAND}--to zero --world-size 2"
+UNIVERSAL = f"{COMMAND}--to universal"
 
 
 def convert(root: Path, out: Path, name: str) -> Command:
@@ -48,11 +49,15 @@ def bench_stage(stage: int, scale: str, runs: int, peer_runs: int, workers: list
         _clear(sample)
         run_once(convert(root, sample, name))
         same = copy(sample, out, "cp -r of the same output")
-        print_table(f"{name}, against cp -r", alternate([same, convert(root, out, name)], runs), same.name)
+        usages = alternate([same, convert(root, out, name)], runs)
+        print_table(
+            f"{name}, against cp -r", usages, same.name, f"zero{stage}{name.removeprefix('ckpttool convert')}, cp"
+        )
         written = sum(f.stat().st_size for f in sample.rglob("*") if f.is_file())
         print(f"{written:,} bytes written")
     commands = [convert(root, out, UNIVERSAL), *(peer(root, out, n) for n in workers)]
-    print_table("to universal, against DeepSpeed's converter", alternate(commands, peer_runs), UNIVERSAL)
+    title = "to universal, against DeepSpeed's converter"
+    print_table(title, alternate(commands, peer_runs), UNIVERSAL, f"zero{stage} --to universal, peer")
     small = checkpoint(stage, "small") if scale == "large" else root
     for name in (ZERO, UNIVERSAL) if scale == "large" else ():
         peaks = [run_once(convert(r, out, name)).peak_mb for r in (small, root)]

@@ -1,7 +1,12 @@
-"""Run commands side by side and compare: wall time, CPU time and peak memory of whole processes."""
+"""Run commands side by side and compare: wall time, CPU time and peak memory of whole processes.
+
+With ``CKPTTOOL_BENCHMARK_RECORD`` set to a file, every comparison is appended to it as one line of JSON; ``record.py``
+collects them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -12,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 DATA = Path(os.environ.get("CKPTTOOL_BENCHMARK_DATA") or Path(__file__).resolve().parent / ".data")
 """Where checkpoints are made and results written."""
-TRIAL = "CKPTTOOL_BENCHMARK_DATA" in os.environ
-"""Whether this only tries a benchmark out, in a place of its own: fewer ranks, no run to warm up."""
+TRIAL = "CKPTTOOL_BENCHMARK_TRIAL" in os.environ
+"""Whether this only tries a benchmark out: fewer ranks, no run to warm up."""
+RECORD = os.environ.get("CKPTTOOL_BENCHMARK_RECORD", "")
+"""File that comparisons are appended to; "" for none."""
 SCALES = {"large": "253M", "small": "24M", "tiny": "a few thousand"}
 """Parameters of the checkpoints; tiny is for trying a benchmark out."""
 
@@ -42,6 +49,28 @@ class Usage:
     """Seconds of processor time, the kernel's on its behalf included."""
     peak_mb: float
     """Largest resident memory of one process, in MB."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What several runs of a command took."""
+
+    runs: Sequence[Usage]
+
+    @property
+    def wall(self) -> float:
+        """Median of the wall times, in seconds."""
+        return statistics.median(u.wall for u in self.runs)
+
+    @property
+    def cpu(self) -> float:
+        """Median of the processor times, in seconds."""
+        return statistics.median(u.cpu for u in self.runs)
+
+    @property
+    def peak_mb(self) -> float:
+        """Largest peak memory, in MB."""
+        return max(u.peak_mb for u in self.runs)
 
 
 @dataclass(frozen=True)
@@ -85,23 +114,46 @@ def run_once(command: Command) -> Usage:
     return Usage(wall, cpu, peak)
 
 
-def alternate(commands: Sequence[Command], runs: int) -> dict[str, Usage]:
-    """Run each command once to warm up, then all in turn, and take the medians. No runs, no figures."""
+def alternate(commands: Sequence[Command], runs: int) -> dict[str, Figures]:
+    """Run each command once to warm up, then all in turn; every second round in the reverse order."""
     if not runs:
         return {}
     for command in commands if not TRIAL else ():
         run_once(command)
     taken: dict[str, list[Usage]] = {c.name: [] for c in commands}
-    for _ in range(runs):
-        for command in commands:
+    for number in range(runs):
+        for command in commands[:: -1 if number % 2 else 1]:
             taken[command.name].append(run_once(command))
-    return {name: _median(usages) for name, usages in taken.items()}
+    return {name: Figures(usages) for name, usages in taken.items()}
 
 
-def print_table(title: str, usages: dict[str, Usage], base: str) -> None:
-    """Print each command's figures and its ratio to one of them."""
+def keep(comparison: str, base: str, runs: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Append a comparison to the record.
+
+    Args:
+        comparison: Its name, unique in a benchmark.
+        base: The contestant that ratios refer to.
+        runs: By contestant and quantity ("wall", "cpu" in seconds, "peak_mb", ...): the value of each run.
+    """
+    if not RECORD:
+        return
+    line = {
+        "benchmark": Path(sys.argv[0]).stem.removesuffix("_rank"),
+        "comparison": comparison,
+        "base": base,
+        "runs": runs,
+    }
+    with open(RECORD, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def print_table(title: str, usages: dict[str, Figures], base: str, comparison: str = "") -> None:
+    """Print each command's figures and its ratio to one of them; keep them as ``comparison`` if that is given."""
     if not usages:
         return
+    if comparison:
+        quantities = ("wall", "cpu", "peak_mb")
+        keep(comparison, base, {n: {q: [getattr(u, q) for u in f.runs] for q in quantities} for n, f in usages.items()})
     print(f"\n{title}")
     print(f"{'':36}{'wall s':>9}{'CPU s':>9}{'peak MB':>9}   {'wall':>8}{'CPU':>8}{'memory':>8}  of {base}")
     reference = usages[base]
@@ -131,14 +183,6 @@ def _touch_free_memory() -> None:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree"))
     # In a process of its own: a child begins with its parent's peak.
     subprocess.run([sys.executable, "-c", _TOUCH, str(min(TOUCHED_BYTES, free * 9 // 10))], check=True)
-
-
-def _median(usages: Sequence[Usage]) -> Usage:
-    return Usage(
-        statistics.median(u.wall for u in usages),
-        statistics.median(u.cpu for u in usages),
-        max(u.peak_mb for u in usages),
-    )
 
 
 def _environment() -> dict[str, str]:

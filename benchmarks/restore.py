@@ -15,16 +15,20 @@ import json
 import os
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from consolidate import HERE, PYTHON, RANKS, checkpoint
-from measure import DATA, SCALES, Command, run_once
+from measure import DATA, SCALES, Command, keep, run_once
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def restore(root: Path, stage: int, scale: str, ranks: int, way: str, runs: int) -> dict[str, float]:
+ROWS: dict[str, dict[str, list[float]]] = {}
+"""The figures of one stage, by name and quantity."""
+
+
+def restore(root: Path, stage: int, scale: str, ranks: int, way: str, runs: int) -> dict[str, Any]:
     """Load on so many ranks; see ``restore_rank.py``."""
     command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(HERE / "restore_rank.py"), str(root), str(stage), scale, way, str(runs)]
@@ -33,7 +37,7 @@ def restore(root: Path, stage: int, scale: str, ranks: int, way: str, runs: int)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    figures: dict[str, float] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    figures: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return figures
 
 
@@ -65,17 +69,19 @@ def bench_stage(stage: int, scale: str, runs: int) -> None:
     made = run_once(Command("ds_to_universal", [peer], lambda: shutil.rmtree(out, ignore_errors=True)))
     (out / "latest_universal").write_text("universal")
     loaded = restore(out, stage, scale, 2, "universal", runs)
-    both = {**loaded, "seconds": made.wall + loaded["seconds"], "first": made.wall + loaded["first"]}
+    both = {**loaded, **{key: made.wall + loaded[key] for key in ("seconds", "first")}}
+    both["all"] = [made.wall + seconds for seconds in loaded["all"]]
     _row("load_universal, 4 on 2", loaded, native[2])
     _row("ds_to_universal and load_universal, 4 on 2", both, native[2])
     shutil.rmtree(out)
 
 
-def _row(name: str, figures: dict[str, float], native: dict[str, float]) -> None:
+def _row(name: str, figures: dict[str, Any], native: dict[str, Any]) -> None:
     first, again = (figures[key] / native[key] for key in ("first", "seconds"))
     extra = figures["extra"] / 1e6
     seconds = f"{figures['first']:8.2f}{figures['seconds']:8.2f}"
     print(f"{name:52}{seconds}{extra:10.0f}   {first:.2f}x {again:.2f}x", flush=True)
+    ROWS[name] = {"first": [figures["first"]], "again": figures["all"], "extra_mb": [extra]}
 
 
 def main() -> None:
@@ -89,7 +95,9 @@ def main() -> None:
     DATA.mkdir(exist_ok=True)
     bench = bench_other_ranks if arguments.quick else bench_stage
     for stage in arguments.stages:
+        ROWS.clear()
         bench(stage, arguments.scale, arguments.runs)
+        keep(f"zero{stage}", [name for name in ROWS if name.startswith("engine.load_checkpoint")][-1], ROWS)
 
 
 if __name__ == "__main__":

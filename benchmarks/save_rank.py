@@ -19,6 +19,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from measure import keep
 
 import ckpttool
 from ckpttool.integrations.deepspeed import host_memory
@@ -69,16 +70,16 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def median_of(ways: dict[str, Callable[[], Any]], runs: int, clear: Callable[[], None]) -> dict[str, float]:
-    """Each way in turn, after one to warm up."""
+def alternated(ways: dict[str, Callable[[], Any]], runs: int, clear: Callable[[], None]) -> dict[str, list[float]]:
+    """Seconds of each way, in turn, after one run to warm up; every second round in the reverse order."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for run in range(runs + 1):
-        for name, function in ways.items():
+        for name, function in list(ways.items())[:: -1 if run % 2 else 1]:
             clear()
             seconds = timed(function)
             if run:
                 taken[name].append(seconds)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return taken
 
 
 def mean(values: list[float]) -> tuple[float, float]:
@@ -198,7 +199,11 @@ def main(given: dict[str, Any], data: Path) -> None:
         "manager.save": ours,
         "manager.save, without hashing": unhashed,
     }
-    taken = median_of(ways, given["runs"], clear)
+    runs = alternated(ways, given["runs"], clear)
+    taken = {name: statistics.median(values) for name, values in runs.items()}
+    what = f"zero{given['stage']}, {dist.get_world_size()} ranks, {given['parameters'] // 10**6}M"
+    if dist.get_rank() == 0:
+        keep(f"{what}, blocking", "manager.save", {name: {"wall": values} for name, values in runs.items()})
     nbytes = torch.tensor([reports[-1].nbytes])
     dist.all_reduce(nbytes)
     say(f"synchronous, {nbytes.item() / 1e6:,.0f} MB of all ranks")
@@ -219,8 +224,10 @@ def main(given: dict[str, Any], data: Path) -> None:
         clear()
 
     ways = {"stall": background, "copy": partial(copy_all, sources, target)}
-    taken = median_of(ways, given["runs"] + 1, settle)
-    stall, copy = taken["stall"], taken["copy"]
+    runs = alternated(ways, given["runs"] + 1, settle)
+    stall, copy = statistics.median(runs["stall"]), statistics.median(runs["copy"])
+    if dist.get_rank() == 0:
+        keep(f"{what}, background", "copy", {name: {"wall": values} for name, values in runs.items()})
     say(f"asynchronous, {target.nbytes / 1e6:,.0f} MB of a rank: the loop stands still for {stall:.3f} s")
     say(f"  {stall / copy:.2f}x of one copy of the same tensors, {copy:.3f} s")
     settle()

@@ -97,10 +97,11 @@ def bench(server: Server, root: Path, latency: float, runs: int, peer_runs: int)
     local, bucket = str(OUT / "weights"), "s3://out/weights"
     mine, name = ours("ckpttool", src, local), "ckpttool"
     theirs = peer("aws s3 cp, zero_to_fp32.py", src, None)
-    print_table("bucket to local disk", alternate([mine, theirs], peer_runs), name)
+    far = f"{1000 * latency:.0f} ms"
+    print_table("bucket to local disk", alternate([mine, theirs], peer_runs), name, f"to disk, {far}")
     mine = ours(name, src, bucket)
     theirs = peer("aws s3 cp, zero_to_fp32.py, aws s3 cp", src, bucket)
-    print_table("bucket to bucket", alternate([mine, theirs], peer_runs), name)
+    print_table("bucket to bucket", alternate([mine, theirs], peer_runs), name, f"to bucket, {far}")
     many, one = ours("16 at once", src, bucket, "--jobs", "16"), ours("one at a time", src, bucket, "--jobs", "1")
     print_table("requests at once, bucket to bucket", alternate([many, one], runs), many.name)
     for memory in ("64MB",) if TRIAL else ("64MB", "256MB", "1GB"):

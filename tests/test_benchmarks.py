@@ -25,7 +25,16 @@ ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],
 }
-PARTS = {"make_checkpoint.py", "restore_rank.py", "save_rank.py", "cast_bf16.py", "measure.py", "s3_server.py"}
+PARTS = {
+    "make_checkpoint.py",
+    "restore_rank.py",
+    "save_rank.py",
+    "cast_bf16.py",
+    "measure.py",
+    "s3_server.py",
+    "record.py",
+    "tables.py",
+}
 """What the others run or import."""
 
 
@@ -37,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(name: str, options: list[str], data: Path) -> str:
     environment = {
-        **os.environ, "CKPTTOOL_BENCHMARK_DATA": str(data), "DS_ACCELERATOR": "cpu",
+        **os.environ, "CKPTTOOL_BENCHMARK_DATA": str(data), "CKPTTOOL_BENCHMARK_TRIAL": "1", "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
     command = [sys.executable, str(BENCHMARKS / name), *options]

@@ -37,7 +37,7 @@ def test_the_ranks_of_a_run_are_those_of_its_topology() -> None:
 def test_every_parameter_has_a_master_or_is_frozen() -> None:
     for name in NAMES:
         facts = truth(name).facts
-        masters = {key.removeprefix("fp32/") for key in truth(name).tensors if key.startswith("fp32/")}
+        masters = {key.removeprefix("fp32/") for key in truth(name).arrays if key.startswith("fp32/")}
         assert masters | {*facts["frozen"], *facts.get("empty", ())} == set(facts["order"]), name
 
 
@@ -46,7 +46,7 @@ def test_nothing_of_the_truth_is_left_out_but_what_was_not_saved() -> None:
     left_out: dict[str, set[str]] = {}
     for name in NAMES:
         expected = truth(name)
-        held = {f"{k}/{expected.stored_name(n)}": k for k, n in (key.split("/", 1) for key in expected.tensors)}
+        held = {f"{k}/{expected.stored_name(n)}": k for k, n in (key.split("/", 1) for key in expected.arrays)}
         kinds = {held[key] for key in held.keys() - expected.states.keys()}
         for kind in kinds - {"adapter", "adapter_fp32"}:
             left_out.setdefault(kind, set()).add(name)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
-from safetensors import safe_open
 
 from ckpttool.model import Topology
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
 
     from ckpttool.model import Checkpoint, State
 
@@ -44,16 +45,34 @@ REPRESENTATIVE = (
 """One of each way in which states are laid out: enough for what comes behind reading, which knows only extents."""
 
 
+NUMPY: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype("int64"), "I32": np.dtype("int32"),
+    "I16": np.dtype("int16"), "I8": np.dtype("int8"), "U8": np.dtype("uint8"), "BOOL": np.dtype("bool"),
+}  # fmt: skip
+"""The dtypes of numpy, by their names in safetensors."""
+TORCH = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""The dtypes of torch, by their names in safetensors."""
+
+
 @dataclass(frozen=True)
 class Truth:
     """What the engine held."""
 
     name: str
     """The checkpoint."""
-    tensors: dict[str, torch.Tensor]
+    arrays: dict[str, NDArray[Any]]
     """By "fp32/NAME", "exp_avg/NAME", ..., "module/NAME", "buffer/NAME"; whole, padding of a vocabulary included."""
     facts: dict[str, Any]
     """Step, tied names, frozen names, groups."""
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The arrays as tensors of torch."""
+        return {key: as_tensor(array) for key, array in self.arrays.items()}
 
     # ------------------------------------------------------------------------------------- what of it was saved
 
@@ -131,15 +150,15 @@ class Truth:
         return name.replace("tied_modules.embed.", "0.") if self.unassigned else name
 
     @property
-    def states(self) -> dict[str, torch.Tensor]:
+    def states(self) -> dict[str, NDArray[Any]]:
         """Every state that the checkpoint holds of a parameter or buffer, by "STATE/NAME"."""
         held = {}
-        for key, tensor in self.tensors.items():
+        for key, array in self.arrays.items():
             kind, _, name = key.partition("/")
             if kind in {"adapter", "adapter_fp32"} or not self._is_saved(kind, name):
                 continue
             rows = self.facts.get("vocabulary", {}).get(name)
-            held[f"{kind}/{self.stored_name(name)}"] = tensor if rows is None else tensor[:rows]
+            held[f"{kind}/{self.stored_name(name)}"] = array if rows is None else array[:rows]
         return held
 
     def _is_saved(self, kind: str, name: str) -> bool:
@@ -174,12 +193,12 @@ class Truth:
         """
         weights = {}
         first, second = ("module", "fp32") if "-zenflow" in self.name else ("fp32", "module")
-        for key, tensor in self.states.items():
+        for key, array in self.states.items():
             kind, _, name = key.partition("/")
             if kind == first or (kind == second and f"{first}/{name}" not in self.states):
-                weights[name] = tensor.to(dtype)
+                weights[name] = as_tensor(array).to(dtype)
             elif kind == "buffer":
-                weights[name] = tensor
+                weights[name] = as_tensor(array)
         return weights
 
 
@@ -222,9 +241,24 @@ def tag_directory(name: str) -> str:
 @functools.cache
 def truth(name: str) -> Truth:
     """Load the truth of a checkpoint."""
-    with safe_open(str(HERE / "truth" / f"{name}.safetensors"), "pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return Truth(name, tensors, json.loads(file.metadata()["truth"]))
+    arrays, metadata = read_safetensors(HERE / "truth" / f"{name}.safetensors")
+    return Truth(name, arrays, json.loads(metadata["truth"]))
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Read a safetensors file with numpy alone, independently of the code under test.
+
+    Source: https://github.com/huggingface/safetensors, README, "Format".
+    """
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    metadata: dict[str, str] = header.pop("__metadata__", {})
+    arrays = {}
+    for key, entry in header.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        arrays[key] = np.frombuffer(data[first:last], NUMPY[entry["dtype"]]).reshape(entry["shape"])
+    return arrays, metadata
 
 
 # ------------------------------------------------------------------------------------------------- bytes
@@ -236,6 +270,17 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
     data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data
+
+
+def as_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """The tensor of torch with the same elements."""
+    import torch
+
+    spelling = next(key for key, dtype in NUMPY.items() if dtype == array.dtype)
+    dtype = getattr(torch, TORCH[spelling])
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(array.shape)
 
 
 def gather(checkpoint: Checkpoint, state: State) -> bytes:

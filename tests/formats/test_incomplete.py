@@ -14,7 +14,7 @@ import ckpttool
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from tests.damage import edit
-from tests.truth import gather, raw_bytes, source, tag_directory, truth
+from tests.truth import gather, source, tag_directory, truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,7 +137,7 @@ def _assert_is_the_truth(checkpoint: Checkpoint, name: str) -> None:
     expected = truth(name).states
     assert {f"{key}/{owner}" for owner, key, _ in checkpoint.states()} == expected.keys()
     for owner, key, state in checkpoint.states():
-        assert gather(checkpoint, state) == raw_bytes(expected[f"{key}/{owner}"])
+        assert gather(checkpoint, state) == expected[f"{key}/{owner}"].tobytes()
 
 
 @pytest.mark.parametrize(

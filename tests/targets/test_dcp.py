@@ -16,7 +16,7 @@ from ckpttool.analysis.digest import digest
 from ckpttool.errors import PlanError
 from ckpttool.execution.local import run
 from ckpttool.targets.dcp import plan_dcp
-from tests.truth import HERE, REPRESENTATIVE, source, truth
+from tests.truth import HERE, REPRESENTATIVE, as_tensor, source, truth
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def _write(checkpoint: Checkpoint, out: Path, **options: Any) -> Path:
 
 def _expected(name: str) -> dict[str, torch.Tensor]:
     """Every tensor by the name that torch gives it: weights as the optimizer has them, tied names as well."""
-    held = truth(name).states
+    held = {key: as_tensor(array) for key, array in truth(name).states.items()}
     result = {}
     for key, tensor in held.items():
         kind, _, parameter = key.partition("/")

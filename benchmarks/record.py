@@ -1,0 +1,115 @@
+"""Run every benchmark on one commit, and write the figures to ``benchmarks/record.json``.
+
+    python benchmarks/record.py [--commit REV] [--only consolidate convert ...] [--data DIR]
+
+The code of the commit is measured with the benchmark scripts of this checkout. Each comparison alternates its
+contestants and reverses their order every second round; the record has the median, the minimum and the maximum of every
+quantity, the commit and the kind of machine. ``tables.py`` writes the tables of README and docs from the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RECORD = HERE / "record.json"
+BENCHMARKS = {
+    "consolidate": ["--runs", "7", "--peer-runs", "3"],
+    "convert": ["--runs", "7", "--peer-runs", "3", "--workers", "2"],
+    "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "7", "--rounds", "4"],
+    "restore": ["--runs", "3"],
+    "storage": ["--runs", "3", "--peer-runs", "3", "--latency", "0.05"],
+}
+"""Options of each benchmark. The larger model of ``save`` waits for the disk as a training run does; at 50M parameters
+``engine.save_checkpoint`` is faster, because it returns before the bytes are on the disk."""
+PACKAGES = ("numpy", "torch", "deepspeed", "s3fs")
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median, minimum, maximum and number of the values."""
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+        "runs": len(values),
+    }
+
+
+def machine(data: Path) -> dict[str, Any]:
+    """The kind of machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
+    data.mkdir(parents=True, exist_ok=True)
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(data)], capture_output=True, text=True, check=False)
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory),
+        "processor": models[0] if models else platform.machine(),
+        "file_system": kind.stdout.strip(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def run(name: str, code: Path, data: Path, record: Path) -> None:
+    """Run one benchmark on the code of a directory; its comparisons are appended to ``record``."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(code),
+        "CKPTTOOL_BENCHMARK_DATA": str(data),
+        "CKPTTOOL_BENCHMARK_RECORD": str(record),
+    }
+    command = [sys.executable, str(HERE / f"{name}.py"), *BENCHMARKS[name]]
+    print(f"== {name} {' '.join(BENCHMARKS[name])}", flush=True)
+    subprocess.run(command, env=environment, check=True)
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", default="HEAD", help="the code to measure (default: HEAD)")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--data", type=Path, default=HERE / ".data", help="where checkpoints are made")
+    arguments = parser.parse_args()
+    git = ["git", "-C", str(HERE)]
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short=12", arguments.commit], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    old = json.loads(RECORD.read_text()) if RECORD.exists() else {"comparisons": []}
+    kept = [c for c in old["comparisons"] if c["benchmark"] not in arguments.only]
+    with tempfile.TemporaryDirectory() as scratch:
+        code, lines = Path(scratch) / "code", Path(scratch) / "record.jsonl"
+        subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(code), commit], check=True)
+        try:
+            for name in arguments.only:
+                run(name, code, arguments.data, lines)
+        finally:
+            subprocess.run([*git, "worktree", "remove", "--force", str(code)], check=True)
+        measured = [json.loads(line) for line in lines.read_text().splitlines()]
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    for comparison in measured:
+        runs = comparison.pop("runs")
+        comparison["contestants"] = {
+            name: {quantity: summary(values) for quantity, values in quantities.items()}
+            for name, quantities in runs.items()
+        }
+        comparison |= {"commit": commit, "date": today}
+    record = {"machine": machine(arguments.data), "comparisons": kept + measured}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {RECORD}")
+
+
+if __name__ == "__main__":
+    main()
