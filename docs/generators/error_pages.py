@@ -55,7 +55,7 @@ def write(path: Path) -> None:
     lines: list[str] = []
     places = anchored(read_messages())
     for kind, title in TITLES.items():
-        lines += [f"## {title}", ""]
+        lines += [f"### {title}", ""]
         of_kind = {a: ms for a, ms in places.items() if public_class(ms[0].kind) == kind}
         for anchor, messages in of_kind.items():
             lines += [f"(error-{anchor})=", ""]

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
+from generators import support_features
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXTURES = ROOT / "fixtures"
-MANY = 3
-"""Most names of one kind that a cell lists."""
+PINNED = re.findall(r"^deepspeed==(\S+)", (ROOT / "requirements" / "dev.in").read_text(encoding="utf-8"), re.MULTILINE)[
+    0
+]
+"""DeepSpeed of the development environment, which made the fixtures that name no other."""
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Row:
     """Tensors of the engine that the checkpoint does not hold, by state."""
     refused: str = ""
     """Why it cannot be read."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Stage, type and DeepSpeed release of the run."""
     targets: dict[str, str] = field(default_factory=dict)
     """Target to the reason why it is refused; empty if it is written."""
 
@@ -54,12 +59,14 @@ def read_row(name: str, recipe: str, options: dict[str, Any], special: str) -> R
     """
     row = Row(name, recipe, options, special)
     source = FIXTURES / "checkpoints" / name
+    facts, tensors = _truth(name)
+    row.facts = {key: str(facts[key]) for key in ("stage", "dtype")}
+    row.facts["release"] = facts.get("release") or name.partition("-ds")[2] or PINNED
     try:
         row.checkpoint = ckpttool.inspect(source)
     except ckpttool.CkptError as error:
         row.refused = error.problem
         return row
-    facts, tensors = _truth(name)
     for key, expected in tensors.items():
         state, _, tensor = key.partition("/")
         try:
@@ -123,7 +130,7 @@ def read_rows() -> list[Row]:
     finally:
         sys.path.remove(str(FIXTURES))
     text = (FIXTURES / "README.md").read_text(encoding="utf-8")
-    described = dict(re.findall(r"^\| `([^`]+)` \|.*\| (.*) \|$", text, re.MULTILINE))
+    described = dict(re.findall(r"^\| `([^`]+)` \|.*\|([^|]*)\|$", text, re.MULTILINE))
     rows = []
     for name in described:
         case = CASES[name]
@@ -132,8 +139,8 @@ def read_rows() -> list[Row]:
     return rows
 
 
-def write(path: Path) -> None:
-    """Write the matrix as a MyST page fragment."""
+def write(directory: Path) -> None:
+    """Write the table of features and the matrix, as fragments of a page."""
     lines = [
         "| checkpoint | DeepSpeed | stage | ranks | type | optimizer states | tensors equal | zero | universal | dcp |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -146,7 +153,8 @@ def write(path: Path) -> None:
     lines += ["## Each checkpoint", ""]
     for row in rows:
         lines += [f"(fixture-{row.name})=", "", f"`{row.name}`", f": {_upper(row.special)}. {_how(row)}", ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+    (directory / "matrix.md").write_text("\n".join(lines), encoding="utf-8")
+    (directory / "features.md").write_text("\n".join(support_features.table(rows)), encoding="utf-8")
 
 
 def _line(row: Row, notes: dict[str, str]) -> str:
@@ -180,12 +188,9 @@ def _how(row: Row) -> str:
 
 
 def _upper(text: str) -> str:
+    text = text.strip()
     return text[:1].upper() + text[1:] if text else "The usual case"
 
 
 def _type(dtype: str) -> str:
     return {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}.get(dtype, dtype)
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
