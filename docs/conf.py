@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from generators import drawings, error_pages, support_matrix  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
 
 from ckpttool import __version__  # noqa: E402
+from docs.generators import drawings, error_pages, support_matrix  # noqa: E402
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

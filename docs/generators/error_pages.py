@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from generators.error_messages import Message, public_class, read_messages
+from .error_messages import Message, public_class, read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

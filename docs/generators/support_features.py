@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from generators.support_matrix import Row
+    from .support_matrix import Row
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import ckpttool
-from generators import support_features
+
+from . import support_features
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXTURES = ROOT / "fixtures"

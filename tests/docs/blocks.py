@@ -28,9 +28,13 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.cli.command import ckpttool
+from tests.storage import server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted(
@@ -38,6 +42,8 @@ PAGES = sorted(
     + [p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "_generated"} & {*p.parts}]
 )
 RUN = ("console", "python")
+BUCKET = "s3://models"
+"""The bucket in blocks that are run: on a server that the tests start."""
 SHELL = ("cp", "ls", "truncate", "head", "rm")
 """Commands beside ckpttool that blocks may use."""
 _FENCE = re.compile(
@@ -117,8 +123,34 @@ def without_times(text: str) -> str:
     return re.sub(r"in \d+\.\d s", "in 0.0 s", text)
 
 
+def needs_bucket(page: Path) -> bool:
+    """Whether a block of a page that is run uses the bucket."""
+    return any(BUCKET in block.body for block in to_run(page))
+
+
 @contextlib.contextmanager
-def workplace() -> Any:
+def bucket(endpoint: str) -> Iterator[None]:
+    """An S3 server with the bucket that the pages use, found by the environment."""
+    from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
+
+    server.client(endpoint).create_bucket(Bucket=BUCKET.removeprefix("s3://"))
+    added = {**server.ENVIRONMENT, "AWS_ENDPOINT_URL": endpoint}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    SingleAttemptFileSystem.clear_instance_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        server.forget_everything(endpoint)
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[str]:
     """An empty directory that sees the fixtures under the name the pages use."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
@@ -133,7 +165,10 @@ def workplace() -> Any:
 def renew(page: Path) -> None:
     """Write into a page what its commands print today."""
     text = page.read_text(encoding="utf-8")
-    with workplace():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(workplace())
+        if needs_bucket(page):
+            stack.enter_context(bucket(stack.enter_context(server.running())))
         for block in to_run(page):
             if block.kind == "python":
                 execute(block.body)
@@ -143,8 +178,7 @@ def renew(page: Path) -> None:
                 code, out = printed(command)
                 sys.stderr.write(f"{code} {command}\n")
                 same = without_times(out) == without_times(shown)
-                first, _, _ = block.body.partition(f"$ {command}\n")
-                body += f"$ {command}\n{shown if same and first is not None else out}"
+                body += f"$ {command}\n{shown if same else out}"
             if "\\\n" not in block.body:
                 text = text.replace(block.body, body, 1)
     page.write_text(text, encoding="utf-8")

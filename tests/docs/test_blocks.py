@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.docs.blocks import PAGES, ROOT, RUN, blocks, commands, execute, printed, to_run, without_times, workplace
+from tests.docs.blocks import (
+    PAGES,
+    ROOT,
+    RUN,
+    blocks,
+    bucket,
+    commands,
+    execute,
+    needs_bucket,
+    printed,
+    to_run,
+    without_times,
+    workplace,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,8 +31,11 @@ EXIT_ONE = ("diff", "verify")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if to_run(p)], ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run_in_order(page: Path) -> None:
-    with workplace():
+def test_the_blocks_of_a_page_run_in_order(page: Path, request: pytest.FixtureRequest) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(workplace())
+        if needs_bucket(page):
+            stack.enter_context(bucket(request.getfixturevalue("s3_server")[0]))
         for block in to_run(page):
             if block.kind == "python":
                 execute(block.body)
