@@ -56,6 +56,8 @@ class _Module:
     imports: dict[str, tuple[str, str]] = field(default_factory=dict)
     functions: dict[str, list[FunctionNode]] = field(default_factory=dict)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    calls: list[ast.Call] = field(default_factory=list)
+    classes: list[ast.ClassDef] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,8 @@ class _Reader:
         self.kinds = self._kinds()
         self.calls: dict[str, list[tuple[ast.Call, _Scope]]] = {}
         for module in self.modules.values():
-            for node in ast.walk(module.tree):
-                if isinstance(node, ast.Call):
-                    scope = _Scope(module, _function(node, module))
-                    self.calls.setdefault(_name(node.func), []).append((node, scope))
+            for node in module.calls:
+                self.calls.setdefault(_name(node.func), []).append((node, _Scope(module, _function(node, module))))
 
     def _kinds(self) -> dict[str, str]:
         """Error classes of the package: name to the name of the base class that the page groups by."""
@@ -97,8 +97,7 @@ class _Reader:
             found = {
                 node.name: _name(base)
                 for module in self.modules.values()
-                for node in ast.walk(module.tree)
-                if isinstance(node, ast.ClassDef)
+                for node in module.classes
                 for base in node.bases[:1]
                 if _name(base) in bases and node.name not in bases
             }
@@ -303,6 +302,10 @@ def _module(name: str, tree: ast.Module) -> _Module:
             module.parents[child] = node
         if isinstance(node, FunctionNode):
             module.functions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Call):
+            module.calls.append(node)
+        elif isinstance(node, ast.ClassDef):
+            module.classes.append(node)
         elif isinstance(node, ast.ImportFrom) and node.module:
             module.imports |= {a.asname or a.name: (node.module, a.name) for a in node.names}
     for statement in tree.body:
@@ -405,15 +408,21 @@ def _tidy(text: str) -> str:
     ).strip()
 
 
+@functools.cache
+def _reader() -> _Reader:
+    return _Reader(PACKAGE)
+
+
+@functools.cache
 def read_messages() -> list[Message]:
     """Every message of the package, by class and text."""
-    return _Reader(PACKAGE).messages()
+    return _reader().messages()
 
 
 @functools.cache
 def _classes() -> tuple[dict[str, str], frozenset[str]]:
     """Base of every error class, and the classes of ``ckpttool.errors``."""
-    reader = _Reader(PACKAGE)
+    reader = _reader()
     own = (node.name for node in reader.modules["ckpttool.errors"].tree.body if isinstance(node, ast.ClassDef))
     return reader.kinds, frozenset(own)
 
