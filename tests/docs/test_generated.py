@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import shutil
 from typing import TYPE_CHECKING
@@ -182,3 +183,21 @@ def test_contributing_names_files_that_exist() -> None:
     for name in named:
         places = (ROOT / name, ROOT / "ckpttool" / name, *ROOT.glob(f"tests/*/{name}"))
         assert any(p.exists() for p in places), name
+
+
+def test_pages_name_modules_and_functions_that_exist() -> None:
+    """Dotted names of packages in the pages on the inside: modules, or names in them."""
+    packages = "|".join(p.stem for p in (ROOT / "ckpttool").iterdir() if p.stem[0] != "_" and p.stem != "py")
+    pages = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "formats").glob("*.md")]
+    named = {n for page in pages for n in re.findall(rf"`(?:ckpttool\.)?((?:{packages})\.[\w.]+)`", page.read_text())}
+    assert len(named) > 40
+    for name in named:
+        assert pkgutil.resolve_name(f"ckpttool.{name}") is not None
+
+
+def test_contributing_names_functions_that_exist() -> None:
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    pairs = re.findall(r"`(\w+)` (?:of|in) `(ckpttool/[\w/]+\.py)`", text)
+    assert len(pairs) >= 5
+    for name, path in pairs:
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), (name, path)
