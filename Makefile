@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 # Where to find torch's CPU build, if pip does not find one by itself: make TORCH_OPTIONS="--index-url ..." test
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test check format format-check lint types layers property bench fixtures gpu requirements clean
+.PHONY: help demo test check format format-check lint types layers property docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -18,6 +19,10 @@ $(READY): requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PIP) install --quiet $(TORCH_OPTIONS) -r requirements/torch.txt
 	$(PIP) install --quiet -r requirements/dev.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(DOCS_READY): requirements/docs.txt $(READY)
+	$(PIP) install --quiet -r requirements/docs.txt
 	@touch $@
 
 demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the result back
@@ -49,6 +54,12 @@ types: $(READY)  ## mypy, strict
 layers: $(READY)  ## do imports point downwards only?
 	$(BIN)/lint-imports
 
+docs: $(DOCS_READY)  ## build the documentation into docs/_build/html; a broken link or reference fails
+	$(BIN)/python -m sphinx -b html -W -n --keep-going -q -j 2 docs docs/_build/html
+
+docs-serve: docs  ## build the documentation and serve it on http://localhost:8000
+	$(BIN)/python -m http.server --bind localhost --directory docs/_build/html 8000
+
 bench: $(READY)  ## measure against cp and zero_to_fp32.py, side by side
 	$(BIN)/python benchmarks/consolidate.py
 
@@ -63,6 +74,10 @@ requirements: $(READY)  ## pin the development requirements again (needs uv)
 	 uv pip compile --universal --python-version 3.10 --no-header --no-annotate pyproject.toml requirements/dev.in \
 	 | grep -vE '^(cuda-|nvidia-|triton|torch=)') > requirements/dev.txt.new
 	mv requirements/dev.txt.new requirements/dev.txt
+	(echo '# Pinned by `make requirements`; the documentation is built with Python 3.11 or newer.'; \
+	 uv pip compile --universal --python-version 3.11 --no-header --no-annotate -c requirements/dev.txt \
+	 requirements/docs.in) > requirements/docs.txt.new
+	mv requirements/docs.txt.new requirements/docs.txt
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) demo-out benchmarks/.data .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo-out benchmarks/.data docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

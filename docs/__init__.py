@@ -1,0 +1,1 @@
+"""The documentation; ``conf.py`` is the configuration of Sphinx."""

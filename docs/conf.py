@@ -1,0 +1,69 @@
+"""Configuration of the documentation: ``make docs`` builds it, strictly and without a network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from ckpttool import __version__  # noqa: E402
+from docs.generators import drawings, error_pages, support_matrix  # noqa: E402
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "ckpttool"
+author = "the authors of ckpttool"
+copyright = "the authors of ckpttool"
+release = version = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "_generated/*.md", "generators"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_title = f"ckpttool {release}"
+html_theme_options = {"navigation_with_keys": True}
+myst_enable_extensions = ["deflist", "colon_fence", "substitution"]
+myst_heading_anchors = 3
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"exclude-members": "__init__, __new__"}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+
+nitpicky = True
+nitpick_ignore_regex = [
+    # Types in signatures whose documentation lies elsewhere, or which are plain aliases. Links that a page writes by
+    # hand (functions, methods, labels, files) must all resolve.
+    (r"py:(class|obj|exc|data)", r"(?!ckpttool\.[a-z]+$).*"),
+]
+
+
+def _generate(app: Sphinx) -> None:
+    """Write the pages and drawings that come from the source and from the fixtures."""
+    out = HERE / "_generated"
+    out.mkdir(exist_ok=True)
+    error_pages.write(out / "messages.md")
+    drawings.write(out)
+    if not ((out / "matrix.md").exists() and os.environ.get("DOCS_KEEP_MATRIX")):  # it takes most of the time
+        support_matrix.write(out)
+
+
+def setup(app: Sphinx) -> None:
+    """Register what runs before the pages are read."""
+    app.connect("builder-inited", _generate)

@@ -1,0 +1,1 @@
+"""Scripts that write parts of the documentation from the source and from the fixtures."""

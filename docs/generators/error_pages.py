@@ -1,0 +1,81 @@
+"""Write the page fragment that lists every error message, with one anchor for each."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from .error_messages import Message, public_class, read_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+TITLES = {
+    "StorageError": "StorageError: a file or directory cannot be listed, read or written",
+    "LinkError": "LinkError: a symbolic link leaves the checkpoint's root",
+    "ContainerError": "ContainerError: a file is damaged, hostile, or of another format",
+    "ChecksumError": "ChecksumError: bytes differ from those saved",
+    "LayoutError": "LayoutError: the files do not form a checkpoint",
+    "PlanError": "PlanError: this checkpoint cannot give the requested output",
+    "ArgumentError": "ArgumentError: an argument is wrong",
+    "CkptError": "CkptError: ranks that fail together, and findings of verify",
+}
+"""Headings of the public classes, in the order of the page."""
+
+
+def anchored(messages: Iterable[Message]) -> dict[str, list[Message]]:
+    """Messages by anchor. Messages of one anchor differ in placeholders alone, and share a place on the page."""
+    result: dict[str, list[Message]] = {}
+    for message in messages:
+        result.setdefault(message.anchor, []).append(message)
+    return result
+
+
+def find(kind: str, problem: str, messages: Iterable[Message]) -> Message | None:
+    """The message that an error was made from; the one with the most fixed text where several fit.
+
+    Args:
+        kind: Public class of the error.
+        problem: ``CkptError.problem``.
+        messages: All messages.
+    """
+    fits = [m for m in messages if public_class(m.kind) == kind and pattern(m.problem).fullmatch(problem)]
+    return max(fits, key=lambda m: len(re.sub(r"\{[^}]*\}", "", m.problem)), default=None)
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """What a text with placeholders matches."""
+    parts = re.split(r"\{[^{}]*\}", re.sub(r"\s+", " ", text))
+    return re.compile(".*".join(re.escape(p) for p in parts), re.DOTALL)
+
+
+def write(path: Path) -> None:
+    """Write the fragment."""
+    lines: list[str] = []
+    places = anchored(read_messages())
+    for kind, title in TITLES.items():
+        lines += [f"### {title}", ""]
+        of_kind = {a: ms for a, ms in places.items() if public_class(ms[0].kind) == kind}
+        for anchor, messages in of_kind.items():
+            lines += [f"(error-{anchor})=", ""]
+            lines += [" or ".join(dict.fromkeys(_code(m.problem) for m in messages))]
+            hints = list(dict.fromkeys(h for m in messages for h in m.hints))
+            lines += [f": {_hints(hints)}", "", f"  {_where(messages)}", ""]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _hints(hints: list[str]) -> str:
+    if not hints:
+        return "The message says all there is to do."
+    return "Next step: " + "; or: ".join(_code(h) for h in hints)
+
+
+def _where(messages: list[Message]) -> str:
+    modules = sorted({place for m in messages for place in m.places})
+    return "From " + ", ".join(f"`{m}`" for m in modules) + "."
+
+
+def _code(text: str) -> str:
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}"
