@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import quick
 from tests.storage import server
 from tests.truth import HERE
 
@@ -22,6 +23,26 @@ settings.load_profile("default")
 
 # DeepSpeed asks this when it is imported; the tests that use it have no other accelerator to offer.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of ``make quick``."""
+    what = "leave out slow tests, all but one checkpoint of each kind, and files whose packages are not installed"
+    parser.addoption("--quick", action="store_true", help=what)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignore files that import a package that is not installed."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if config.getoption("--quick") and is_test and quick.missing_package(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what ``make quick`` leaves out."""
+    if config.getoption("--quick"):
+        left_out = [item for item in items if quick.is_left_out(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

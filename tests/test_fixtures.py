@@ -74,8 +74,8 @@ def test_one_source_and_one_tag_are_found_for_each() -> None:
 
 
 def test_the_shapes_are_awkward() -> None:
-    tensors = truth("zero3-dp4-bf16").tensors
-    shapes = {name.removeprefix("fp32/"): tuple(t.shape) for name, t in tensors.items() if name.startswith("fp32/")}
+    arrays = truth("zero3-dp4-bf16").arrays
+    shapes = {name.removeprefix("fp32/"): a.shape for name, a in arrays.items() if name.startswith("fp32/")}
     assert shapes["scale"] == ()
     assert shapes["tiny"] == (3,)
     facts = truth("zero3-dp4-bf16").facts

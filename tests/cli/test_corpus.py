@@ -20,6 +20,8 @@ from tests.truth import source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 10
 NBYTES = 500 << 20
 FILES = 10

@@ -185,6 +185,7 @@ def test_contributing_names_files_that_exist() -> None:
         assert any(p.exists() for p in places), name
 
 
+@pytest.mark.slow  # imports every framework
 def test_pages_name_modules_and_functions_that_exist() -> None:
     """Dotted names of packages in the pages on the inside: modules, or names in them."""
     packages = "|".join(p.stem for p in (ROOT / "ckpttool").iterdir() if p.stem[0] != "_" and p.stem != "py")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = source("zero3-dp2-bf16")
 SLOW = """
 import os, sys, time

@@ -125,12 +125,14 @@ def _mix(bed: Bed, deed: Callable[[Path, Path], None], *, manifest: bool) -> Non
 
 
 @pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     _mix(Bed(name, tmp_path), deed, manifest=False)
 
 
 @pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_none_does_where_there_is_a_manifest(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     bed = Bed(name, tmp_path)
@@ -154,6 +156,7 @@ def _sums(path: Path) -> Checksums:
     return replace(sums, directory=(start, zlib.crc32(data[start:])))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_no_shard_of_another_checkpoint_is_taken(name: str, tmp_path: Path) -> None:
     """Files of the same name from the other bundled checkpoints."""

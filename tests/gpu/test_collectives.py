@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_collectives_by_way_of_the_host_do_what_gloo_does(tmp_path: Path) -> None:
     forked.start("tests.gpu.collectives", [], tmp_path)
     assert sorted(p.name for p in tmp_path.glob("done-*")) == ["done-0", "done-1"]

@@ -25,6 +25,8 @@ from tests.truth import HERE, NAMES, raw_bytes, source, tag_directory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 FLIPS = int(os.environ.get("CKPTTOOL_FLIPS", "400"))
 """Flips of one run of all tests here."""
 

@@ -26,6 +26,8 @@ from tests.truth import source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 SECONDS = float(os.environ.get("CKPTTOOL_FUZZ_SECONDS", "60"))
 """For all that is fuzzed together."""
 SLOW = 5.0

@@ -23,6 +23,8 @@ from tests.saving import crew
 from tests.saving.checkpoints import chosen, debris, save_version, version, whole
 from tests.saving.conftest import MEMORY
 
+pytestmark = pytest.mark.slow
+
 TAGS = ["step1", "step2", "step3"]
 tags = st.sampled_from(TAGS)
 sizes = st.integers(1, 3)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.saving.scenarios import Bench
 
+pytestmark = pytest.mark.slow
+
 
 def kills(names: dict[int, list[str]], *, everyone: bool) -> Iterator[Fault]:
     for rank, done in sorted(names.items()):

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -23,6 +24,8 @@ from tests.saving.test_any_history import History, sizes, tags
 
 if TYPE_CHECKING:
     from ckpttool.testing.disks import Fault
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("CKPTTOOL_TEST_HISTORIES", "15"))
 """10,000 were run once."""

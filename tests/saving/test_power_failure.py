@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.saving.scenarios import Bench
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.id)
 def test_power_failure(scenario: Scenario, bench: Bench, crash_points: Callable[[int], None]) -> None:

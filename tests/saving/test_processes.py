@@ -23,6 +23,8 @@ from tests.saving.conftest import in_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch")
 SAVES = [("step1", 1), ("step2", 2)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,12 @@ def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attempts follow each other at once, and no test sees what another has left in memory or its clients."""
     import fsspec
 
-    from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
-
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.05)
-    SingleAttemptFileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
+    if importlib.util.find_spec("s3fs") is not None:
+        from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
+
+        SingleAttemptFileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
     yield
     memory = fsspec.filesystem("memory")
     memory.store.clear()

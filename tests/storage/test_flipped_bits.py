@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.storage.places import Place
     from tests.storage.server import Bucket
 
+pytestmark = pytest.mark.slow
+
 COMMANDS: dict[str, Callable[[str, str], Any]] = {
     "consolidate": lambda src, out: ckpttool.consolidate(src, out, to="safetensors"),
     "consolidate bf16": lambda src, out: ckpttool.consolidate(src, out, to="torch", dtype="bf16"),
