@@ -97,22 +97,21 @@ class Ranks:
             decision = json.loads(self._call(what, self._store.get, f"{key}/decision"))
         self._acknowledge(key, what, wait=last)
         if "error" in decision:
-            kind, arguments = decision["error"]
-            raise kinds_of_errors().get(kind, RankError)(*arguments)
+            raise error_from_data(decision["error"])
         return decision["value"]
 
     def _decide(self, key: str, what: str, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
         if not self._wait(lambda: self._heard(key, what) >= self.size, end):
             late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
-            return {"error": _as_data(late_error(what, late))}
+            return {"error": error_to_data(late_error(what, late))}
         said = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
         try:
             return {"value": decide(said)}
         except CkptError as error:
-            return {"error": _as_data(error)}
+            return {"error": error_to_data(error)}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            return {"error": _as_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
+            return {"error": error_to_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
 
     def _acknowledge(self, key: str, what: str, *, wait: bool) -> None:
         """Count the ranks that have the decision; rank 0 deletes the keys of the previous round."""
@@ -233,13 +232,20 @@ def _look(rank: int) -> str:
     return f"see the log of rank {rank}, or raise timeout="
 
 
-def _as_data(error: CkptError) -> list[Any]:
-    return [type(error).__name__, [error.path, error.problem, error.hint, error.options]]
+def error_to_data(error: CkptError) -> list[Any]:
+    """Convert an error to JSON data for a message between ranks: the name of its class, and its four arguments."""
+    return [type(error).__name__, error.path, error.problem, error.hint, list(error.options)]
 
 
-def kinds_of_errors(base: type[CkptError] = CkptError) -> dict[str, type[CkptError]]:
-    """Return all error classes by name."""
-    found = {base.__name__: base}
-    for kind in base.__subclasses__():
-        found |= kinds_of_errors(kind)
-    return found
+def error_from_data(data: Sequence[Any]) -> CkptError:
+    """Convert JSON data of ``error_to_data`` back to the error; a ``RankError`` if its class is unknown here."""
+    kind, path, problem, hint, options = data
+    return _error_classes(CkptError).get(kind, RankError)(path, problem, hint, tuple(options))
+
+
+def _error_classes(base: type[CkptError]) -> dict[str, type[CkptError]]:
+    """Return an error class and its subclasses, by name."""
+    classes = {base.__name__: base}
+    for subclass in base.__subclasses__():
+        classes |= _error_classes(subclass)
+    return classes

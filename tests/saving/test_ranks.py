@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
+from ckpttool.integrations.torch.collectives import agree_on_all_ranks
 from ckpttool.saving.coordination import RankError
 from ckpttool.testing.disks import Machine
 from tests.saving import crew
@@ -61,7 +62,7 @@ def test_first_rank_that_is_late_is_named(make: Callable[[int], crew.Crew]) -> N
     ("raised", "kind"),
     [
         (StorageError("file", "no space left", "free some"), StorageError),
-        (LayoutError("file", "is odd", "look"), LayoutError),
+        (LayoutError("file", "is odd", "choose one with tag", ("tag",)), LayoutError),
         (RankError("file", "rank 1: failed", "nothing"), RankError),
         (ZeroDivisionError("nothing by 0"), RankError),
     ],
@@ -76,9 +77,35 @@ def test_what_the_decision_raises_is_raised_everywhere(
     assert {type(o.error) for o in outcomes} == {kind}
     assert len({str(o.error) for o in outcomes}) == 1
     if isinstance(raised, CkptError):
-        assert str(outcomes[2].error) == str(raised)
+        assert {o.error.args for o in outcomes if o.error is not None} == {raised.args}
     else:
         assert "rank 0 failed with ZeroDivisionError: nothing by 0" in str(outcomes[2].error)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "raised",
+    [
+        PlanError("root/step1", "lacks c of the model", "pass strict=False, and these keep its values", ("strict",)),
+        ArgumentError("check", "is 'all', not read, full or off", "choose read, full or off", ("check",)),
+        ZeroDivisionError("nothing by 0"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all_ranks_with_its_options(
+    make: Callable[[int], crew.Crew], raised: Exception, size: int
+) -> None:
+    failing = size - 1
+    outcomes = make(size).do(
+        lambda ranks: agree_on_all_ranks(ranks, "root/step1", raised if ranks.rank == failing else None, timeout=5)
+    )
+    where = f"rank {failing}: " if size > 1 else ""
+    if isinstance(raised, CkptError):
+        expected = type(raised)(raised.path, where + raised.problem, raised.hint, raised.options)
+    else:
+        problem = f"{where}ZeroDivisionError: nothing by 0"
+        expected = LayoutError("loading", problem, "see the output of that rank")
+    assert {type(o.error) for o in outcomes} == {type(expected)}
+    assert {o.error.args for o in outcomes if o.error is not None} == {expected.args}
 
 
 def test_ranks_go_on_after_a_failure(make: Callable[[int], crew.Crew]) -> None:

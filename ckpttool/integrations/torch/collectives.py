@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.execution.read_checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.copy_checks import source_files
-from ckpttool.saving.coordination import kinds_of_errors
+from ckpttool.saving.coordination import error_from_data, error_to_data
 from ckpttool.storage import LOCAL_SPEC, connect
 
 if TYPE_CHECKING:
@@ -113,16 +113,17 @@ def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, 
     def raise_first(errors: list[Any]) -> None:
         for rank, one in enumerate(errors):
             if one is not None:
-                kind, where, problem, hint = one
-                raise kinds_of_errors()[kind](where, problem if len(errors) == 1 else f"rank {rank}: {problem}", hint)
+                failed = error_from_data(one)
+                where = f"rank {rank}: " if len(errors) > 1 else ""
+                raise type(failed)(failed.path, where + failed.problem, failed.hint, failed.options)
 
     try:
-        ranks.agree(path, None if error is None else _as_data(error), raise_first, timeout=timeout)
+        ranks.agree(path, None if error is None else _to_message(error), raise_first, timeout=timeout)
     except CkptError as raised:
         raise raised from error
 
 
-def _as_data(error: BaseException) -> tuple[str, str, str, str]:
+def _to_message(error: BaseException) -> list[Any]:
     if isinstance(error, CkptError):
-        return type(error).__name__, error.path, error.problem, error.hint
-    return "LayoutError", "loading", f"{type(error).__name__}: {error}", "see the output of that rank"
+        return error_to_data(error)
+    return error_to_data(LayoutError("loading", f"{type(error).__name__}: {error}", "see the output of that rank"))
