@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckpttool.errors import ArgumentError
 from ckpttool.units import format_size, parse_size
 
 
@@ -25,8 +26,8 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5 apples", "1e9", "0.1B", "9" * 40])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
+    with pytest.raises(ArgumentError, match=r"^memory: is .*, not a size; write 5GB"):
+        parse_size(text, "memory")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool import PlanError
+from ckpttool.errors import ArgumentError
 from tests.truth import REPRESENTATIVE, source
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def test_what_does_not_fit_a_module_is_said_before_anything_is_touched() -> None
 
 
 def test_what_cannot_be_read() -> None:
-    with pytest.raises(PlanError, match="cannot be read in int8; choose fp32, bf16 or fp16"):
+    with pytest.raises(ArgumentError, match=r"^dtype: is 'int8', not fp32, bf16 or fp16; choose fp32, bf16 or fp16$"):
         ckpttool.load_state_dict(source(NAME), dtype=torch.int8)
     with pytest.raises(KeyError):
         ckpttool.load_state_dict(source(NAME))["no such"]

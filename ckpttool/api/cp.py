@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.api.options import Options
+from ckpttool.arguments import check_path
 from ckpttool.errors import LayoutError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
@@ -95,6 +96,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
 
     began = time.perf_counter()
+    check_path("dst", dst)
     checkpoint = options.open(src)
     root = Destination(dst, options.storage_options)
     tagged = copies.is_tagged(checkpoint)

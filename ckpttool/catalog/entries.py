@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import check_path
 from ckpttool.commit.manifest import commits, is_commit, read_manifest, size_problems
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
@@ -113,11 +114,11 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         options: Options of the storage.
 
     Raises:
+        ArgumentError: The path is empty.
         StorageError: The directory cannot be read.
         LayoutError: The directory holds no checkpoint, or another process writes it.
     """
-    if not root:
-        raise StorageError("ROOT", "is an empty name", "pass a directory that holds checkpoints")
+    check_path("root", root)
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
     root = without_credentials(local_path(root)).rstrip("/") or root
     if not is_url(root) and posixpath.basename(root) in {".", ".."}:

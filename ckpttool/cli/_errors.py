@@ -26,7 +26,9 @@ INTERRUPTED = 130
 EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")
 """Packages that register functions for the end of the process."""
 FLAGS = {"storage_options": "storage_option"}
-"""Options that are called otherwise than the parameter."""
+"""Options whose name differs from the parameter's."""
+POSITIONAL = frozenset({"src", "out", "dst", "root"})
+"""Parameters without a flag: the usage line shows them in capitals."""
 
 
 def run(command: click.Command) -> NoReturn:
@@ -79,7 +81,8 @@ def with_flags(error: CkptError) -> str:
     """The line of an error, with the flags of the command line in place of the parameters that its hint names."""
     line = str(error)
     if isinstance(error, ArgumentError):
-        line = _flag(error.path) + line.removeprefix(error.path)
+        shown = error.path.upper() if error.path in POSITIONAL else _flag(error.path)
+        line = shown + line.removeprefix(error.path)
     hint = printable(error.hint)
     return line.removesuffix(hint) + hint_with_flags(hint, error.options)
 

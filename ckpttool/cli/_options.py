@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckpttool.budget import OPTION
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
 from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.units import parse_size
 
@@ -33,8 +35,8 @@ class Size(click.ParamType[int]):
         """Read a size, or fail as wrong usage."""
         try:
             return parse_size(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+        except ArgumentError as error:
+            self.fail(f"{brief(value)} is not a size: {error.hint}", param, ctx)
 
 
 sources_argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...")

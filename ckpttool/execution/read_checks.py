@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ckpttool.arguments import check_choice
 from ckpttool.checksums import Record, combine, crc32
 from ckpttool.concurrency import in_threads
 from ckpttool.containers.torch_zip import MAGIC, parse
@@ -299,10 +300,9 @@ def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Che
         check: The records to check.
 
     Raises:
-        ValueError: ``check`` is not "read", "full" or "off".
+        ArgumentError: ``check`` is not "read", "full" or "off".
     """
-    if check not in {"read", "full", "off"}:
-        raise ValueError(f"check is {check!r}, not read, full or off")
+    check_choice("check", check, ("read", "full", "off"))
     if check == "off":
         return None
     held = frozenset(checkpoint.path(n) for n in range(len(checkpoint.files)))  # not its sidecar files

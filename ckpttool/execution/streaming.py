@@ -10,12 +10,12 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.arguments import checked_size
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import ranges_read
-from ckpttool.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,12 +30,12 @@ MEMORY = 256 << 20
 
 
 def memory_bytes(memory: int | str | None) -> int:
-    """Parse the memory limit: a number of bytes, a text like "256MB", or None for MEMORY.
+    """Parse the argument ``memory``: a number of bytes, a text like "256MB", or None for MEMORY.
 
     Raises:
-        ValueError: The text is not a size.
+        ArgumentError: The text is not a size.
     """
-    return MEMORY if memory is None else parse_size(str(memory))
+    return MEMORY if memory is None else checked_size("memory", memory)
 
 
 def run(

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import check_path
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import staging
@@ -38,19 +39,18 @@ class Destination:
         parent_mode: Permissions of OUT's parent directory on local disk, if this creates it, before the umask.
 
     Raises:
+        ArgumentError: The path is empty.
         StorageError: The URL is invalid.
     """
 
     def __init__(self, out: str, options: Mapping[str, Any] | None, parent_mode: int = 0o777) -> None:
+        check_path("out", out)
         self.out = without_credentials(local_path(out))
         self._remote: RemoteStorage | None = None
         if is_url(out):
             from ckpttool.storage.opening import open_remote
 
             self._remote = open_remote(out, options or {})
-        elif not out:
-            raise StorageError("OUT", "is an empty name", "name a directory to write")
-
         self._options = options
         self._parent_mode = parent_mode
 

@@ -11,6 +11,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.arguments import check_path
 from ckpttool.checksums import crc32
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import StorageError
@@ -54,8 +55,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
     Raises:
         StorageError: OUT is not a directory, is not empty, or its parent cannot be written.
     """
-    if not out:
-        raise StorageError("OUT", "is an empty name", "name a directory to write")
+    check_path("out", out)
     check_link(out)
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")

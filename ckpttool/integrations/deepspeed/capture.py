@@ -20,7 +20,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
-from ckpttool.errors import CkptError, ContainerError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
 from ckpttool.integrations.deepspeed.engine import look
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
@@ -190,11 +190,11 @@ def check_engine(engine: Any) -> None:
     """Check that ``engine`` is a DeepSpeed engine.
 
     Raises:
-        PlanError: It is not.
+        ArgumentError: It is not.
     """
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
-        raise PlanError("engine", problem, "pass the engine that deepspeed.initialize returned")
+        raise ArgumentError("engine", problem, "pass the engine that deepspeed.initialize returned")
 
 
 def groups_without_zero(engine: Any) -> list[list[str]]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import ArgumentError
-from ckpttool.messages import brief
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -39,11 +36,7 @@ class LoadOptions:
         """
         from ckpttool.execution.streaming import memory_bytes
 
-        try:
-            return memory_bytes(self.memory)
-        except ValueError:
-            problem = f"is {brief(self.memory)}, not a size"
-            raise ArgumentError("memory", problem, "write 5GB, 512MiB or a number of bytes") from None
+        return memory_bytes(self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

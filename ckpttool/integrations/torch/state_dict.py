@@ -7,13 +7,15 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpttool.arguments import check_choice
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.streaming import MEMORY
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import open_checkpoint
+from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
 from ckpttool.targets.weights import select_weights
@@ -68,11 +70,12 @@ def load_state_dict(  # noqa: PLR0913  public API
     Raises:
         CkptError: The checkpoint is not sound, nothing matches, or a parameter cannot be cast.
     """
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():
-        raise PlanError(checkpoint.location, f"cannot be read in {name}", "choose fp32, bf16 or fp16")
+        raise ArgumentError("dtype", f"is {brief(name)}, not fp32, bf16 or fp16", "choose fp32, bf16 or fp16")
+    check_choice("check", check, ("read", "full", "off"))
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude, check=check)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import PlanError
+from ckpttool.arguments import check_at_least
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.messages import brief
 from ckpttool.model import AHEAD
 from ckpttool.targets.zero.experts import TargetExperts
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 1 << 20
 """Largest number of ranks that a checkpoint can be written for."""
+STAGES = (1, 2, 3)
+"""ZeRO stages that partition the optimizer's states."""
 SUB_GROUP_SIZE = 1_000_000_000
 """DeepSpeed's default, in elements."""
 
@@ -52,7 +56,7 @@ def shape_for(
 
     Raises:
         PlanError: The number of ranks is missing, or the source has no stage of its own.
-        ValueError: A number is out of range.
+        ArgumentError: A number is out of range.
     """
     if ranks is None:
         raise PlanError(
@@ -63,12 +67,10 @@ def shape_for(
         )
     config = checkpoint.ds_config.get("zero_optimization")
     config = config if isinstance(config, dict) else {}
-    if stage is None:
-        stage = checkpoint.stage or config.get("stage") or None
-    if stage is None:
+    _check_arguments(ranks, stage, sub_group_size, expert_parallel)
+    stage = stage or checkpoint.stage or config.get("stage")
+    if stage not in STAGES:
         raise PlanError(checkpoint.location, "has no ZeRO stage", "choose one with stage", ("stage",))
-    if not 1 <= ranks <= MAX_RANKS or stage not in {1, 2, 3} or not (sub_group_size or 1) > 0:
-        raise ValueError(f"cannot write stage {stage} for {ranks} ranks")
     size = config.get("sub_group_size", SUB_GROUP_SIZE) if sub_group_size is None else sub_group_size
     size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE  # "auto" for Hugging Face
     if round_robin is None:
@@ -79,9 +81,21 @@ def shape_for(
     if dtype is not None and dtype != checkpoint.dtype and checkpoint.groups and not checkpoint.masters_alone:
         problem = f"was trained in {checkpoint.dtype}, and its 16-bit copies and loss scale follow that"
         raise PlanError(checkpoint.location, problem, "leave out dtype, which is for weights alone", ("dtype",))
-    if expert_parallel is not None and not 1 <= expert_parallel <= ranks:
-        raise ValueError(f"cannot spread experts over {expert_parallel} of {ranks} ranks")
     return Shape(ranks, stage, size, round_robin, dtype or checkpoint.dtype, expert_parallel)
+
+
+def _check_arguments(ranks: int, stage: int | None, sub_group_size: int | None, expert_parallel: int | None) -> None:
+    check_at_least("world_size", ranks, 1)
+    if ranks > MAX_RANKS:
+        raise ArgumentError("world_size", f"is {ranks:,}, more than {MAX_RANKS:,}", "choose fewer ranks")
+    if stage is not None and stage not in STAGES:
+        raise ArgumentError("stage", f"is {brief(stage)}, not 1, 2 or 3", "choose one of them, or None")
+    check_at_least("sub_group_size", sub_group_size, 1)
+    check_at_least("expert_parallel", expert_parallel, 1)
+    if expert_parallel is not None and expert_parallel > ranks:
+        problem = f"is {expert_parallel:,}, more than the {ranks:,} ranks of the run that loads it"
+        hint = "choose an expert_parallel that divides world_size"
+        raise ArgumentError("expert_parallel", problem, hint, ("expert_parallel", "world_size"))
 
 
 def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
