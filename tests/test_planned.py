@@ -14,7 +14,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
-from ckpttool.targets.replicas import plan_packed
+from ckpttool.targets.replicas import plan_replicas
 from ckpttool.targets.zero.shape import Shape
 from ckpttool.targets.zero.writer import plan_rank, plan_zero
 from tests.truth import REPRESENTATIVE, source
@@ -119,7 +119,7 @@ def test_what_is_read_little_by_little_is_asked_for_once() -> None:
 def test_whole_tensors_behind_one_another() -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16"))
     tensors = {b.name: b.state for b in checkpoint.buffers}
-    plan, packed = plan_packed(checkpoint, tensors)
+    plan, packed = plan_replicas(checkpoint, tensors)
     assert [p.start % 64 for p in packed] == [0] * len(tensors)
     with Sources(plan.sources) as sources, VirtualFile(plan, plan.files[0], sources, memory=MEMORY) as file:
         data = file.read()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckpttool.concurrency import Once
+from ckpttool.concurrency import Lazy
 
 
 def test_what_many_ask_for_at_once_is_made_once() -> None:
@@ -17,17 +17,17 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
         made.append(object())
         return made[-1]
 
-    once = Once(make)
-    assert once.made is None
+    lazy = Lazy(make)
+    assert lazy.value is None
 
     def ask(_: int) -> object:
         gate.wait(60)
-        return once()
+        return lazy()
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(8)))
     assert found == made * 8
-    assert once.made is made[0]
+    assert lazy.value is made[0]
 
 
 def test_what_cannot_be_made_is_not_tried_again() -> None:
@@ -37,9 +37,9 @@ def test_what_cannot_be_made_is_not_tried_again() -> None:
         tried.append(1)
         raise OSError("no")
 
-    once = Once(fail)
+    lazy = Lazy(fail)
     for _ in range(3):
         with pytest.raises(OSError, match="no"):
-            once()
+            lazy()
     assert tried == [1]
-    assert once.made is None
+    assert lazy.value is None

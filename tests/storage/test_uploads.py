@@ -19,7 +19,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.execution.output.bucket import uploaded
+from ckpttool.execution.output.bucket import bucket_output
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
@@ -145,7 +145,7 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
             seen.append(error)
 
     def write() -> None:
-        with uploaded(storage, "memory://out", plan, replaces=lambda _: False) as output:
+        with bucket_output(storage, "memory://out", plan, replaces=lambda _: False) as output:
             target = output.begin(plan.files[0])
             target.fail(gone)
             second = threading.Thread(target=write_the_second, args=(target,), daemon=True)

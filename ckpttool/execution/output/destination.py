@@ -179,9 +179,9 @@ class Destination:
         self, remote: RemoteStorage, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
         check: Callable[[str], None], key: str, *, resume: bool,
     ) -> int:  # fmt: skip
-        from ckpttool.execution.output.bucket import uploaded
+        from ckpttool.execution.output.bucket import bucket_output
 
-        with uploaded(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
+        with bucket_output(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
             overflowed = work(plan, output)
         try:
             check(self.out)

@@ -16,7 +16,7 @@ from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan.copy_checks import sample_checks, source_files
-from ckpttool.targets.replicas import ALIGNMENT, plan_packed
+from ckpttool.targets.replicas import ALIGNMENT, plan_replicas
 from ckpttool.targets.zero.layout import piece
 from ckpttool.targets.zero.shape import Shape, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
@@ -64,7 +64,7 @@ def read_partitions(
         enabled = getattr(live.engine, f"{name}_enabled", None)
         if enabled is not None and enabled() and not options.weights_only:
             notes.append(f"the state of {name} is not restored")
-    packing, packed = plan_packed(fitted.checkpoint, _replicated(live, fitted))
+    packing, packed = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
     plans.append(packing)
     whole = packing.files[0].nbytes
     ranks = live.topology.data_parallel

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.read_checks import Check, ReadChecks
     from ckpttool.model import Checkpoint
-    from ckpttool.targets.replicas import Packed
+    from ckpttool.targets.replicas import PackedTensor
     from ckpttool.targets.zero.match import Fitted
 
 
@@ -43,7 +43,7 @@ class LoadOptions:
 class Replicas:
     """Replicated tensors: each rank reads one slice and gathers the others from the other ranks."""
 
-    packed: Sequence[Packed]
+    packed: Sequence[PackedTensor]
     """Offset of each tensor in the concatenation."""
     nbytes: int
     """Bytes of the concatenation."""
