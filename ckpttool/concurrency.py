@@ -103,7 +103,7 @@ class MemoryBudget:
         self._limit = nbytes
         self._freed = threading.Condition()
 
-    def take(self, nbytes: int) -> int:
+    def acquire(self, nbytes: int) -> int:
         """Wait until ``nbytes`` are free; return the number of bytes to give back."""
         nbytes = min(nbytes, self._limit)
         with self._freed:
@@ -111,7 +111,7 @@ class MemoryBudget:
             self._left -= nbytes
         return nbytes
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Free the bytes of a chunk."""
         with self._freed:
             self._left += nbytes

@@ -109,7 +109,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     there = _is_there(checkpoint, target, plan, options)
     if not there:
         target.check_target(overwrite=None)
-    around = copies.beside(checkpoint, root.storage, root.out)
+    sidecars = copies.root_sidecars(checkpoint, root.storage, root.out)
     digest: str | None = None
     checks = options.read_checks(plan.sources, checkpoint)
 
@@ -121,9 +121,9 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         check_copy(target.out)
     else:
         target.write(plan, options.run_options(checks), last=copies.INDICES, check=check_copy, resume=options.resume)
-    for name, data in around.carried.items():
-        root.put(name, data, around.modes.get(name, 0o666))
-    notes = [*map(str, checkpoint.notes), *around.notes]
+    for name, data in sidecars.sidecars.items():
+        root.put(name, data, sidecars.modes.get(name, 0o666))
+    notes = [*map(str, checkpoint.notes), *sidecars.notes]
     if there:
         notes.append(f"{target.out} was there already, with the same values")
     newest = tagged and _put_latest(checkpoint, root, options)
@@ -133,7 +133,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         src=checkpoint.location,
         out=target.out,
         tag=checkpoint.tag,
-        files=len(plan.files) + len(around.carried) + newest,
+        files=len(plan.files) + len(sidecars.sidecars) + newest,
         nbytes=plan.nbytes_written,
         seconds=time.perf_counter() - began,
         latest=newest,

@@ -139,7 +139,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     except CkptError as error:
         reported = frozenset()
         problems.append(f"{posixpath.basename(error.path)} {error.problem}")
-    tasks = (partial(_look, storage, root, name, name in named, name in reported, options) for name in names)
+    tasks = (partial(_read_entry, storage, root, name, name in named, name in reported, options) for name in names)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [entry for entry in results if entry is not None]
@@ -210,7 +210,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
-def _look(
+def _read_entry(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)

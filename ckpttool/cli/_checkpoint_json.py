@@ -64,7 +64,7 @@ def _everything(c: Checkpoint) -> dict[str, Any]:
             }
             for g in c.groups
         ],
-        "unsliceable": list(c.unsliceable),
+        "unsliceable": list(c.nonpartitionable),
         "scheduler": plain(c.scheduler),
         "loss_scaler": plain(c.loss_scaler),
         "client_state": plain(c.client_state),

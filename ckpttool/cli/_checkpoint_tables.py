@@ -52,7 +52,7 @@ def _print_summary(c: Checkpoint) -> None:
             ("loss scale", _loss_scale(c)),
             ("scheduler", _short(c.scheduler)),
             ("client state", _first([f"{_short(k)} {_short(v)}" for k, v in c.client_state.items()])),
-            ("not sliceable", _first(c.unsliceable)),
+            ("not sliceable", _first(c.nonpartitionable)),
         ]
     )
     if c.groups:

@@ -318,8 +318,8 @@ def _assemble_parts(
         for part, part_results in zip(task.parts, results, strict=True):
             assembler = PartAssembler(plan, part.file, sources)
             for number, (start, end) in enumerate(part.ranges):
-                give_back = partial(budget.give_back, budget.take(assembler.cost(end - start)))
-                yield partial(_write, assembler, part.writer, start, end, give_back, part_results, number)
+                release = partial(budget.release, budget.acquire(assembler.cost(end - start)))
+                yield partial(_write, assembler, part.writer, start, end, release, part_results, number)
 
     with contextlib.closing(in_threads(part_tasks(), context.jobs or default_jobs(remote=True))) as counts:
         overflowed = sum(counts)
@@ -331,7 +331,7 @@ def _write(
     writer: PartWriter,
     start: int,
     end: int,
-    give_back: Callable[[], None],
+    release: Callable[[], None],
     part_results: list[Any],
     number: int,
 ) -> int:
@@ -339,5 +339,5 @@ def _write(
         data, overflowed = assembler.assemble(start, end)
         part_results[number] = writer.write(start, data)
     finally:
-        give_back()
+        release()
     return overflowed

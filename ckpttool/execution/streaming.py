@@ -98,8 +98,8 @@ def _tasks(
             else:
                 # Taken here, in order: a target that takes parts in order waits for its earlier parts, and these must
                 # not wait for memory that later parts hold.
-                taken = budget.take(assembler.cost(end - start))
-                yield partial(_write_part, assembler, target, start, end, partial(budget.give_back, taken), advance)
+                acquired = budget.acquire(assembler.cost(end - start))
+                yield partial(_write_part, assembler, target, start, end, partial(budget.release, acquired), advance)
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 

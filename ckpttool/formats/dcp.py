@@ -69,8 +69,8 @@ class _Entries:
     """Hyper-parameters of each parameter, where they are listed so."""
     objects: dict[str, Any] = field(default_factory=dict)
     """All other objects."""
-    beside: dict[str, float | int | bool] = field(default_factory=dict)
-    """Numbers beside the model."""
+    other_numbers: dict[str, float | int | bool] = field(default_factory=dict)
+    """Numbers outside the model and the optimizer."""
     flattened: bool = False
     """Whether the optimizer's part was flattened into one key for each value."""
 
@@ -88,19 +88,19 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
         entries = _read_entries(path, metadata, shards)
     finally:
         shards.close()
-    weights, aliases = _tied_apart(entries)
+    weights, aliases = _separate_ties(entries)
     floating = {n: s for n, s in weights.items() if DTYPES[s.dtype].floating}
     states, listed = entries.states, entries.groups
     if entries.flattened:
         options = {aliases.get(name, name): own for name, own in entries.options.items()}
         states = {aliases.get(name, name): own for name, own in states.items()}
-        listed = listed | _regrouped(path, options, states, weights)
+        listed = listed | _group_by_hyperparameters(path, options, states, weights)
     groups, group_of, odd = _groups(listed, floating, entries.numbers)
     parameters = []
     for name, weight in floating.items():
         # The optimizer has states of the parameters that it updates.
         group = group_of.get(name)
-        kept = {MODULE if group is None else MASTER: weight, **_of_shape(states.get(name, {}), weight.shape)}
+        kept = {MODULE if group is None else MASTER: weight, **_elementwise_states(states.get(name, {}), weight.shape)}
         parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, kept))
     reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
     files = shards.files
@@ -122,8 +122,8 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
         buffers=tuple(Buffer(n, s) for n, s in weights.items() if n not in floating),
         aliases=aliases,
         groups=tuple(groups),
-        unsliceable=tuple(odd),
-        client_state=entries.objects | (entries.beside if entries.flattened else {}),
+        nonpartitionable=tuple(odd),
+        client_state=entries.objects | (entries.other_numbers if entries.flattened else {}),
         files=files,
     )
 
@@ -149,7 +149,7 @@ def _read_entries(path: str, metadata: Fields, shards: Shards) -> _Entries:
         if not isinstance(fqn, str):
             raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
         keys = paths.get(fqn)
-        keys, flat = _unflattened(tuple(map(str, keys if keys and isinstance(keys, tuple | list) else (fqn,))))
+        keys, flat = _unflatten(tuple(map(str, keys if keys and isinstance(keys, tuple | list) else (fqn,))))
         result.flattened |= flat
         described = fields_of(path, value)
         if "chunks" in described:
@@ -180,17 +180,17 @@ def _add_tensor(
         named = list(itertools.dropwhile(CONTAINERS.__contains__, keys)) or [fqn]
         entries.weights[".".join(named)] = state
         if not state.shape and len(named) > 1 and (number := shards.number(state)) is not None:
-            entries.beside[".".join(named)] = number.value
+            entries.other_numbers[".".join(named)] = number.value
 
 
-def _tied_apart(entries: _Entries) -> tuple[dict[str, State], dict[str, str]]:
+def _separate_ties(entries: _Entries) -> tuple[dict[str, State], dict[str, str]]:
     """The weights under one name each, and their other names; without torchtitan's counts of steps and tokens."""
-    weights = {n: s for n, s in entries.weights.items() if not entries.flattened or n not in entries.beside}
-    aliases = _tied(weights)
+    weights = {n: s for n, s in entries.weights.items() if not entries.flattened or n not in entries.other_numbers}
+    aliases = _find_ties(weights)
     return {n: s for n, s in weights.items() if n not in aliases}, aliases
 
 
-def _unflattened(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+def _unflatten(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     """Where something lies in the state dict, and whether the optimizer's part of it was flattened into one key.
 
     torchtitan saves its optimizers so: ``optimizer`` then ``state.NAME.exp_avg`` or ``param_groups.NAME.lr``.
@@ -205,7 +205,7 @@ def _unflattened(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     return where, False
 
 
-def _regrouped(
+def _group_by_hyperparameters(
     path: str,
     of_each: Mapping[str, Mapping[str, Any]],
     states: Mapping[str, Mapping[str, State]],
@@ -227,7 +227,7 @@ def _regrouped(
     return {str(number): group for number, group in enumerate(groups.values())}
 
 
-def _tied(weights: Mapping[str, State]) -> dict[str, str]:
+def _find_ties(weights: Mapping[str, State]) -> dict[str, str]:
     """Names of the same bytes: each further one to the first. torch writes tied tensors once for each name."""
     first: dict[tuple[object, ...], str] = {}
     owner = {n: first.setdefault((s.shape, s.dtype, s.extents.tobytes()), n) for n, s in weights.items() if s.numel}
@@ -266,6 +266,6 @@ def _groups(
     return groups, group_of, list(odd)
 
 
-def _of_shape(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
+def _elementwise_states(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
     """States with one value for each element; a step has but one."""
     return {key: state for key, state in states.items() if state.shape == shape and key not in {STEP, MODULE, MASTER}}

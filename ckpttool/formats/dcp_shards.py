@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.budget import CHUNKS, take
+from ckpttool.budget import CHUNKS, spend
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, itemsize, numpy_dtype
@@ -148,7 +148,7 @@ class Shards:
         if shape is None:
             raise entry.error(fqn, "has no shape")
         chunks = entry.get("chunks", list)
-        take(CHUNKS, len(chunks), entry.path)
+        spend(CHUNKS, len(chunks), entry.path)
         parts: list[tuple[State, list[Box]]] = []
         seen: set[tuple[int, ...]] = set()
         for value in chunks:

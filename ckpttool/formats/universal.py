@@ -120,7 +120,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     parameters, buffers = _place(opener, files, set(folders), trained, module, group_of)
     if opener.errors:
         raise opener.errors[0]
-    ahead = zenflow(first)
+    newer_copies = zenflow(first)
     computed = (ref.dtype for n, ref in module.tensors.items() if n in trained.states)
     return Checkpoint(
         **common_facts(first),
@@ -139,8 +139,8 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         aliases={a: n for a, n in module.aliases.items() if n in trained.states or n in module.names},
         groups=tuple(groups),
         loss_scaler=optimizer.fields.values.get("loss_scaler"),
-        replicas=tuple(_twins(trained.states, module, ahead=ahead)),
-        ahead=ahead,
+        replicas=tuple(_replicas(trained.states, module, newer_copies=newer_copies)),
+        has_newer_copies=newer_copies,
         files=tuple(opener.files),
         remarks=(*_remarks(files, first), *trusted_names(opener.renamed)),
     )
@@ -156,7 +156,7 @@ def _read_trained(
     opener.missing(masters, "a state")
     if opener.errors:
         raise opener.errors[0]
-    opener.ahead((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in names for key in folders[name])
+    opener.prefetch((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in names for key in folders[name])
     states: dict[str, dict[str, State]] = {}
     steps: dict[str, ScalarState] = {}
     slicings: dict[str, Slicing] = {}
@@ -237,15 +237,15 @@ def _place(
     return parameters, buffers
 
 
-def _twins(states: Mapping[str, Mapping[str, State]], module: _Module, *, ahead: bool) -> Iterator[Replica]:
+def _replicas(states: Mapping[str, Mapping[str, State]], module: _Module, *, newer_copies: bool) -> Iterator[Replica]:
     """Masters and copies that must be equal, and tied tensors stored twice."""
     for name in states:
-        if name in module.copies and not ahead:
+        if name in module.copies and not newer_copies:
             yield Replica(name, states[name][MASTER], module.copies[name])
     for alias, copy in module.duplicates.items():
         stored = module.aliases[alias]
         if stored in states:
-            newest = module.copies.get(stored) if ahead else None
+            newest = module.copies.get(stored) if newer_copies else None
             yield Replica(alias, newest or states[stored][MASTER], copy)
 
 

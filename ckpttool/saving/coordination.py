@@ -16,9 +16,9 @@ SHORTEST_PAUSE = 0.001
 """Least seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
 """Most seconds between two queries of the store; many ranks query one server."""
-GRACE = 20.0
+DECISION_SECONDS = 20.0
 """Seconds that rank 0 may take to decide after the last message, or after the timeout."""
-FAREWELL = 10.0
+ACKNOWLEDGE_SECONDS = 10.0
 """Seconds that rank 0 waits until all ranks have the last decision: its process may run the store."""
 
 
@@ -64,16 +64,16 @@ class Ranks:
         self._store = store
         self._name = name
         self._round = 0
-        self._spent: list[str] = []
+        self._old_keys: list[str] = []
 
     def agree(
-        self, what: str, said: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
+        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
     ) -> Any:
         """Send a message to rank 0, and return its decision on the messages of all ranks.
 
         Args:
             what: Name of the task, for error messages.
-            said: Message of this rank: JSON data.
+            message: Message of this rank: JSON data.
             decide: Called on rank 0 with the messages of all ranks; returns JSON data. An error of ``decide`` is raised
                 on every rank.
             timeout: Seconds to wait for the other ranks.
@@ -86,14 +86,14 @@ class Ranks:
         self._round += 1
         key = f"{self._name}/{self._round}"
         began = time.monotonic()
-        self._put(f"{key}/{self.rank}", said, what)
+        self._put(f"{key}/{self.rank}", message, what)
         self._call(what, self._store.add, f"{key}/count", 1)
         if self.rank == 0:
             decision = self._decide(key, what, decide, began + timeout)
             self._put(f"{key}/decision", decision, what)
         else:
-            if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + GRACE):
-                raise RankError(what, f"rank 0 was not heard of for {timeout + GRACE:,.0f} s", _look(0))
+            if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + DECISION_SECONDS):
+                raise RankError(what, f"rank 0 was not heard of for {timeout + DECISION_SECONDS:,.0f} s", _log_hint(0))
             decision = json.loads(self._call(what, self._store.get, f"{key}/decision"))
         self._acknowledge(key, what, wait=last)
         if "error" in decision:
@@ -101,12 +101,12 @@ class Ranks:
         return decision["value"]
 
     def _decide(self, key: str, what: str, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
-        if not self._wait(lambda: self._heard(key, what) >= self.size, end):
+        if not self._wait(lambda: self._message_count(key, what) >= self.size, end):
             late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
             return {"error": error_to_data(late_error(what, late))}
-        said = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
+        messages = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
         try:
-            return {"value": decide(said)}
+            return {"value": decide(messages)}
         except CkptError as error:
             return {"error": error_to_data(error)}
         except Exception as error:
@@ -115,18 +115,21 @@ class Ranks:
 
     def _acknowledge(self, key: str, what: str, *, wait: bool) -> None:
         """Count the ranks that have the decision; rank 0 deletes the keys of the previous round."""
-        heard = f"{key}/heard"
-        self._call(what, self._store.add, heard, 1)
+        acknowledged = f"{key}/acknowledged"
+        self._call(what, self._store.add, acknowledged, 1)
         if self.rank:
             return
         if wait:
-            self._wait(lambda: self._call(what, self._store.add, heard, 0) >= self.size, time.monotonic() + FAREWELL)
-        for old in self._spent:
+            self._wait(
+                lambda: self._call(what, self._store.add, acknowledged, 0) >= self.size,
+                time.monotonic() + ACKNOWLEDGE_SECONDS,
+            )
+        for old in self._old_keys:
             self._call(what, self._store.delete_key, old)
-        names = [*map(str, range(self.size)), "count", "decision", "heard"]
-        self._spent = [f"{key}/{name}" for name in names]
+        names = [*map(str, range(self.size)), "count", "decision", "acknowledged"]
+        self._old_keys = [f"{key}/{name}" for name in names]
 
-    def _heard(self, key: str, what: str) -> int:
+    def _message_count(self, key: str, what: str) -> int:
         return int(self._call(what, self._store.add, f"{key}/count", 0))
 
     def _put(self, key: str, value: Any, what: str) -> None:
@@ -161,10 +164,10 @@ class Alone(Ranks):
         self.rank, self.size = 0, 1
 
     def agree(
-        self, what: str, said: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
+        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
     ) -> Any:
         """Return the decision on the only message."""
-        return decide([said])
+        return decide([message])
 
 
 def agree_to_begin(
@@ -195,22 +198,22 @@ def agree_to_begin(
         check()
     except Exception as error:  # raised below, after the other ranks have the message
         own = error
-    said = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
+    message = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
 
-    def look(all_said: list[Any]) -> Any:
-        for rank, one in enumerate(all_said):
-            if one["error"]:
-                raise RankError(what, f"rank {rank}: {one['error']}", "nothing was changed")
-        first = all_said[0]["arguments"]
-        for rank, one in enumerate(all_said):
-            for name, value in one["arguments"].items():
+    def decide_to_begin(messages: list[Any]) -> Any:
+        for rank, other in enumerate(messages):
+            if other["error"]:
+                raise RankError(what, f"rank {rank}: {other['error']}", "nothing was changed")
+        first = messages[0]["arguments"]
+        for rank, other in enumerate(messages):
+            for name, value in other["arguments"].items():
                 if value != first[name]:
                     problem = f"rank 0 has {name} {brief(first[name], 200)}, rank {rank} has {brief(value, 200)}"
                     raise RankError(what, problem, "give all ranks the same")
         return None if decide is None else decide()
 
     try:
-        return ranks.agree(what, said, look, timeout=timeout)
+        return ranks.agree(what, message, decide_to_begin, timeout=timeout)
     except CkptError:
         if own is not None:
             raise own from None
@@ -225,10 +228,10 @@ def late_error(what: str, late: list[int]) -> RankError:
     """Return the error for ranks that sent no message in time."""
     names = ", ".join(map(str, late[:20])) + (" ..." if len(late) > 20 else "")
     noun = f"rank {names} was" if len(late) == 1 else f"ranks {names} were"
-    return RankError(what, f"{noun} not heard of in time", _look(late[0]))
+    return RankError(what, f"{noun} not heard of in time", _log_hint(late[0]))
 
 
-def _look(rank: int) -> str:
+def _log_hint(rank: int) -> str:
     return f"see the log of rank {rank}, or raise timeout="
 
 

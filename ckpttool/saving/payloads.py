@@ -33,7 +33,7 @@ class Payload(Protocol):
         """Return the bytes [start, end), valid until the next call."""
 
 
-class Held:
+class HostPayload:
     """Bytes in the memory of the host.
 
     Args:
@@ -159,7 +159,7 @@ class TorchFile:
         yield self._hashed_literal(end, directory, size)
 
     def _hashed_literal(self, start: int, literal: bytes, size: int) -> bytes:
-        self._hashed += _hash(size, (start, Held(literal)))
+        self._hashed += _hash(size, (start, HostPayload(literal)))
         return literal
 
     def _build(self, crcs: Mapping[str, int]) -> torch_zip.BuiltArchive:

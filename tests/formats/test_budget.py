@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.budget import CHUNKS, MEMORY, Budget, opening, take
+from ckpttool.budget import CHUNKS, MEMORY, Budget, opening, spend
 from ckpttool.catalog.entries import _numbers
 from ckpttool.containers import safetensors
 from ckpttool.errors import CkptError, ContainerError
@@ -98,21 +98,21 @@ def test_manifest_that_is_large_beside_its_files_is_refused(checkpoint_copy: Cal
 def test_budget_grows_with_the_files_and_with_the_factor() -> None:
     small, large, doubled = Budget(), Budget(), Budget(2)
     for _ in range(2):  # a file counts once
-        large.saw("a", 1 << 40)
+        large.note_file("a", 1 << 40)
     assert small.left(MEMORY) == MEMORY.base
     assert large.left(MEMORY) == MEMORY.base + MEMORY.per_byte * (1 << 40)
     assert doubled.left(MEMORY) == 2 * MEMORY.base
     with pytest.raises(ContainerError, match=r"chunks of tensors, too much for its size; .* open_budget"):
-        small.take(CHUNKS, CHUNKS.base + 1, "run/.metadata")
-    doubled.take(CHUNKS, CHUNKS.base + 1, "run/.metadata")
+        small.spend(CHUNKS, CHUNKS.base + 1, "run/.metadata")
+    doubled.spend(CHUNKS, CHUNKS.base + 1, "run/.metadata")
 
 
 def test_budget_is_shared_by_all_of_an_open_and_by_nothing_else() -> None:
-    take(CHUNKS, 1e30, "nothing is opened")
+    spend(CHUNKS, 1e30, "nothing is opened")
     with opening() as outer, opening() as inner:
         assert inner is outer
         with pytest.raises(ContainerError):
-            take(CHUNKS, 1e30, "x")
+            spend(CHUNKS, 1e30, "x")
 
 
 def test_option_raises_the_budget(checkpoint_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

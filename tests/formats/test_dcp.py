@@ -126,7 +126,7 @@ def test_steps_that_differ_in_a_group_are_told_and_not_made_one(model: torch.nn.
     weights, states = _optimizer(model, **{"0_weight": 7})
     saved = _save({"model": weights, "optim": states}, tmp_path / "x")
     checkpoint = open_checkpoint(str(saved))
-    assert checkpoint.unsliceable == ("group 0: step, which differs among its parameters",)
+    assert checkpoint.nonpartitionable == ("group 0: step, which differs among its parameters",)
     assert len(checkpoint.groups) == 2
     with pytest.raises(PlanError, match="group 0: step, which differs among its parameters"):
         ckpttool.convert(saved, tmp_path / "out", to="zero", world_size=1, stage=1, dtype="bf16")

@@ -58,10 +58,10 @@ def test_groups_are_what_the_engine_held(name: str) -> None:
     expected = truth(name)
     if expected.unassigned:
         assert checkpoint.groups == ()
-        assert checkpoint.unsliceable == ("the optimizer",)
+        assert checkpoint.nonpartitionable == ("the optimizer",)
         assert "masters and moments are left out" in checkpoint.remarks[0]
         return
-    assert checkpoint.unsliceable == ()
+    assert checkpoint.nonpartitionable == ()
     for group, held in zip(checkpoint.groups, expected.facts["groups"], strict=True):
         # Round robin stores a group in another order than the optimizer lists it.
         assert sorted(group.parameters) == sorted(held["params"])

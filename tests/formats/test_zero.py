@@ -84,7 +84,7 @@ def test_a_state_that_does_not_follow_the_partition_is_named_and_left_alone(
         state["momentum_buffer"] = torch.zeros(1568)
         torch.save(file, path)
     checkpoint = open_checkpoint(str(root))
-    assert checkpoint.unsliceable == ("group 0: momentum_buffer",)
+    assert checkpoint.nonpartitionable == ("group 0: momentum_buffer",)
     assert "momentum_buffer" not in checkpoint.parameters[3].states
 
 
@@ -108,7 +108,9 @@ def test_without_zero_such_states_are_named_too(
     assert changed
     checkpoint = open_checkpoint(str(root))
     numbers = range(len(before.groups))
-    assert {*checkpoint.unsliceable} == {f"group {g}: {k}" for g in numbers for k in ("worker_error", "server_error")}
+    assert {*checkpoint.nonpartitionable} == {
+        f"group {g}: {k}" for g in numbers for k in ("worker_error", "server_error")
+    }
     assert [(p.name, [*p.states]) for p in checkpoint.parameters] == [(p.name, [*p.states]) for p in before.parameters]
     with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: worker_error"):
         ckpttool.convert(root, tmp_path / "zero", to="zero", world_size=2, stage=1)
@@ -258,7 +260,7 @@ def test_an_optimizer_state_with_a_name_that_means_something_else_poses_as_nothi
         state[key] = torch.full_like(state["exp_avg"], 7.0)
         torch.save(file, path)
     checkpoint = open_checkpoint(str(root))
-    assert checkpoint.unsliceable == (f"sub-group 0: {key} (the optimizer's)",)
+    assert checkpoint.nonpartitionable == (f"sub-group 0: {key} (the optimizer's)",)
     embed = next(p for p in checkpoint.parameters if p.name == "embed.weight")
     assert gather(checkpoint, embed.states[MASTER]) == raw_bytes(truth("zero3-dp2-bf16").tensors["fp32/embed.weight"])
     assert set(embed.states) == {"fp32", "exp_avg", "exp_avg_sq"}
@@ -268,5 +270,9 @@ def test_old_names_of_fields_warn() -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16"))
     with pytest.warns(DeprecationWarning, match="replicas"):
         assert checkpoint.twins == checkpoint.replicas
+    with pytest.warns(DeprecationWarning, match="nonpartitionable"):
+        assert checkpoint.unsliceable == checkpoint.nonpartitionable
+    with pytest.warns(DeprecationWarning, match="has_newer_copies"):
+        assert checkpoint.ahead is checkpoint.has_newer_copies
     with pytest.warns(DeprecationWarning, match="embedded"):
         assert checkpoint.carried == checkpoint.embedded

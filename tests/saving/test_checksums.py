@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpttool import checksums
 from ckpttool.checksums import chunk_bytes, combine, cuts, of_bytes, of_pieces
-from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.payloads import HostPayload, PlainFile
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -58,7 +58,7 @@ def test_pieces_make_the_whole(data: bytes, edges: list[int]) -> None:
 
 
 def _streamed(data: bytes) -> checksums.Checksums:
-    file = PlainFile("f", Held(data))
+    file = PlainFile("f", HostPayload(data))
     assert b"".join(file.stream()) == data
     return file.checksums
 

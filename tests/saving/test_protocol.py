@@ -20,7 +20,7 @@ from ckpttool.formats.whole import open_whole
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone, RankError, Ranks
 from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import Held, PlainFile, TorchFile
+from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage
 from ckpttool.testing.disks import Machine
@@ -180,7 +180,7 @@ def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., l
 
 
 def test_two_ranks_with_one_file(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
-    files = [PlainFile("same.pt", Held(b"x"))]
+    files = [PlainFile("same.pt", HostPayload(b"x"))]
     outcomes = together(lambda ranks: save(LOCAL, root, ranks, Request("step1", 1, 2), files, timeout=5))
     assert all("two ranks would write same.pt" in str(o.error) for o in outcomes)
 
@@ -190,7 +190,7 @@ def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[
     total = sum(map(len, version(2).values()))
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self, directory: total)
     outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step2", 2))
-    needed = int(two_phase.ROOM * total)
+    needed = int(two_phase.SPACE_FACTOR * total)
     assert {str(o.error) for o in outcomes} == {
         f"{root}/step2: needs {needed:,} bytes, but only {total:,} are free; "
         "free some space, keep fewer checkpoints, or choose another root"
@@ -291,7 +291,7 @@ def test_file_in_the_way(directory: Path, name: str) -> None:
 
 
 def test_files_in_directories(root: str) -> None:
-    files = [PlainFile("zero/a/1.pt", Held(b"one")), PlainFile("zero/b.pt", Held(b""))]
+    files = [PlainFile("zero/a/1.pt", HostPayload(b"one")), PlainFile("zero/b.pt", HostPayload(b""))]
     save(LOCAL, root, Alone(), Request("step1", 1, 0), files, timeout=5)
     assert content(LOCAL, f"{root}/step1") == {"zero/a/1.pt": b"one", "zero/b.pt": b""}
 
@@ -493,7 +493,7 @@ def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: s
 
 def test_the_manifest_has_the_directory_of_each_archive(root: str) -> None:
     """So that a few kilobytes of a large file can be checked."""
-    files: list[OutgoingFile] = [TorchFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", Held(b"b"))]
+    files: list[OutgoingFile] = [TorchFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", HostPayload(b"b"))]
     save(LOCAL, root, Alone(), Request("t", 1, 2), files, timeout=5.0)
     found = read_manifest(LOCAL, f"{root}/t").files
     data = Path(root, "t", "a.pt").read_bytes()

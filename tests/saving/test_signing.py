@@ -19,7 +19,7 @@ from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.payloads import HashedFile, Held, PlainFile
+from ckpttool.saving.payloads import HashedFile, HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, connect
 from tests.cli.command import ckpttool as command
@@ -180,7 +180,7 @@ def test_what_has_no_manifest_is_refused_where_one_is_required(signed: Path) -> 
 @given(st.integers(0, 3 * MIN_CHUNK_BYTES + 5), st.lists(st.integers(1, 2 * MIN_CHUNK_BYTES), min_size=1, max_size=4))
 def test_each_chunk_has_its_sha256_however_the_bytes_come(nbytes: int, sizes: list[int]) -> None:
     data = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
-    file = HashedFile(PlainFile("f", Held(data)))
+    file = HashedFile(PlainFile("f", HostPayload(data)))
     assert b"".join(bytes(piece) for piece in file.stream()) == data
     expected = [data[n : n + MIN_CHUNK_BYTES] for n in range(0, nbytes, MIN_CHUNK_BYTES)]
     assert file.checksums.sha256 == tuple(hashlib.sha256(chunk).digest() for chunk in expected)
@@ -194,7 +194,7 @@ class _Cut(PlainFile):
     """A file whose bytes come in pieces of any sizes."""
 
     def __init__(self, data: bytes, sizes: Any) -> None:
-        super().__init__("f", Held(data))
+        super().__init__("f", HostPayload(data))
         self._data, self._sizes = data, sizes
 
     @property

@@ -146,7 +146,7 @@ def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
 def test_what_another_machine_has_begun_is_watched(
     changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_phase, "WATCHED", 2.0)
+    monkeypatch.setattr(two_phase, "WATCH_SECONDS", 2.0)
     (tmp_path / "a").mkdir()
     mark = {"key": "save 1", "files": [], "host": "elsewhere", "machine": "another", "process": 1, "began": "1"}
     (tmp_path / "a" / MARK).write_text(json.dumps(mark))

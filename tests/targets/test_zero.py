@@ -97,7 +97,7 @@ def test_a_state_of_one_element_that_all_ranks_have_alike_is_carried(
             state["tensor_step"] = torch.tensor([3], dtype=torch.int32)
         torch.save(file, path)
     before = ckpttool.inspect(root)
-    assert not before.unsliceable
+    assert not before.nonpartitionable
     assert {g.scalars["tensor_step"] for g in before.groups} == {ScalarState(3, "I32", (1,))}
     ckpttool.convert(root, tmp_path / "dcp", to="dcp", prove=True)
     for i, src in enumerate((root, tmp_path / "dcp")):

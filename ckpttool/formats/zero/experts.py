@@ -82,7 +82,7 @@ class Experts:
         return Partitions(
             states=joined,
             groups=(ParamGroup(tuple(joined), group.hyperparameters, group.scalars),),
-            unsliceable=parts[0].unsliceable,
+            nonpartitionable=parts[0].nonpartitionable,
             replicas=tuple(twin for part in parts for twin in part.replicas),
         )
 

@@ -20,7 +20,7 @@ from ckpttool.formats.zero.module import (
     zenflow,
 )
 from ckpttool.formats.zero.partitions import Partitions
-from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
+from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class ModelPart:
     """Tied names."""
     groups: list[ParamGroup]
     """Parameter groups, of this part only."""
-    unsliceable: list[str]
+    nonpartitionable: list[str]
     """States that cannot be assigned to parameters."""
     replicas: list[Replica]
     """States that are stored more than once."""
@@ -97,15 +97,15 @@ def read_model_rank(
     lost = _lost(files, module, others, buffer_names, excluded=excluded)
     others = [n for n in others if n not in set(lost)]
     _check_values_are_there(files, module, others, buffer_names)
-    ahead = zenflow(first) and files.stage != 3
+    newer_copies = zenflow(first) and files.stage != 3
     return ModelPart(
         files,
         parameters,
         {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others},
         aliases,
         list(partitions.groups),
-        list(partitions.unsliceable),
-        [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.replicas],
+        list(partitions.nonpartitionable),
+        [*_replicas(parameters, aliases, duplicates, newer_copies=newer_copies), *partitions.replicas],
         dtype,
         [
             *partitions.remarks,
@@ -132,7 +132,7 @@ def _zenflow_remarks(files: ZeroFiles) -> list[str]:
         return []
     if files.stage == 3:
         return ["at stage 3 ZenFlow's masters alone are saved: they are the weights"]
-    return [f"{AHEAD}: the copies are the weights"]
+    return [f"{NEWER_COPIES}: the copies are the weights"]
 
 
 def _partitions(
@@ -150,7 +150,7 @@ def _partitions(
     if files.stage:
         return stage12.read_partitions(files, module, pipeline, report)
     if pipeline:
-        return Partitions(unsliceable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
+        return Partitions(nonpartitionable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
     from ckpttool.formats.zero import stage0  # imported only for the few checkpoints that need it
 
     return stage0.read_partitions(files, module, copies, experts, buffer_names, report)
@@ -299,18 +299,22 @@ def _parameters(
     return result
 
 
-def _twins(
-    parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
+def _replicas(
+    parameters: Mapping[str, Parameter],
+    aliases: Mapping[str, str],
+    duplicates: Mapping[str, State],
+    *,
+    newer_copies: bool,
 ) -> Iterator[Replica]:
     """Replicas that must be equal; a copy that is newer than its master equals only copies under other names."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
-        if master is not None and copy is not None and not ahead:
+        if master is not None and copy is not None and not newer_copies:
             yield Replica(name, master, copy)
     for alias, copy in duplicates.items():
         if aliases[alias] in parameters:
             states = parameters[aliases[alias]].states
-            own = states.get(MODULE) if ahead else None
+            own = states.get(MODULE) if newer_copies else None
             yield Replica(alias, own or next(iter(states.values())), copy)
 
 

@@ -86,9 +86,9 @@ class Opener:
                     self.report(LayoutError(posixpath.join(directory, name.name), problem, RESTORE))
         for directory, folders in offloaded:
             self._find_swapped(directory, folders)
-        self.ahead((n.name, n.kind == "optimizer") for n in self.names)
+        self.prefetch((n.name, n.kind == "optimizer") for n in self.names)
 
-    def ahead(self, names: Iterable[tuple[str, bool]]) -> None:
+    def prefetch(self, names: Iterable[tuple[str, bool]]) -> None:
         """On remote storage, start to read the structure of many files at once: (name, whether to read numbers)."""
         if not self.storage.remote:
             return

@@ -85,7 +85,7 @@ class Partitions:
     """Frozen parameter to its 16-bit copy, where it is partitioned or listed; the others are in the module."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameter groups."""
-    unsliceable: tuple[str, ...] = ()
+    nonpartitionable: tuple[str, ...] = ()
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
     replicas: tuple[Replica, ...] = ()
     """States that several ranks hold."""
@@ -101,7 +101,7 @@ def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
         states={name: states for part in parts for name, states in part.states.items()},
         frozen={name: state for part in parts for name, state in part.frozen.items()},
         groups=tuple(group for part in parts for group in part.groups),
-        unsliceable=tuple(dict.fromkeys(key for part in parts for key in part.unsliceable)),
+        nonpartitionable=tuple(dict.fromkeys(key for part in parts for key in part.nonpartitionable)),
         replicas=tuple(twin for part in parts for twin in part.replicas),
         unassigned=any(part.unassigned for part in parts),
         remarks=tuple(remark for part in parts for remark in part.remarks),

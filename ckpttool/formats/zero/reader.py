@@ -68,10 +68,10 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
         aliases=whole.aliases,
         groups=tuple(whole.groups),
-        unsliceable=tuple(whole.unsliceable),
+        nonpartitionable=tuple(whole.nonpartitionable),
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
         replicas=(*whole.replicas, *replicas),
-        ahead=zenflow(first) and files.stage != 3,
+        has_newer_copies=zenflow(first) and files.stage != 3,
         files=found.files,
         notes=(
             *found.notes,
@@ -207,10 +207,15 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
         if name in s.buffers
     ]
     groups = _merge_groups(slices, report)
-    unsliceable = list(dict.fromkeys(u for s in slices for u in s.unsliceable))
+    nonpartitionable = list(dict.fromkeys(u for s in slices for u in s.nonpartitionable))
     aliases = {a: n for s in reversed(slices) for a, n in s.aliases.items()}
     return replace(
-        first, parameters=parameters, replicas=replicas, groups=groups, unsliceable=unsliceable, aliases=aliases
+        first,
+        parameters=parameters,
+        replicas=replicas,
+        groups=groups,
+        nonpartitionable=nonpartitionable,
+        aliases=aliases,
     )
 
 
@@ -235,13 +240,19 @@ def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
                     raise LayoutError(stage.files.model[0].path, problem, RESTORE)
         buffers.update(stage.buffers)
     groups = _merge_groups(stages, report)
-    unsliceable = list(dict.fromkeys(u for s in stages for u in s.unsliceable))
+    nonpartitionable = list(dict.fromkeys(u for s in stages for u in s.nonpartitionable))
     aliases = {a: n for s in stages for a, n in s.aliases.items()}
     remarks = list(dict.fromkeys(r for s in stages for r in s.remarks))
     return replace(
-        first, parameters=parameters, buffers=buffers, replicas=replicas, groups=groups, unsliceable=unsliceable,
-        aliases=aliases, remarks=remarks,
-    )  # fmt: skip
+        first,
+        parameters=parameters,
+        buffers=buffers,
+        replicas=replicas,
+        groups=groups,
+        nonpartitionable=nonpartitionable,
+        aliases=aliases,
+        remarks=remarks,
+    )
 
 
 def _merge_groups(parts: Sequence[ModelPart], report: Report) -> list[ParamGroup]:

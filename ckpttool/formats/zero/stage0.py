@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 UNASSIGNED = "optimizer"
-"""Name of the states in ``unsliceable`` where the names of the parameters are unknown."""
+"""Name of the states in ``nonpartitionable`` where the names of the parameters are unknown."""
 SEVERAL_ORDERS = (
     "the optimizer numbers its parameters, and several orders of names would fit; weights are the model's own"
 )
@@ -201,7 +201,7 @@ def _read_optimizer(
     return Partitions(
         states=states,
         groups=tuple(groups),
-        unsliceable=tuple(dict.fromkeys(odd)),
+        nonpartitionable=tuple(dict.fromkeys(odd)),
         unassigned=unassigned,
         remarks=(SEVERAL_ORDERS,) if unassigned else (),
     )

@@ -177,11 +177,11 @@ def _read_group(
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
     located = locate_states(files, buffer, fragments)
     replicas: list[Replica] = []
-    unsliceable = []
+    nonpartitionable = []
     for key, values in buffer.odd.items():
         whole = _locate_whole(files, values, shapes, fragments)
         if whole is None:
-            unsliceable.append(f"{what}: {key}")
+            nonpartitionable.append(f"{what}: {key}")
             continue
         for name, copies in whole.items():
             located[name][key], *others = copies
@@ -190,7 +190,7 @@ def _read_group(
     return Partitions(
         states=located,
         groups=(read_group(files.optimizer, group_fields, tuple(names), buffer.scalars, what, report),),
-        unsliceable=tuple(unsliceable),
+        nonpartitionable=tuple(nonpartitionable),
         replicas=tuple(replicas),
     )
 

@@ -149,7 +149,7 @@ def _read_sub_group(
     return Partitions(
         states=locate_states(files, buffer, fragments),
         groups=(ParamGroup(tuple(shapes), {}, buffer.scalars),),
-        unsliceable=tuple(f"{what}: {key}" for key in buffer.odd),
+        nonpartitionable=tuple(f"{what}: {key}" for key in buffer.odd),
     )
 
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import OBJECTS, take
+from ckpttool.budget import OBJECTS, spend
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import shape_of
 from ckpttool.formats.strided import Box, box, put_together
@@ -257,7 +257,7 @@ class TensorParallel:
             return plain == name
         if _costly(pattern, name):
             raise self._error(f"has a pattern that could take unlimited time: {brief(pattern, 80)}")
-        take(OBJECTS, 1 + len(pattern) + len(name), self._path)
+        spend(OBJECTS, 1 + len(pattern) + len(name), self._path)
         try:
             return _compiled(pattern).match(name) is not None
         except (re.error, OverflowError, RecursionError) as error:

@@ -102,7 +102,7 @@ class LiveEngine:
         return persistent_buffers(self.engine.module)
 
 
-def look(engine: Any) -> LiveEngine:
+def inspect_engine(engine: Any) -> LiveEngine:
     """Inspect an engine.
 
     Raises:

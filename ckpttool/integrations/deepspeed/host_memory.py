@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckpttool.saving.payloads import Held
+from ckpttool.saving.payloads import HostPayload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ class HostMemory:
             # of host memory, do not wait for those.
             self._wait_for(None)
 
-    def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, Held]:
+    def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, HostPayload]:
         """Copy the bytes of storages; the copies are complete when ``settle`` returns."""
         total = sum(-(-s.nbytes // ALIGNMENT) * ALIGNMENT for s in storages.values())
         memory = self._take(total)
@@ -69,7 +69,7 @@ class HostMemory:
                 _copy(target, storage.tensor)
             else:
                 self._fetch(target, storage.tensor)
-            held[key] = Held(memoryview(target.numpy()))
+            held[key] = HostPayload(memoryview(target.numpy()))
             at += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
         return held
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths, source_storage
-from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, look
+from ckpttool.integrations.deepspeed.engine import inspect_engine, keeps_loss_scale
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -108,7 +108,7 @@ def _load(
         _ = options.memory_bytes
         paths.extend(source_paths(src))
         source_storage(paths, storage_options)
-        look(engine)
+        inspect_engine(engine)
 
     from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
@@ -187,7 +187,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     prepared: Prepared | None = None
     error: BaseException | None = None
     try:
-        live = look(engine)
+        live = inspect_engine(engine)
         prepared = prepare(live, checkpoint, options)
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
@@ -246,7 +246,7 @@ def _report(
     source = checkpoint if fitted is None else fitted.checkpoint
     restored = [p for p in source.parameters if p.states]
     states = {key: None for p in restored if not p.frozen for key in p.states if key not in {MASTER, MODULE}}
-    kept = () if fitted is None else fitted.kept
+    kept = () if fitted is None else fitted.unrestored_groups
     missing = () if fitted is None else fitted.missing
     notes = [*prepared.notes]
     scheduler = live.engine.lr_scheduler is not None and not options.weights_only

@@ -44,15 +44,15 @@ def read_native(
     wanted = [name for name in native_files(live, list(numbers)) if name in numbers]
     nbytes = sum(checkpoint.files[numbers[name]].nbytes for name in wanted)
 
-    def later(name: str) -> Any:
+    def read_file(name: str) -> Any:
         if name not in numbers:
             raise LayoutError(f"{checkpoint.location}/{name}", "is missing", "restore it from a copy")
-        sums = checks_for(source_files(checkpoint), checkpoint, options.check)
-        with Sources(source_files(checkpoint), sums) as sources:
-            found = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
+        checks = checks_for(source_files(checkpoint), checkpoint, options.check)
+        with Sources(source_files(checkpoint), checks) as sources:
+            content = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
             sources.finish_checks()
             sources.check_unchanged()
-        return found
+        return content
 
     # Without ZeRO, only the weights may identify the optimizer's numbered parameters.
     by_name = (
@@ -60,17 +60,17 @@ def read_native(
     )
     files: dict[str, Any] = {}
     if not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint))):
-        files = {name: later(name) for name in wanted}
+        files = {name: read_file(name) for name in wanted}
     if by_name and live.model is not None:
         fitted = stage0.prepare_whole(live, checkpoint, live.model, files.get(wanted[0]), strict=options.strict)
-    for held in files.values() if not live.stage and not by_name else ():
-        if isinstance(held, dict) and held.get("optimizer") is not None:
-            stage0.check_wrapper(live, checkpoint, held)
-            stage0.check_places(live, checkpoint, held)
-    own = () if fitted is None else fitted.notes
+    for content in files.values() if not live.stage and not by_name else ():
+        if isinstance(content, dict) and content.get("optimizer") is not None:
+            stage0.check_wrapper(live, checkpoint, content)
+            stage0.check_places(live, checkpoint, content)
+    notes = () if fitted is None else fitted.notes
     return Prepared(
-        method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, later=later,
-        notes=(*own, *map(str, checkpoint.notes), *checkpoint.remarks),
+        method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, read_file=read_file,
+        notes=(*notes, *map(str, checkpoint.notes), *checkpoint.remarks),
     )  # fmt: skip
 
 

@@ -64,16 +64,16 @@ def read_partitions(
         enabled = getattr(live.engine, f"{name}_enabled", None)
         if enabled is not None and enabled() and not options.weights_only:
             notes.append(f"the state of {name} is not restored")
-    packing, packed = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
-    plans.append(packing)
-    whole = packing.files[0].nbytes
+    replica_plan, tensors = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
+    plans.append(replica_plan)
+    total = replica_plan.files[0].nbytes
     ranks = live.topology.data_parallel
-    slice_bytes = max(LEAST_SLICE_BYTES, -(-whole // (ranks * ALIGNMENT)) * ALIGNMENT)
-    first = min(whole, live.rank * slice_bytes)
-    own = bytearray(0 if options.dry_run else min(whole, first + slice_bytes) - first)
-    replicas = Replicas(packed=packed, nbytes=whole, slice_bytes=slice_bytes, own=own)
+    slice_bytes = max(LEAST_SLICE_BYTES, -(-total // (ranks * ALIGNMENT)) * ALIGNMENT)
+    first = min(total, live.rank * slice_bytes)
+    own = bytearray(0 if options.dry_run else min(total, first + slice_bytes) - first)
+    replicas = Replicas(tensors=tensors, nbytes=total, slice_bytes=slice_bytes, own=own)
     nbytes = plans[0].nbytes_read if live.stage else 0
-    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in packed)
+    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in tensors)
     prepared = Prepared(
         method="planned",
         checkpoint=checkpoint,
@@ -92,7 +92,7 @@ def read_partitions(
             for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem
         if own:
-            with VirtualFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
+            with VirtualFile(replica_plan, replica_plan.files[0], sources, memory=options.memory_bytes) as file:
                 file.seek(first)
                 file.readinto(own)
         for target in plans[0].files if live.stage else ():

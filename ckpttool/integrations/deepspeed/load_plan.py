@@ -17,7 +17,7 @@ from ckpttool.storage import connect
 from ckpttool.targets.zero.layout import sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
 from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
-from ckpttool.targets.zero.writer import held_by
+from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -91,7 +91,7 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
     if not _same_kind(live, checkpoint):
         return "was saved with another stage, type or format than the engine's"
     odd = fitted.missing or fitted.unexpected
-    if odd or (live.stage and (fitted.fresh or fitted.kept or fitted.regrouped)):
+    if odd or (live.stage and (fitted.fresh or fitted.unrestored_groups or fitted.regrouped)):
         return "does not hold exactly the engine's parameters in its groups"
     if live.stage == 0:
         return (
@@ -125,7 +125,7 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
     # Each rank names its experts by local indexes.
     if live.stage:
         try:
-            held = held_by(checkpoint, shape_of(live), live.rank)
+            held = local_shapes(checkpoint, shape_of(live), live.rank)
         except ValueError as error:
             raise PlanError(checkpoint.location, str(error), CONVERT) from error
         ours = [[(name, model.shapes[name]) for name in names] for names in model.groups]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
-    from ckpttool.integrations.deepspeed.capture import Collected
+    from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.model import Checkpoint
@@ -178,7 +178,7 @@ class CheckpointManager:
     ) -> SaveReport | None:  # fmt: skip
         """Like ``save``, but into another root; call ``wait`` first. Ray Train has one directory per checkpoint."""
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.capture import check_engine, collect, groups_without_zero
+        from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
 
         requests: list[Request] = []
 
@@ -206,20 +206,20 @@ class CheckpointManager:
         what = posixpath.join(root, str(tag)) if tag is not None else root
         agree_to_begin(ranks, what, asked, check, timeout=self._timeout)
         (request,) = requests
-        collected = collect(
+        captured = capture(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
             exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
         )  # fmt: skip
         if not self.saves_in_background:
-            report = self._write(root, ranks, request, collected, began, None)
+            report = self._write(root, ranks, request, captured, began, None)
             if report.error is not None:
                 raise report.error
             return report
         stall = time.perf_counter() - began
         try:
-            self._background.start(lambda: self._write(root, ranks, request, collected, began, stall).error)
+            self._background.start(lambda: self._write(root, ranks, request, captured, began, stall).error)
         except RuntimeError as error:
-            collected.release()
+            captured.release()
             problem = f"was not saved: the program is ending ({error})"
             raise PlanError(posixpath.join(root, request.tag), problem, "save before its end") from error
         return None
@@ -309,11 +309,16 @@ class CheckpointManager:
         self, engine: Any, search: Callable[[], Any], options: LoadOptions, **arguments: Any
     ) -> list[Candidate]:
         """Search for candidates on the first rank, when all ranks are ready to restore with the same arguments."""
-        from ckpttool.integrations.deepspeed.engine import look
+        from ckpttool.integrations.deepspeed.engine import inspect_engine
 
         arguments |= {"strict": options.strict, "weights_only": options.weights_only, "dry_run": options.dry_run}
         found = agree_to_begin(
-            self._meet(), self.root, arguments, lambda: _discard(look(engine)), timeout=self._timeout, decide=search
+            self._meet(),
+            self.root,
+            arguments,
+            lambda: _discard(inspect_engine(engine)),
+            timeout=self._timeout,
+            decide=search,
         )
         return [Candidate(*one) for one in found]
 
@@ -373,18 +378,18 @@ class CheckpointManager:
         return found
 
     def _write(
-        self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
+        self, root: str, ranks: Ranks, request: Request, captured: CapturedFiles, began: float, stall: float | None
     ) -> SaveReport:
         """Write the state that was collected; never raises."""
-        before, nbytes = self._storage.retries.count, sum(f.nbytes for f in collected.files)
+        before, nbytes = self._storage.retries.count, sum(f.nbytes for f in captured.files)
         error: CkptError | None = None
         try:
-            collected.prove(self._allow)
-            if collected.unknown and ranks.rank == 0:
-                names = list(dict.fromkeys(collected.unknown))
+            captured.check_pickles(self._allow)
+            if captured.unknown and ranks.rank == 0:
+                names = list(dict.fromkeys(captured.unknown))
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
-            request = replace(request, beside=collected.beside, sign_key=self._key)
-            save(self._storage, root, ranks, request, collected.files, failed=collected.failed, timeout=self._timeout)
+            request = replace(request, sidecars=captured.root_files, sign_key=self._key)
+            save(self._storage, root, ranks, request, captured.files, failed=captured.failed, timeout=self._timeout)
         except CkptError as failed:
             error = failed
         except Exception as failed:
@@ -392,7 +397,7 @@ class CheckpointManager:
             path = posixpath.join(root, request.tag)
             error = PlanError(path, f"was not saved: {type(failed).__name__}: {failed}", "see the log")
         finally:
-            collected.release()
+            captured.release()
         seconds = time.perf_counter() - began
         retries = self._storage.retries.count - before
         report = SaveReport(

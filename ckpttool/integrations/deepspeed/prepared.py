@@ -43,7 +43,7 @@ class LoadOptions:
 class Replicas:
     """Replicated tensors: each rank reads one slice and gathers the others from the other ranks."""
 
-    packed: Sequence[PackedTensor]
+    tensors: Sequence[PackedTensor]
     """Offset of each tensor in the concatenation."""
     nbytes: int
     """Bytes of the concatenation."""
@@ -68,7 +68,7 @@ class Prepared:
     """Bytes read, or planned to be read."""
     files: dict[str, Any] = field(default_factory=dict)
     """Native: content of each file, by its name."""
-    later: Callable[[str], Any] | None = None
+    read_file: Callable[[str], Any] | None = None
     """Native: reads any other file."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Planned: this rank's optimizer states."""
@@ -78,7 +78,7 @@ class Prepared:
     checks: ReadChecks | None = None
     """Planned: checksums of the bytes that this rank has read, to compare when all ranks have read."""
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Free the state that the engine has."""
         self.files.clear()
         self.optimizer.clear()

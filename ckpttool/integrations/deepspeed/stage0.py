@@ -123,7 +123,7 @@ def fit_whole(
         checkpoint,
         parameters=tuple(parameters),
         groups=tuple(replace(g, parameters=tuple(own)) for g, own in zip(checkpoint.groups, names, strict=True)),
-        unsliceable=(),
+        nonpartitionable=(),
     )
     return fit(known, model, strict=strict, weights_only=False), names
 
@@ -131,7 +131,7 @@ def fit_whole(
 def _told_names(live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: Mapping[str, Any] | None) -> Names:
     """Identify names from the files: shapes, order, and fp32 master weights that equal the model's weights."""
     told = [list(g.parameters) for g in checkpoint.groups]
-    is_told = all(told) and not any(": optimizer" in u for u in checkpoint.unsliceable)
+    is_told = all(told) and not any(": optimizer" in u for u in checkpoint.nonpartitionable)
     if not live.wrapper:
         if is_told:
             return told
@@ -235,7 +235,7 @@ def _options(
     groups = {name: g for g, own in enumerate(names) for name in own}
     found = []
     for number, (own, members) in enumerate(zip(live.hyperparameters, wanted, strict=True)):
-        g = None if number in fitted.kept else next((groups[n] for n in members if n in groups), None)
+        g = None if number in fitted.unrestored_groups else next((groups[n] for n in members if n in groups), None)
         found.append(dict(own) if g is None else {**own, **base["param_groups"][g]})
     return found
 

@@ -40,7 +40,7 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         return
     saved = {key for p in checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
     # Non-partitionable states count too, such as the blocks of 8-bit optimizers.
-    known = saved | {text.rpartition(": ")[2] for text in checkpoint.unsliceable}
+    known = saved | {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
     untold = any(not g.parameters for g in checkpoint.groups)
     kept = _kept(live)
     stepped = bool(checkpoint.step) and checkpoint.step != checkpoint.skipped_steps

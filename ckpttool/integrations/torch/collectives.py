@@ -29,7 +29,7 @@ Agree = Callable[[BaseException | None], None]
 
 
 def open_together(
-    path: str, storage: Storage, look: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
+    path: str, storage: Storage, open_source: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
 ) -> Checkpoint:
     """Open a checkpoint on the first rank and broadcast its layout, so that each file is opened once.
 
@@ -38,7 +38,7 @@ def open_together(
     Args:
         path: Its name in errors.
         storage: This rank's own storage object, with its own connections.
-        look: Opens it; called on the first rank alone.
+        open_source: Opens it; called on the first rank alone.
         ranks: The ranks that take part.
         timeout: Seconds that a rank may be behind the first.
 
@@ -50,9 +50,9 @@ def open_together(
 
     shared: list[Any] = [None]
 
-    def opened(_: list[Any]) -> None:
+    def open_and_share(_: list[Any]) -> None:
         try:
-            checkpoint = look()
+            checkpoint = open_source()
             checked = checksummed(connect(checkpoint.storage), checkpoint.location)
         except CkptError:
             raise
@@ -62,7 +62,7 @@ def open_together(
         # Without the options of rank 0: every rank uses its own storage.
         shared[0] = replace(checkpoint, storage=LOCAL_SPEC), getattr(checked, "checksums", None)
 
-    ranks.agree(path, None, opened, timeout=timeout)
+    ranks.agree(path, None, open_and_share, timeout=timeout)
     if ranks.size > 1:
         dist.broadcast_object_list(shared)  # all ranks are here
     checkpoint: Checkpoint = shared[0][0]

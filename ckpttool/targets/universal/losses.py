@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.formats.universal import STEP
-from ckpttool.model import AHEAD
+from ckpttool.model import NEWER_COPIES
 from ckpttool.targets.embedded import lacks_tensors
 from ckpttool.targets.universal.plan import has_bare_states, optimizer_states, release_numbers, takes_scaler
 from ckpttool.targets.zero.shape import sliced_by_autotp
@@ -48,9 +48,9 @@ def _bare_states(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Itera
         yield "states of all but experts are bare tensors, as DeepSpeed has them: it loads them at stage 3 alone"
 
 
-def _ahead(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    if checkpoint.ahead:
-        yield f"{AHEAD}: masters are made of them, as ZenFlow itself does when it selects columns anew"
+def _newer_copies(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
+    if checkpoint.has_newer_copies:
+        yield f"{NEWER_COPIES}: masters are made of them, as ZenFlow itself does when it selects columns anew"
 
 
 def _several_groups(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -105,8 +105,8 @@ def _numbers(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[
         yield f"DeepSpeed's universal load drops {key}; a zero checkpoint keeps it"
 
 
-def _unsliceable(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    for what in checkpoint.unsliceable:
+def _nonpartitionable(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
+    for what in checkpoint.nonpartitionable:
         yield f"{what}: belongs to no parameter, so a universal checkpoint cannot hold it; a zero checkpoint may"
 
 
@@ -175,7 +175,7 @@ def _few(names: Sequence[str]) -> str:
 _Rule = Callable[["Checkpoint", Sequence["Parameter"]], Iterator[str]]
 
 _RULES: tuple[_Rule, ...] = (
-    _not_loaded, _bare_states, _ahead, _several_groups, _old_release, _other_states, _muon, _numbers, _unsliceable,
-    _round_robin, _scaler, _slices, _experts, _client_tensors,
+    _not_loaded, _bare_states, _newer_copies, _several_groups, _old_release, _other_states, _muon, _numbers,
+    _nonpartitionable, _round_robin, _scaler, _slices, _experts, _client_tensors,
 )  # fmt: skip
 """The rules; each yields its sentences if it applies."""

@@ -64,21 +64,23 @@ class TargetGroups:
         self.groups = [self._order(shares[0]) for shares in self.shares]
         """Names of every group in the order of the target's flat buffers, as a rank knows them."""
         sizes = [
-            {n: shares[0].held[n].numel for n in own} for shares, own in zip(self.shares, self.groups, strict=True)
+            {name: shares[0].parameters[name].numel for name in names}
+            for shares, names in zip(self.shares, self.groups, strict=True)
         ]
         counts = [len(shares[0].ranks) for shares in self.shares]
-        self.flat = [FlatGroup(own, count, shape.alignment) for own, count in zip(sizes, counts, strict=True)]
-        self.subs = [
-            list(sub_groups(own, count, shape.sub_group_size)) for own, count in zip(sizes, counts, strict=True)
-        ]
+        pairs = list(zip(sizes, counts, strict=True))
+        self.flat = [FlatGroup(group_sizes, count, shape.alignment) for group_sizes, count in pairs]
+        """The flat buffer of every group, at stages 1 and 2."""
+        self.subs = [list(sub_groups(group_sizes, count, shape.sub_group_size)) for group_sizes, count in pairs]
+        """The sub-groups of every group, at stage 3."""
 
     def _check(self) -> None:
         c = self.checkpoint
         if not any(self.names):
             hint = "convert a checkpoint that was saved with its optimizer"
             raise PlanError(c.location, "does not say what the optimizer trains", hint)
-        if c.unsliceable:
-            problem = f"holds states that cannot be re-partitioned: {', '.join(c.unsliceable[:5])}"
+        if c.nonpartitionable:
+            problem = f"holds states that cannot be re-partitioned: {', '.join(c.nonpartitionable[:5])}"
             raise PlanError(c.location, problem, "resume on the same number of ranks, or consolidate the weights")
         if self.shape.stage == 3:
             self._check_stage3()
@@ -109,7 +111,7 @@ class TargetGroups:
 
     def _order(self, share: Share) -> list[str]:
         """The parameters of a group in the order of the target's flat buffer."""
-        names = list(share.held)
+        names = list(share.parameters)
         return round_robin(names, len(share.ranks)) if self.shape.round_robin and self.shape.stage < 3 else names
 
     def place(self, group: int, rank: int) -> tuple[Share, int]:
@@ -119,14 +121,14 @@ class TargetGroups:
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         names = [n for n in names if n not in self.fresh]
-        held = [set(self.parameters[n].optimizer_states) for n in names]
-        for name, keys in zip(names, held, strict=True):
+        states = [set(self.parameters[n].optimizer_states) for n in names]
+        for name, keys in zip(names, states, strict=True):
             without_master = self.checkpoint.groups and MASTER not in self.parameters[name].states
-            if keys != held[0] or without_master:
-                odd = sorted(keys ^ held[0])[0] if keys != held[0] else "master"
-                problem = f"has {odd} of {name} or of {names[0]}, but not of both, though they are in one group"
+            if keys != states[0] or without_master:
+                state = sorted(keys ^ states[0])[0] if keys != states[0] else "master"
+                problem = f"has {state} of {name} or of {names[0]}, but not of both, though they are in one group"
                 raise PlanError(self.checkpoint.location, problem, "convert a checkpoint saved with its optimizer")
-        return [k for k in self.parameters[names[0]].states if k in held[0]] if names else []
+        return [k for k in self.parameters[names[0]].states if k in states[0]] if names else []
 
     def dtype(self, names: Sequence[str], key: str) -> str:
         """Type of a state of a group's parameters.
@@ -176,6 +178,6 @@ class TargetGroups:
         Stage 3 keeps no module copies: if they are newer than the masters, they are written as masters.
         """
         parameter = self.parameters[name]
-        if key == MASTER and self.checkpoint.ahead and self.shape.stage == 3:
+        if key == MASTER and self.checkpoint.has_newer_copies and self.shape.stage == 3:
             return self.checkpoint.weights(parameter)
         return parameter.states.get(key) or parameter.module_state

@@ -102,9 +102,9 @@ class SubGroup:
 
     def fragments(self) -> list[list[Fragment]]:
         """The fragments on each rank."""
-        return [self.held(rank) for rank in range(self.ranks)]
+        return [self.rank_fragments(rank) for rank in range(self.ranks)]
 
-    def held(self, rank: int) -> list[Fragment]:
+    def rank_fragments(self, rank: int) -> list[Fragment]:
         """The fragments on one rank."""
         result: list[Fragment] = []
         position = 0

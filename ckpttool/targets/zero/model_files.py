@@ -39,8 +39,8 @@ class ModelFiles:
         self._tag = tag
 
     def _name(self, rank: int) -> str:
-        own = f"zero_pp_rank_{rank}_" if self._groups.shape.stage == 3 else ""
-        return f"{self._tag}/{own}mp_rank_00_model_states.pt"
+        prefix = f"zero_pp_rank_{rank}_" if self._groups.shape.stage == 3 else ""
+        return f"{self._tag}/{prefix}mp_rank_00_model_states.pt"
 
     def files(self) -> list[TargetFile]:
         """One, or at stage 3 one for each rank; below stage 3 one for each expert too."""
@@ -62,35 +62,38 @@ class ModelFiles:
         ]
         tensors += [(b.name, b.state, b.state.dtype) for b in self._groups.checkpoint.buffers]
         for name, state, dtype in tensors:
-            for layer, expert, held in self._groups.experts.parts(name, state.shape):
+            for layer, expert, part in self._groups.experts.parts(name, state.shape):
                 file = files[layer, expert]
-                storage = file.storage(dtype, held.numel, [Placement(state, dtype, 0, held.first, held.numel)])
-                modules[layer, expert][held.name] = view(storage, dtype, 0, held.shape)
+                storage = file.storage(dtype, part.numel, [Placement(state, dtype, 0, part.first, part.numel)])
+                modules[layer, expert][part.name] = view(storage, dtype, 0, part.shape)
         for key, file in files.items():
             yield file.build(modules[key])
 
     def file(self, rank: int, *, shared: bool = True) -> TargetFile:
         """The model states of a rank; ``shared`` for those that all ranks hold alike too."""
-        c = self._groups.checkpoint
+        checkpoint = self._groups.checkpoint
         file = TorchFileBuilder(self._name(rank), self._builder)
-        frozen = [p for p in c.parameters if p.frozen]
+        frozen = [p for p in checkpoint.parameters if p.frozen]
         module = self._shared(file) if shared else OrderedDict()
         # Of weights alone nobody knows which will be frozen: the engine must find all in the module.
         # Where none is kept (exclude_frozen_parameters) it must not be looked for either.
-        listed = self._groups.shape.stage >= (2 if shared else 3) and bool(c.groups) and bool(frozen)
-        step = {"skipped_steps": c.skipped_steps, "global_steps": c.step or 0}
-        if c.samples is not None:  # left out, DeepSpeed computes it
-            step["global_samples"] = c.samples
-        client = copy_embedded(file, c, c.client_state)
+        lists_frozen = self._groups.shape.stage >= (2 if shared else 3) and bool(checkpoint.groups) and bool(frozen)
+        step = {"skipped_steps": checkpoint.skipped_steps, "global_steps": checkpoint.step or 0}
+        if checkpoint.samples is not None:  # left out, DeepSpeed computes it
+            step["global_samples"] = checkpoint.samples
+        client = copy_embedded(file, checkpoint, checkpoint.client_state)
         root = {
             "module": module,
-            "buffer_names": [b.name for b in c.buffers],
+            "buffer_names": [b.name for b in checkpoint.buffers],
             "optimizer": None,
-            "param_shapes": [OrderedDict((n, Size(held[n].shape)) for n in names) for names, held in self._buffers()],
-            "frozen_param_shapes": OrderedDict((p.name, Size(p.shape)) for p in frozen) if listed else None,
-            "shared_params": dict(c.aliases) if rank == 0 else {},
-            "frozen_param_fragments": self._frozen(file, frozen, module, rank) if listed else None,
-            "lr_scheduler": copy_embedded(file, c, c.scheduler),
+            "param_shapes": [
+                OrderedDict((name, Size(parameters[name].shape)) for name in names)
+                for names, parameters in self._buffers()
+            ],
+            "frozen_param_shapes": OrderedDict((p.name, Size(p.shape)) for p in frozen) if lists_frozen else None,
+            "shared_params": dict(checkpoint.aliases) if rank == 0 else {},
+            "frozen_param_fragments": self._frozen(file, frozen, module, rank) if lists_frozen else None,
+            "lr_scheduler": copy_embedded(file, checkpoint, checkpoint.scheduler),
             "data_sampler": None,
             "random_ltd": None,
             **step,
@@ -119,11 +122,12 @@ class ModelFiles:
         """Names in every flat buffer, and what they stand for."""
         if self._groups.shape.stage == 3:
             return [
-                (list(sub.sizes), shares[0].held)
+                (list(sub.sizes), shares[0].parameters)
                 for subs, shares in zip(self._groups.subs, self._groups.shares, strict=True)
                 for sub in subs
             ]
-        return [(names, shares[0].held) for names, shares in zip(self._groups.groups, self._groups.shares, strict=True)]
+        groups = zip(self._groups.groups, self._groups.shares, strict=True)
+        return [(names, shares[0].parameters) for names, shares in groups]
 
     def _module(self, file: TorchFileBuilder) -> OrderedDict:
         """Whole weights: those of a group are views of one flat storage, as DeepSpeed has them."""
@@ -169,6 +173,6 @@ class ModelFiles:
                 continue
             state, size = p.module_state, piece(p.numel, self._groups.shape.ranks)
             first = min(p.numel, rank * size)
-            held = [Placement(state, state.dtype, 0, first, min(size, p.numel - first))]
-            result[p.name] = view(file.storage(state.dtype, size, held), state.dtype, 0, (size,))
+            pieces = [Placement(state, state.dtype, 0, first, min(size, p.numel - first))]
+            result[p.name] = view(file.storage(state.dtype, size, pieces), state.dtype, 0, (size,))
         return result

@@ -56,8 +56,11 @@ class OptimizerFiles:
         file = TorchFileBuilder(f"{self._tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", self._builder)
         places = [self._groups.place(g, rank) for g in range(len(self._groups.groups))]
         if self._groups.shape.stage == 3:
-            held = [[s.held(part) for s in subs] for subs, (_, part) in zip(self._groups.subs, places, strict=True)]
-            states = self._stage3(file, rank, places, held)
+            fragments = [
+                [sub_group.rank_fragments(part) for sub_group in sub_groups]
+                for sub_groups, (_, part) in zip(self._groups.subs, places, strict=True)
+            ]
+            states = self._stage3(file, rank, places, fragments)
         else:
             states = self._stage12(
                 file, places, [f[part] for f, (_, part) in zip(self._groups.fragments, places, strict=True)]
@@ -74,19 +77,19 @@ class OptimizerFiles:
         mappings = []
         for g, (group, flat) in enumerate(zip(self._groups.source_groups, self._groups.flat, strict=True)):
             names, (share, part) = self._groups.names[g], places[g]
-            own: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
+            values: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
             for key in self._groups.keys[g]:
                 if group.hyperparameters.get("use_muon") and key == MUON:
-                    own[key] = self._whole(file, key, fragments[g], share)
+                    values[key] = self._whole(file, key, fragments[g], share)
                 else:
-                    own[key] = self._flat(
+                    values[key] = self._flat(
                         file, key, self._groups.dtype(names, key), fragments[g], flat.partition, share
                     )
-            if own:
-                state[g] = own
-            groups.append({**file.hyperparameters(self._groups.experts.named(group)), "params": [g]})
-            lean = flat.partition - flat.padding(part)
-            masters.append(self._flat(file, MASTER, self._groups.dtype(names, MASTER), fragments[g], lean, share))
+            if values:
+                state[g] = values
+            groups.append({**file.hyperparameters(self._groups.experts.hyperparameters_of(group)), "params": [g]})
+            unpadded = flat.partition - flat.padding(part)
+            masters.append(self._flat(file, MASTER, self._groups.dtype(names, MASTER), fragments[g], unpadded, share))
             mappings.append(OrderedDict((f.name, _address(f)) for f in fragments[g]))
         return {
             "loss_scaler": self._scaler,
@@ -128,17 +131,17 @@ class OptimizerFiles:
             for sub, own_fragments in zip(self._groups.subs[g], fragments[g], strict=True):
                 number = len(masters)
                 numbers.append(number)
-                own: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
+                values: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
                 for key in self._groups.keys[g]:
-                    own[key] = self._flat(
+                    values[key] = self._flat(
                         file, key, self._groups.dtype(names, key), own_fragments, sub.partition, share
                     )
-                if own:
-                    state[number] = own
+                if values:
+                    state[number] = values
                 dtype = self._groups.dtype(names, MASTER)
                 masters.append(self._flat(file, MASTER, dtype, own_fragments, sub.partition, share))
                 shared.append(self._groups.experts.partition_group(group, share, rank, number))
-            groups.append({**file.hyperparameters(self._groups.experts.named(group)), "params": numbers})
+            groups.append({**file.hyperparameters(self._groups.experts.hyperparameters_of(group)), "params": numbers})
         return {
             "zero_stage": 3,
             "loss_scaler": self._scaler,
@@ -163,24 +166,26 @@ class OptimizerFiles:
         width = itemsize(dtype)
         pieces = []
         for f in fragments:
-            held = share.held[f.name]
-            if held.name in self._groups.fresh and key not in self._groups.parameters[held.name].states:
+            local = share.parameters[f.name]
+            if local.name in self._groups.fresh and key not in self._groups.parameters[local.name].states:
                 continue
             pieces.append(
-                Placement(self._groups.state(held.name, key), dtype, f.position * width, held.first + f.first, f.numel)
+                Placement(
+                    self._groups.state(local.name, key), dtype, f.position * width, local.first + f.first, f.numel
+                )
             )
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
     def _whole(self, file: TorchFileBuilder, key: str, fragments: Sequence[Fragment], share: Share) -> TensorRef:
         """The whole of every parameter that a partition has a fragment of."""
-        touched = [share.held[f.name] for f in fragments]
-        dtype = self._groups.dtype([held.name for held in touched], key)
+        parameters = [share.parameters[f.name] for f in fragments]
+        dtype = self._groups.dtype([local.name for local in parameters], key)
         pieces, numel = [], 0
-        for held in touched:
-            state = self._groups.parameters[held.name].states.get(key)
+        for local in parameters:
+            state = self._groups.parameters[local.name].states.get(key)
             if state is not None:
-                pieces.append(Placement(state, dtype, numel * itemsize(dtype), held.first, held.numel))
-            numel += held.numel
+                pieces.append(Placement(state, dtype, numel * itemsize(dtype), local.first, local.numel))
+            numel += local.numel
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
 

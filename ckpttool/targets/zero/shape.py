@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.arguments import check_at_least
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief
-from ckpttool.model import AHEAD
+from ckpttool.model import NEWER_COPIES
 from ckpttool.targets.zero.experts import TargetExperts
 
 if TYPE_CHECKING:
@@ -110,10 +110,10 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
     if layers:
         spread = " and ".join(map(str, sorted({layer.parallel for layer in layers})))
         losses.append(f"experts are for an expert-parallel size of {spread}: the run that loads it must have that")
-    if checkpoint.ahead and shape.stage == 3:
-        losses.append(f"{AHEAD}: stage 3 keeps no copies, and masters are made of them")
-    elif checkpoint.ahead:
-        losses.append(f"{AHEAD}: the run that loads it must use ZenFlow too, or its first step takes that back")
+    if checkpoint.has_newer_copies and shape.stage == 3:
+        losses.append(f"{NEWER_COPIES}: stage 3 keeps no copies, and masters are made of them")
+    elif checkpoint.has_newer_copies:
+        losses.append(f"{NEWER_COPIES}: the run that loads it must use ZenFlow too, or its first step takes that back")
     if checkpoint.masters_alone:
         losses.append(
             "there was no scheduler, loss scale or client state to carry over: load it with "

@@ -70,7 +70,7 @@ def plan_rank(
     return CopyPlan(builder.sources, builder.casts, files)
 
 
-def held_by(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+def local_shapes(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[str, tuple[int, ...]]]]:
     """The parameters of every group as one rank of the target knows them, in the optimizer's order, and their shapes.
 
     Raises:
@@ -78,7 +78,7 @@ def held_by(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[
     """
     groups = TargetGroups(checkpoint, shape)
     places = (groups.place(g, rank) for g in range(len(groups.groups)))
-    return [[(own, held.shape) for own, held in share.held.items()] for share, _ in places]
+    return [[(name, local.shape) for name, local in share.parameters.items()] for share, _ in places]
 
 
 def _check_hyperparameters(checkpoint: Checkpoint) -> None:
@@ -94,7 +94,7 @@ def _check_hyperparameters(checkpoint: Checkpoint) -> None:
             )
             hint = "resume with ckpttool.load(engine, ...), or convert to universal: both keep the run's own"
             raise PlanError(checkpoint.location, problem, hint)
-        lost = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
-        if lost:
-            problem = f"holds hyper-parameter {lost[0]} of group {number} as a tensor of several numbers"
+        tensors = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
+        if tensors:
+            problem = f"holds hyper-parameter {tensors[0]} of group {number} as a tensor of several numbers"
             raise PlanError(checkpoint.location, problem, "resume on the same number of ranks")
