@@ -23,7 +23,7 @@ class PackedTensor:
     """One tensor in the file."""
 
     name: str
-    """Key of the tensor in the argument of ``plan_replicas``."""
+    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
     dtype: str
     """safetensors' spelling."""
     start: int
@@ -34,6 +34,10 @@ class PackedTensor:
 
 def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[PackedTensor]]:
     """Plan a file of whole tensors, each in its own dtype.
+
+    Args:
+        checkpoint: The source.
+        tensors: The state of each tensor, by any key.
 
     Returns:
         A plan of one file, and the offset of each tensor in it.

@@ -240,10 +240,13 @@ def test_masters_are_made_of_the_16_bit_copies_where_the_configuration_says_so(l
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("shape-strict", "tiny has shape [3] there and [4] in the model; build the model as it was when it was saved"),
+        (
+            "shape-strict",
+            "tiny has shape [3], but [4] in the model; build the model with the shapes of the checkpoint",
+        ),
         (
             "more-strict",
-            "lacks extra, more of the model; pass strict=False, and these keep the model's values",
+            "lacks extra, more of the model; pass strict=False, and they keep the model's values",
         ),
         ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and these are left out"),
         ("rank 1 fails-strict", "rank 1: Input/output error; check the disk"),
@@ -318,7 +321,7 @@ def test_of_groups_that_differ_no_hyper_parameters_are_taken(loaded: dict[str, L
     assert _differing(engine, PLAIN) == []
     assert engine.facts["groups"][0]["weight_decay"] == 0.25
     assert engine.facts["report"]["groups_kept"] == [0]
-    note = "group 0 keeps the model's hyper-parameters: its parameters came from groups 0 and 1, which differ"
+    note = "group 0 keeps the model's hyper-parameters: its parameters are in groups 0 and 1 of the checkpoint, which differ"
     assert note in engine.facts["report"]["notes"]
 
 
@@ -328,7 +331,10 @@ def test_a_parameter_that_was_frozen_is_trained_from_what_it_was(loaded: dict[st
     expected = truth(PLAIN).tensors["module/frozen_proj.weight"]
     assert torch.equal(engine.tensors["fp32/frozen_proj.weight"], expected.float())
     assert not engine.tensors["exp_avg/frozen_proj.weight"].any()
-    assert "frozen_proj.weight was not trained there: it starts without moments" in engine.facts["report"]["notes"]
+    assert (
+        "frozen_proj.weight was not trained in the saved run: it starts without moments"
+        in engine.facts["report"]["notes"]
+    )
 
 
 def test_a_report_says_what_happened(loaded: dict[str, Loaded]) -> None:

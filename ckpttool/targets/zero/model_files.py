@@ -1,4 +1,4 @@
-"""Model-states files of a native checkpoint: one, or at stage 3 one for each rank; and one for each expert.
+"""Plan the model-states files of a native checkpoint: one, or at stage 3 one per rank; and one per expert.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
 """
@@ -28,7 +28,7 @@ class ModelFiles:
     """Plans the model-states files.
 
     Args:
-        groups: What each rank holds.
+        groups: The parameter groups of the target.
         builder: Collects the copies.
         tag: Directory of the files.
     """
@@ -43,7 +43,7 @@ class ModelFiles:
         return f"{self._tag}/{prefix}mp_rank_00_model_states.pt"
 
     def files(self) -> list[TargetFile]:
-        """One, or at stage 3 one for each rank; below stage 3 one for each expert too."""
+        """Return one file, or at stage 3 one per rank; below stage 3 also one per expert."""
         files = [self.file(rank) for rank in range(self._groups.shape.ranks if self._groups.shape.stage == 3 else 1)]
         return files if self._groups.shape.stage == 3 else [*files, *self._expert_files()]
 
@@ -70,16 +70,16 @@ class ModelFiles:
             yield file.build(modules[key])
 
     def file(self, rank: int, *, shared: bool = True) -> TargetFile:
-        """The model states of a rank; ``shared`` for those that all ranks hold alike too."""
+        """Return the model states of a rank; with ``shared``, also weights and buffers that are equal on all ranks."""
         checkpoint = self._groups.checkpoint
         file = TorchFileBuilder(self._name(rank), self._builder)
         frozen = [p for p in checkpoint.parameters if p.frozen]
         module = self._shared(file) if shared else OrderedDict()
-        # Of weights alone nobody knows which will be frozen: the engine must find all in the module.
-        # Where none is kept (exclude_frozen_parameters) it must not be looked for either.
+        # A weights-only source does not tell frozen parameters: the engine must find all parameters in the module.
+        # Without frozen parameters in the source (exclude_frozen_parameters) the list must be absent too.
         lists_frozen = self._groups.shape.stage >= (2 if shared else 3) and bool(checkpoint.groups) and bool(frozen)
         step = {"skipped_steps": checkpoint.skipped_steps, "global_steps": checkpoint.step or 0}
-        if checkpoint.samples is not None:  # left out, DeepSpeed computes it
+        if checkpoint.samples is not None:  # DeepSpeed computes a missing count
             step["global_samples"] = checkpoint.samples
         client = copy_embedded(file, checkpoint, checkpoint.client_state)
         root = {
@@ -108,7 +108,7 @@ class ModelFiles:
         return file.build(root)
 
     def _shared(self, file: TorchFileBuilder) -> OrderedDict:
-        """The module's state dict, tied names and buffers included."""
+        """Return the module's state dict, with tied names and buffers."""
         module = self._placeholders(file) if self._groups.shape.stage == 3 else self._module(file)
         for buffer in self._groups.checkpoint.buffers:
             if not self._groups.experts.owns(buffer.name):
@@ -119,7 +119,7 @@ class ModelFiles:
         return module
 
     def _buffers(self) -> list[tuple[list[str], Mapping[str, LocalParameter]]]:
-        """Names in every flat buffer, and what they stand for."""
+        """Return the names in every flat buffer, and the local parameter of each name."""
         if self._groups.shape.stage == 3:
             return [
                 (list(sub.sizes), shares[0].parameters)
@@ -130,15 +130,15 @@ class ModelFiles:
         return [(names, shares[0].parameters) for names, shares in groups]
 
     def _module(self, file: TorchFileBuilder) -> OrderedDict:
-        """Whole weights: those of a group are views of one flat storage, as DeepSpeed has them."""
+        """Return whole weights; those of a group are views of one flat storage, as in DeepSpeed's files."""
         dtype = self._groups.shape.dtype
         views: dict[str, TensorRef] = {}
-        # Of weights alone nothing tells which are buffers: all keep their type, and loading casts the others.
+        # A weights-only source does not tell buffers: all tensors keep their dtype, and DeepSpeed casts on load.
         for names, flat in (
             zip(self._groups.groups, self._groups.flat, strict=True) if self._groups.checkpoint.groups else ()
         ):
             if any(name not in self._groups.parameters or self._groups.experts.owns(name) for name in names):
-                continue  # experts have files of their own
+                continue  # experts are in separate files
             offsets = flat.offsets()
             width = itemsize(dtype)
             pieces = [
@@ -165,7 +165,7 @@ class ModelFiles:
     def _frozen(
         self, file: TorchFileBuilder, frozen: Sequence[Parameter], module: Mapping[str, TensorRef], rank: int
     ) -> OrderedDict:
-        """Frozen weights: at stage 3 a rank's piece of each, padded; at stage 2 what the module has."""
+        """Return frozen weights: at stage 3 this rank's part of each, padded; at stage 2 the tensors of the module."""
         result = OrderedDict()
         for p in frozen:
             if self._groups.shape.stage < 3:
