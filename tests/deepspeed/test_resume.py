@@ -321,8 +321,8 @@ def test_of_groups_that_differ_no_hyper_parameters_are_taken(loaded: dict[str, L
     assert _differing(engine, PLAIN) == []
     assert engine.facts["groups"][0]["weight_decay"] == 0.25
     assert engine.facts["report"]["groups_kept"] == [0]
-    note = "group 0 keeps the model's hyper-parameters: its parameters are in groups 0 and 1 of the checkpoint, which differ"
-    assert note in engine.facts["report"]["notes"]
+    why = "its parameters are in groups 0 and 1 of the checkpoint, which differ"
+    assert f"group 0 keeps the model's hyper-parameters: {why}" in engine.facts["report"]["notes"]
 
 
 def test_a_parameter_that_was_frozen_is_trained_from_what_it_was(loaded: dict[str, Loaded]) -> None:

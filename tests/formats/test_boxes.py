@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.execution.state_reader import StateReader, whole
-from ckpttool.formats.strided import Box, box, put_together
+from ckpttool.formats.strided import Box, box, merge_slices
 from ckpttool.model import State, single_runs, stored_blocks
 from ckpttool.ranges import exact_cover_problem
 from tests.formats.layouts import Disk, counted
@@ -64,7 +64,7 @@ def test_slices_along_any_dimension_make_the_tensor(shape: tuple[int, ...], data
             state = disk.store(part, "F32", _borders(data, part.size))
             boxes = [box(part.shape, shape, dim, source=0, target=begin)] if part.size else []
             parts.append((state, boxes))
-        _assert_is(tensor, put_together(parts, shape), disk, data)
+        _assert_is(tensor, merge_slices(parts, shape), disk, data)
 
 
 @given(SHAPES, st.data())
@@ -95,7 +95,7 @@ def test_parts_that_are_cut_one_by_one_make_the_tensor(shape: tuple[int, ...], d
             ]
             if boxes:
                 parts.append((disk.store(held, "F32", _borders(data, held.size)), boxes))
-        _assert_is(tensor, put_together(parts, shape), disk, data)
+        _assert_is(tensor, merge_slices(parts, shape), disk, data)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 7), st.data())
@@ -112,7 +112,7 @@ def test_rows_beyond_the_whole_are_padding(rows: int, columns: int, extra: int, 
                 stored = disk.store(part, "F32", _borders(data, part.size))
                 parts.append((stored, [box(part.shape, tensor.shape, 0, source=0, target=at)]))
             at += len(part)
-        state = put_together(parts, (rows, columns))
+        state = merge_slices(parts, (rows, columns))
         assert int(state.extents["numel"].sum()) == rows * columns
         _assert_is(tensor[:rows], state, disk, data)
 
@@ -142,7 +142,7 @@ def test_pieces_of_a_long_state_come_in_order(tmp_path: Path) -> None:
         (disk.store(left, "F32", [12345]), [box(left.shape, tensor.shape, 1, source=0, target=0)]),
         (disk.store(right, "F32"), [box(right.shape, tensor.shape, 1, source=0, target=600)]),
     ]
-    state = put_together(parts, tensor.shape)
+    state = merge_slices(parts, tensor.shape)
     assert len(state.extents) < 20
     with disk.sources() as sources:
         at = 0

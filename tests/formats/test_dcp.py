@@ -29,7 +29,7 @@ from ckpttool.commit.manifest import Manifest
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.dcp_shards import _boxes
-from ckpttool.formats.strided import put_together
+from ckpttool.formats.strided import merge_slices
 from ckpttool.model import UNKNOWN_GROUP, ScalarState
 from ckpttool.storage import MANIFEST
 from tests.formats.layouts import Disk, counted
@@ -173,7 +173,7 @@ def test_chunks_cut_along_every_dimension_make_the_tensor(shape: tuple[int, ...]
             borders = data.draw(st.lists(st.integers(0, held.size), max_size=2))
             offsets = tuple(a for a, _ in chunk)
             parts.append((disk.store(held, "F32", borders), _boxes(offsets, held.shape, shape)))
-        state = put_together(parts, shape)
+        state = merge_slices(parts, shape)
         disk.sources().close()
         assert gathered(disk.paths, state) == tensor.tobytes()
 

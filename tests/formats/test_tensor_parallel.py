@@ -320,9 +320,9 @@ def test_what_does_not_fit_the_slices_is_refused(info: Any, shapes: list[tuple[i
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (None, "nothing tells how they cut the parameters"),
-        ({}, "nothing tells how they cut the parameters"),
-        ("text", "nothing tells how they cut the parameters"),
+        (None, "no file records how parameters are sliced"),
+        ({}, "no file records how parameters are sliced"),
+        ("text", "no file records how parameters are sliced"),
         ({"universal_checkpoint_version": 0.5}, "has version 0.5"),
         ({"universal_checkpoint_version": "0.2"}, "has version '0.2'"),
         ({"universal_checkpoint_version": float("nan")}, "has version nan"),

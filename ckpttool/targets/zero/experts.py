@@ -205,15 +205,15 @@ class TargetExperts:
     def _local_parameters(self, names: Sequence[str], rank: int, parallel: int) -> dict[str, LocalParameter]:
         """Return the parameters of an expert-parallel rank, by their local names."""
         local_name_of = {whole: local for local, whole in local_names(names, rank, parallel).items()}
-        local = {}
+        local_parameters = {}
         for name in names:
             p = self._parameters[name]
             if name in self._stacked_names:
                 shape = (p.shape[0] // parallel, *p.shape[1:])
-                local[name] = LocalParameter(name, rank * math.prod(shape), shape)
+                local_parameters[name] = LocalParameter(name, rank * math.prod(shape), shape)
             elif name in local_name_of:
-                local[local_name_of[name]] = LocalParameter(name, 0, p.shape)
-        return local
+                local_parameters[local_name_of[name]] = LocalParameter(name, 0, p.shape)
+        return local_parameters
 
     def metadata(self, rank: int, stage: int) -> dict[str, Any]:
         """Return the entries about experts in a rank's model states."""
