@@ -41,7 +41,7 @@ TASK_BYTES = 64 << 20
 MAX_PARTS = 256
 """Maximum number of file parts in a task, however small they are."""
 PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between looks for a directory made on another node: network file systems cache its absence."""
+"""Pauses in seconds between two checks for a directory of another node: network file systems cache its absence."""
 SHARE_HINT = "all nodes must see the same files at the same path, or take URLs"
 
 
@@ -241,7 +241,7 @@ def _task_parts(
 
 
 def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
-    """Run a task; any process may, any number of times.
+    """Run a task, in any process; a repeated run gives the same output.
 
     Args:
         context: The data that all tasks share.

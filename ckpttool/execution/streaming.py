@@ -79,7 +79,7 @@ def _tasks(
     plan: CopyPlan, sources: Sources, output: Output, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[Callable[[], int]]:
     if plan.consistency is not None:
-        # First, but in parallel with the copies: its many small requests cost round trips.
+        # First, but in parallel with the copies: the many small requests of the checks cost round trips.
         yield partial(_check_copies, plan.consistency, sources)
     for file in plan.files:
         if output.has(file):
@@ -96,7 +96,7 @@ def _tasks(
                 advance(end - start)
                 skipped = True
             else:
-                # Taken here, in order: a target that takes parts in order waits for its earlier parts, and these must
+                # Acquired here, in order: a target that takes parts in order waits for earlier parts, and these must
                 # not wait for memory that later parts hold.
                 acquired = budget.acquire(assembler.cost(end - start))
                 yield partial(_write_part, assembler, target, start, end, partial(budget.release, acquired), advance)

@@ -404,7 +404,7 @@ def test_a_directory_that_is_not_shared_is_an_error_that_names_the_node(
 ) -> None:
     """Nodes of one machine see the same files: that the second node sees others is put on by what is in the file."""
     _small_tasks(monkeypatch, 1000)
-    monkeypatch.setattr(ray_tasks, "_home", lambda: "another")
+    monkeypatch.setattr(ray_tasks, "_own_node", lambda: "another")
 
     def hide(_: int, __: int) -> None:
         (tmp_path / "out.partial" / SHARED).write_text("another directory's")
@@ -422,7 +422,7 @@ def test_a_source_that_a_node_does_not_see_is_an_error_that_names_both(
     checkpoint_copy: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _small_tasks(monkeypatch, 1000)
-    monkeypatch.setattr(ray_tasks, "_home", lambda: "another")
+    monkeypatch.setattr(ray_tasks, "_own_node", lambda: "another")
     root = checkpoint_copy("zero3-dp2-bf16")
 
     def hide(_: int, __: int) -> None:

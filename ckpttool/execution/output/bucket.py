@@ -32,8 +32,8 @@ def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) ->
     """Refuse an OUT that cannot or must not be written, before any work is done.
 
     Raises:
-        StorageError: OUT is a file; or holds files that no killed run left, and ``overwrite`` is not True; or the store
-            cannot be reached.
+        StorageError: OUT is a file; or holds files other than those of a killed run, and ``overwrite`` is not True; or
+            the store cannot be reached.
     """
     if not storage.exists(out):
         return
@@ -128,7 +128,7 @@ class BucketOutput:
         self._done: dict[str, int] = {}
         self._names = [f.name for f in plan.files]
         self.existing_names = Lazy(self._claim)
-        """Names in OUT that no run of this tool left. Computed before the first write, in parallel with reads."""
+        """Names in OUT except those of killed runs. Computed before the first write, in parallel with reads."""
 
     def path(self, name: str) -> str:
         """URL of a file of OUT."""
@@ -136,10 +136,10 @@ class BucketOutput:
 
     def _claim(self) -> set[str]:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
-        before = self._take_over()
+        existing = self._take_over()
         self._has_marker = True  # set first: if the request fails, the store may still have written it
         self._storage.put(self.path(MARK), json.dumps({"key": self._key, "files": self._names}).encode())
-        return before
+        return existing
 
     def _take_over(self) -> set[str]:
         self._storage.forget()
@@ -150,13 +150,13 @@ class BucketOutput:
         if self._resume and left_key == self._key:
             self._pending = self._storage.uploads(self._out)
             self._storage.list_tree(self._out)
-            self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._is_there(name)}
+            self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._exists(name)}
         else:
             self._storage.abort_uploads(self._out, left)
             self._storage.delete([self.path(name) for name in left])
         return names - {MARK} - {name.split("/")[0] for name in left}
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return self._storage.exists(self.path(name))
 
     def has(self, file: TargetFile) -> bool:
@@ -191,7 +191,7 @@ class BucketOutput:
         return upload
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file; hold back until the commit a file that replaces another or is one of ``last``."""
+        """Write a small file; a file that replaces another, or is one of ``last``, is held back until the commit."""
         if self._is_held_back(name):
             self._held_back[name] = data
             return
@@ -215,12 +215,12 @@ class BucketOutput:
 
     def commit(self) -> None:
         """Make all files visible, those of ``last`` at the end."""
-        before = self.existing_names()
-        self._storage.delete([self.path(name) for name in self._last if name in before])
+        existing = self.existing_names()
+        self._storage.delete([self.path(name) for name in self._last if name in existing])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
         new = {*self._written, *self._held_back, *self._last, *self._done}
         written = {upload.path for upload in self._uploads}
-        old = (n for n in before if self._replaces(n) and n not in new and self.path(n) not in written)
+        old = (n for n in existing if self._replaces(n) and n not in new and self.path(n) not in written)
         self._storage.delete([self.path(name) for name in old])
         for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
             self._written.append(name)
@@ -235,7 +235,7 @@ class BucketOutput:
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
             self._storage.delete([self.path(name) for name in self._written])
             if self._begun:
-                # The store may have begun uploads whose id never arrived.
+                # The store may have started uploads whose id never arrived.
                 self._storage.abort_uploads(self._out, self._names)
             self._storage.delete([self.path(MARK)])
 
@@ -270,7 +270,7 @@ class _SmallFile:
 
 @dataclass(frozen=True, slots=True)
 class _SmallFileWriter:
-    """Write a small file by one request."""
+    """Part writer of a small file: one request."""
 
     storage: RemoteStorage
     path: str
@@ -281,7 +281,7 @@ class _SmallFileWriter:
 
 @dataclass(frozen=True, slots=True)
 class _ReturningWriter:
-    """Return the bytes to the process that commits, which writes them."""
+    """Part writer of a file that is held back: returns the bytes, and the committing process writes them."""
 
     def write(self, start: int, data: memoryview) -> bytes:
         return bytes(data)

@@ -138,7 +138,7 @@ class Destination:
             options: Threads, memory, progress, checks and workers of the run.
             last: Names of the files to commit last (``latest``, an index), in this order.
             check: Called with the written directory before the commit; raises if the output is wrong.
-            resume: Whether to resume from the files of an interrupted run; None for outputs that never resume.
+            resume: Whether to resume from the files of an interrupted run; None if the command cannot resume.
 
         Returns:
             Number of finite elements cast to infinity.
@@ -171,7 +171,7 @@ class Destination:
                 check(directory.path)
             except (LayoutError, ChecksumError):
                 if journal is not None:
-                    journal.forget()  # a resumed run must not keep wrong files
+                    journal.clear()  # a resumed run must not keep wrong files
                 raise
             return overflowed
 
