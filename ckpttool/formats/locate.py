@@ -103,7 +103,7 @@ def refuse_unfinished(storage: Storage, directory: str) -> None:
         LayoutError: It has ckpttool's in-progress marker.
     """
     if storage.exists(posixpath.join(directory, MARK)) and not is_commit(storage, directory):
-        problem = "is being written, or a killed run left it incomplete"
+        problem = "is being written, or was left half-written by a killed run"
         raise LayoutError(directory, problem, "wait for that run, or write it again")
 
 

@@ -353,4 +353,4 @@ def test_what_was_left_half_written_is_refused_here_too(root: Path, tmp_path: Pa
     for name in ("inspect", "verify"):
         done = ckpttool(name, tmp_path / "out.partial")
         assert done.code == 1
-        assert "left half-written by a run that was killed" in done.stdout + done.stderr
+        assert "left half-written by a killed run" in done.stdout + done.stderr

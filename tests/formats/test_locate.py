@@ -149,7 +149,7 @@ def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) ->
     found = ckpttool.inspect(tmp_path)
     assert found.root == str(tmp_path / "checkpoint-8")
     assert [e.whole for e in ckpttool.ls(tmp_path).entries] == [True, False, False]
-    remarks = [r for r in found.remarks if "the newest whole checkpoint was opened instead" in r]
+    remarks = [r for r in found.remarks if "the newest complete checkpoint was opened instead" in r]
     assert ["checkpoint-10" in remarks[0], "checkpoint-9" in remarks[1], len(remarks)] == [True, True, 2]
     next((tmp_path / "checkpoint-8").rglob("*rank_1*optim_states.pt")).unlink()
     with pytest.raises(CkptError, match="found only rank 0") as caught:

@@ -82,7 +82,7 @@ def test_what_makes_it_look_whole_comes_last(
     proxy.add(Before(look), "put_object", match=INDEX)
     ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
     assert Remote(s3).files(s3.url("out")) == expected
-    problem = "is being written, or was left half-written by a run that was killed"
+    problem = "is being written, or was left half-written by a killed run"
     assert [s3.name in said for said in refused] == [True, True]
     assert problem in refused[1]
     changes = [r for r in proxy.log if r.method != "GET"]
@@ -639,7 +639,7 @@ def test_less_memory_than_a_window_needs_will_do(
 def test_what_has_only_just_been_begun_is_told_as_that(s3: Bucket) -> None:
     s3.put(f"out/{MARK}", b'{"key": "", "files": ["latest"]}')
     problem = (
-        "is being written, or was left half-written by a run that was killed; wait for that run, or write it again"
+        "is being written, or was left half-written by a killed run; wait for that run, or write it again"
     )
     assert command("inspect", s3.url("out")).error == f"Error: {s3.url('out')}: {problem}"
 

@@ -452,7 +452,7 @@ def test_what_accelerate_keeps_of_its_ranks_is_told(checkpoint_copy: Callable[[s
     (copy / "random_states_1.pkl").write_bytes(b"x")
     other = ckpttool.convert(copy, tmp_path / "other", to="zero", world_size=4)
     assert _beside(tmp_path / "other") == {"latest", "scheduler.bin"}
-    for words in ("(random_states_0.pkl, random_states_1.pkl)", "(dl_state_dict.bin)", "a step for each rank"):
+    for words in ("(random_states_0.pkl, random_states_1.pkl)", "(dl_state_dict.bin)", "one step for each rank"):
         assert [note for note in other.notes if words in note], words
     same = ckpttool.convert(copy, tmp_path / "same", to="zero", world_size=2, stage=1)
     assert _beside(tmp_path / "same") == _beside(copy)
