@@ -70,4 +70,4 @@ def test_signal_handlers_are_restored(told: dict[str, Any]) -> None:
 
 
 def test_gradients_that_wait_are_told(told: dict[str, Any]) -> None:
-    assert told["pending"] == ["a micro batch had been accumulated since the last step: those gradients are dropped"]
+    assert told["pending"] == ["a micro batch accumulated since the last step: the load drops the gradients"]

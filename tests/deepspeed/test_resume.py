@@ -248,10 +248,10 @@ def test_masters_are_made_of_the_16_bit_copies_where_the_configuration_says_so(l
             "more-strict",
             "lacks extra, more of the model; pass strict=False, and they keep the model's values",
         ),
-        ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and these are left out"),
+        ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and they are left out"),
         ("rank 1 fails-strict", "rank 1: Input/output error; check the disk"),
         ("no-stage", "and the engine has no ZeRO stage; configure stage 1, 2 or 3, or pass weights_only=True"),
-        ("sgd", "holds exp_avg, exp_avg_sq, and the engine's optimizer keeps sum"),
+        ("sgd", "holds exp_avg, exp_avg_sq, but the engine's optimizer keeps sum"),
     ],
 )
 def test_what_does_not_fit_is_one_clear_error_and_touches_nothing(

@@ -201,7 +201,7 @@ def test_the_life_of_a_manager(done: Path) -> None:
         assert facts["unpicklable"].endswith("see what client_state holds; nothing was committed")
         assert facts["tags"].startswith(f"{root}/of rank 0: rank 0 has tag 'of rank 0', rank 1 has 'of rank 1'")
         assert facts["no tag"].startswith(
-            f"{root}: holds no checkpoint of tag 'nowhere'; these are there: global_step5, "
+            f"{root}: holds no checkpoint of tag 'nowhere'; choose one of: global_step5, "
         )
         assert facts["left"] == facts["kept"]
         assert facts["blocking"] == "a/b"

@@ -86,7 +86,7 @@ def test_what_the_decision_raises_is_raised_everywhere(
 @pytest.mark.parametrize(
     "raised",
     [
-        PlanError("root/step1", "lacks c of the model", "pass strict=False, and these keep its values", ("strict",)),
+        PlanError("root/step1", "lacks c of the model", "pass strict=False, and they keep its values", ("strict",)),
         ArgumentError("check", "is 'all', not read, full or off", "choose read, full or off", ("check",)),
         ZeroDivisionError("nothing by 0"),
     ],

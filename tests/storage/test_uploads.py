@@ -638,9 +638,7 @@ def test_less_memory_than_a_window_needs_will_do(
 
 def test_what_has_only_just_been_begun_is_told_as_that(s3: Bucket) -> None:
     s3.put(f"out/{MARK}", b'{"key": "", "files": ["latest"]}')
-    problem = (
-        "is being written, or was left half-written by a killed run; wait for that run, or write it again"
-    )
+    problem = "is being written, or was left half-written by a killed run; wait for that run, or write it again"
     assert command("inspect", s3.url("out")).error == f"Error: {s3.url('out')}: {problem}"
 
 

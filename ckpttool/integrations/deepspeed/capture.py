@@ -45,11 +45,11 @@ class CapturedFiles:
     root_files: dict[str, bytes] = field(default_factory=dict)
     """Files of the root: DeepSpeed's scripts."""
     failed: CkptError | None = None
-    """The error that made the capture incomplete; None if it is complete."""
+    """Error of an incomplete capture; None if it is complete."""
     scratch: str = ""
     """Scratch directory that holds some of the files; "" if none does."""
     unknown: tuple[str, ...] = ()
-    """Classes of objects in the files that a restore builds only with ``allow``."""
+    """Classes of objects in the files; a restore builds them only with ``allow``."""
 
     def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
@@ -67,14 +67,16 @@ class CapturedFiles:
                 self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
                 return
             self.unknown = (*self.unknown, *unknown_classes(parsed.value, allow))
-            odd = [
+            mismatched = [
                 k
                 for k, ref in parsed.storages.items()
                 if k not in file.payloads or file.payloads[k].nbytes != ref.nbytes
             ]
-            if odd or len(file.pickled) > MAX_PICKLE_BYTES:
+            if mismatched or len(file.pickled) > MAX_PICKLE_BYTES:
                 problem = (
-                    f"storage {odd[0]} has another size than its tensors say" if odd else "its pickle is too large"
+                    f"storage {mismatched[0]} has a size other than that of its tensors"
+                    if mismatched
+                    else "its pickle is too large"
                 )
                 self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
                 return
@@ -134,49 +136,49 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether this rank writes, as the engine's own checkpoint engine says."""
+        """Return whether this rank writes, as decided by the engine's own checkpoint engine."""
         return bool(self._own.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """False: only the used parts of large buffers are written, so that DeepSpeed need not copy views."""
+        """Return False: only used parts of large buffers are written, so that DeepSpeed need not copy views."""
         return False
 
 
 @contextlib.contextmanager
-def _checkpoint_engine_replaced(engine: Any, other: Any) -> Iterator[None]:
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = other
+def _checkpoint_engine_replaced(engine: Any, replacement: Any) -> Iterator[None]:
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = replacement
     try:
         yield
     finally:
-        engine.checkpoint_engine = own
+        engine.checkpoint_engine = original
 
 
 @contextlib.contextmanager
 def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
     """Restore the persistent parameters of a ZeRO-3 engine after a save, instead of gathering each again.
 
-    A save frees all gathered parameters, and ends with one collective for each parameter that stays gathered between
-    steps (biases, norms): the train loop waits for each. A save changes no parameter.
+    A save frees all gathered parameters, and then gathers each parameter that stays gathered between steps (biases,
+    norms) by its own collective: the train loop waits for all. A save changes no parameter.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``checkpoint_event_epilogue``) and partition_parameters.py
     (``free_param``).
     """
     persistent = getattr(optimizer, "persistent_parameters", None)
-    # The same decision on all ranks: gathering is collective.
+    # All ranks take the same decision: gathering is collective.
     if not persistent or any(p.ds_status.name != "AVAILABLE" for p in persistent):
         yield
         return
-    kept = [(parameter, parameter.data, parameter.ds_status) for parameter in persistent]
+    saved = [(parameter, parameter.data, parameter.ds_status) for parameter in persistent]
     epilogue = optimizer.checkpoint_event_epilogue
 
     def restore() -> None:
-        optimizer.persistent_parameters = []  # of what it gathers
+        optimizer.persistent_parameters = []  # so that it gathers none
         try:
             epilogue()
         finally:
             optimizer.persistent_parameters = persistent
-        for parameter, data, status in kept:
+        for parameter, data, status in saved:
             parameter.data, parameter.ds_status = data, status
 
     optimizer.checkpoint_event_epilogue = restore

@@ -61,7 +61,7 @@ class HostMemory:
         """Copy the bytes of storages; the copies are complete when ``settle`` returns."""
         total = sum(-(-s.nbytes // ALIGNMENT) * ALIGNMENT for s in storages.values())
         memory = self._take(total)
-        held = {}
+        payloads = {}
         at = 0
         for key, storage in storages.items():
             target = memory[at : at + storage.nbytes]
@@ -69,9 +69,9 @@ class HostMemory:
                 _copy(target, storage.tensor)
             else:
                 self._fetch(target, storage.tensor)
-            held[key] = HostPayload(memoryview(target.numpy()))
+            payloads[key] = HostPayload(memoryview(target.numpy()))
             at += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
-        return held
+        return payloads
 
     def settle(self) -> None:
         """Wait for copies from devices."""

@@ -1,4 +1,4 @@
-"""The second half of a load: pass the state to DeepSpeed's own loading code.
+"""The second half of a load: pass the prepared state to DeepSpeed's own loading code.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``load_checkpoint``, ``_load_checkpoint``, ``_load_zero_checkpoint``),
 runtime/zero/stage_1_and_2.py (``_load_legacy_checkpoint``, ``update_lp_params``), runtime/bf16_optimizer.py and
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 
 TAG = "checkpoint"
-"""Tag of the scratch directory that DeepSpeed lists."""
+"""Tag of the scratch directory: DeepSpeed lists the directory."""
 BROADCAST_BYTES = 1 << 25
 """Bytes of one broadcast."""
 _STACKED = re.compile(r".*\.experts\.w[123]")
 
 
 class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
-    """Checkpoint engine that gives DeepSpeed content in memory instead of files.
+    """Checkpoint engine that returns content from memory in place of files.
 
     Args:
         files: Function that returns the content of a file, by file name. DeepSpeed loads some files twice: it inspects
@@ -76,7 +76,7 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
 
 
 def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """Load everything; return the client state as DeepSpeed returns it."""
+    """Load the prepared state into the engine; return the client state in DeepSpeed's form."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files: dict[str, Callable[[], Any]]
     if prepared.read_file is not None:
@@ -87,7 +87,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
                 names.append(file.name)
             if file.name not in contents:
-                # DeepSpeed uses other ranks' files of a list only to count them.
+                # DeepSpeed only counts the files of other ranks.
                 ranks = {"mp_world_size": live.engine.mp_world_size} if file.kind == "model" else {}
                 is_inspected = file.kind in {"model", "layer"}
                 files[file.name] = partial(dict, ranks) if is_inspected else partial(read_file, file.name)
@@ -130,7 +130,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 
 
 def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
-    """Load fp32 master weights, weights and buffers, and nothing else."""
+    """Load only fp32 master weights, weights and buffers."""
     optimizer = live.optimizer
     if live.stage:
         if live.stage == 3:
@@ -165,22 +165,22 @@ def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
 @contextlib.contextmanager
 def _attributes_replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: replace attributes of an engine."""
-    own = {name: engine.__dict__[name] for name in attributes if name in engine.__dict__}
+    saved = {name: engine.__dict__[name] for name in attributes if name in engine.__dict__}
     engine.__dict__.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
             engine.__dict__.pop(name, None)
-        engine.__dict__.update(own)
+        engine.__dict__.update(saved)
 
 
 def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """Return the model states, with the module's own weights: DeepSpeed requires all names."""
+    """Return the model states, with the weights of the live module: DeepSpeed requires all names."""
     states = prepared.model
     module = live.engine.module.state_dict()
     if live.stage == 3 and live.engine.has_moe_layers:
-        # DeepSpeed gathers stacked experts: the module's own values are not the gathered ones.
+        # DeepSpeed gathers stacked experts: the values in the live module are not gathered.
         module = {name: value for name, value in module.items() if not _STACKED.fullmatch(name)}
     states["module"] = module
     for key in ("random_ltd", "data_sampler"):
@@ -195,7 +195,7 @@ def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 
 
 def _expert_states(live: LiveEngine, expert: OwnExpert) -> dict[str, Any]:
-    """Return the states of an expert's file: empty, since the module has them; for stacked experts, their values."""
+    """Return the states of an expert's file: empty, because the module has them; for stacked experts, their values."""
     if not expert.module:
         return {}
     parameters, prefix = live.parameters(), f"{expert.module}.experts"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.match import Fitted
 
 LEAST_SLICE_BYTES = 1 << 22
-"""Smallest slice of the replicated tensors that one rank reads."""
+"""Minimum bytes of a rank's slice of the replicated tensors."""
 
 
 def shape_of(live: LiveEngine) -> Shape:
@@ -139,9 +139,9 @@ def _check_partitions(live: LiveEngine, checkpoint: Checkpoint, states: Mapping[
     masters = _masters(states)
     paddings = states.get("group_paddings") or [0] * len(masters)
     planned = [m.numel() + padding for m, padding in zip(masters, paddings, strict=True)]
-    own = [int(m.numel()) for m in live.masters]
-    if planned != own:
-        problem = f"partitions of {planned} elements were planned, and the engine of DeepSpeed {version()} has {own}"
+    actual = [int(m.numel()) for m in live.masters]
+    if planned != actual:
+        problem = f"has partitions of {planned} elements by plan, but the engine of DeepSpeed {version()} has {actual}"
         raise LayoutError(checkpoint.location, problem, "convert it, and use engine.load_checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""Data between the two halves of a load: how to read, and the state that was read."""
+"""Data between the two halves of a load: the options, and the state read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What a load restores, and how it reads; see ``ckpttool.load`` for the arguments of the same names."""
+    """Options of a load; see ``ckpttool.load`` for the arguments of the same names."""
 
     strict: bool = True
     weights_only: bool = False
@@ -25,11 +25,11 @@ class LoadOptions:
     check: Check = "read"
     """The recorded CRC-32 to compare; a storage with a manifest compares by itself."""
     allow: tuple[str, ...] = ()
-    """Classes that the user trusts: their objects are built, which runs their code."""
+    """Trusted classes: a load builds their objects, which runs their code."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that requests in flight may take where the checkpoint is remote.
+        """Maximum bytes of requests in flight for a remote checkpoint.
 
         Raises:
             ArgumentError: ``memory`` is no size.
@@ -55,7 +55,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """State that was read for one rank, before the engine gets it."""
+    """The state of one rank, read but not yet loaded into the engine."""
 
     method: str
     """"native" or "planned"; see ``LoadReport.method``."""
@@ -69,17 +69,17 @@ class Prepared:
     files: dict[str, Any] = field(default_factory=dict)
     """Native: content of each file, by its name."""
     read_file: Callable[[str], Any] | None = None
-    """Native: reads any other file."""
+    """Native: function that reads any other file."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Planned: this rank's optimizer states."""
     model: dict[str, Any] = field(default_factory=dict)
     """Planned: this rank's model states, without replicas and weights cast from the fp32 master weights."""
     replicas: Replicas | None = None
     checks: ReadChecks | None = None
-    """Planned: checksums of the bytes that this rank has read, to compare when all ranks have read."""
+    """Planned: checksums of the bytes read by this rank, to compare after all ranks have read."""
 
     def release(self) -> None:
-        """Free the state that the engine has."""
+        """Free the state after the engine has loaded it."""
         self.files.clear()
         self.optimizer.clear()
         self.model.clear()
