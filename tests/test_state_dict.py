@@ -71,7 +71,7 @@ def test_what_does_not_fit_a_module_is_said_before_anything_is_touched() -> None
     with pytest.raises(PlanError, match="lacks more of the module; pass strict=False"):
         weights.load_into(model)
     model.tiny = torch.nn.Parameter(torch.zeros(4))
-    with pytest.raises(PlanError, match=r"tiny has shape \[3\] there and \[4\] in the module"):
+    with pytest.raises(PlanError, match=r"tiny has shape \[3\], but \[4\] in the module"):
         weights.load_into(model, strict=False)
     assert all(torch.equal(model.state_dict()[k], t) for k, t in before.items() if k != "tiny")
     with pytest.raises(PlanError, match=r"tiny of the module has no memory; call module.to_empty"):

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 RETRIES = 5
 """Retries of a task whose node or process was lost; Ray does not count preempted nodes."""
 TASKS_PER_CPU = 2
-"""One running task, and one queued so that no CPU is idle."""
+"""One running task, and one queued, so that no CPU is idle."""
 PROBE_SECONDS = 5.0
 """Seconds to wait for a connection to an address; Ray itself waits 15 minutes."""
 POLL_SECONDS = 2.0
-"""Seconds between looks for new nodes."""
+"""Seconds between two counts of the cluster's CPUs."""
 CANCEL_SECONDS = 10.0
 """Seconds to wait for cancelled processes to end."""
 _ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
@@ -51,7 +51,7 @@ class RayCluster:
 
     Args:
         address: As ``ray.init`` takes it: "host:port", "ray://host:port", "auto", "local"; "" for RAY_ADDRESS, or a
-            cluster that runs on this machine, or else one of this machine alone that is started.
+            cluster that runs on this machine; otherwise it starts one on this machine.
 
     Raises:
         PlanError: Ray is not installed, or the address is invalid.
@@ -104,7 +104,7 @@ class RayCluster:
             address = os.environ.get("RAY_ADDRESS", "") or address
         if address in {"", "auto"}:
             found = _local_cluster_address(address)
-            # A killed cluster leaves its address behind.
+            # A killed cluster leaves its address on disk.
             if found and not _answers(found):
                 if address:
                     raise PlanError(address, f"the Ray cluster at {found} does not answer", "start it again")
@@ -122,7 +122,7 @@ class RayCluster:
             hint = "check the address, and that Ray and Python are of the same release there"
             raise PlanError(address or "ray", f"cannot be joined: {message}", hint) from error
         finally:
-            # Ray's handler of SIGTERM would leave half-written output behind.
+            # Ray's handler of SIGTERM would leave half-written output.
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         self._joined = True
@@ -151,7 +151,7 @@ class RayCluster:
         After the generator is closed or raises, no task is running.
 
         Raises:
-            CkptError: A task failed, or was lost with its process too often; or a node has another release.
+            CkptError: A task failed, or lost its process too often; or a node has another release.
         """
         import ray
 
@@ -200,7 +200,7 @@ def _local_cluster_address(address: str) -> str:
 def _silence_events(quiet: bool) -> bool:
     """Set whether Ray prints events of lost nodes and processes on stdout; return the previous setting.
 
-    Their tasks are retried, so that these events would only disturb the results on stdout.
+    Ray retries their tasks: the events would only disturb the results on stdout.
     """
     try:
         worker: Any = importlib.import_module("ray._private.worker")
@@ -241,10 +241,10 @@ def _pickled(value: TaskContext | Task) -> bytes:
 
 
 def _result_of(ref: Any, task: Task) -> TaskResult:
-    """The result of a task.
+    """Return the result of a task.
 
     Raises:
-        CkptError: It failed.
+        CkptError: The task failed.
     """
     import ray
 

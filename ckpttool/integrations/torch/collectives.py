@@ -36,14 +36,14 @@ def open_together(
     If it has a manifest, all reads are compared with its checksums.
 
     Args:
-        path: Its name in errors.
+        path: The checkpoint's name in errors.
         storage: This rank's own storage object, with its own connections.
-        open_source: Opens it; called on the first rank alone.
+        open_source: Opens the checkpoint; called only on the first rank.
         ranks: The ranks that take part.
         timeout: Seconds that a rank may be behind the first.
 
     Raises:
-        RankError: A rank was not heard of in time.
+        RankError: A rank sent no message in time.
         CkptError: The checkpoint is missing or damaged; the same on every rank.
     """
     import torch.distributed as dist
@@ -64,7 +64,7 @@ def open_together(
 
     ranks.agree(path, None, open_and_share, timeout=timeout)
     if ranks.size > 1:
-        dist.broadcast_object_list(shared)  # all ranks are here
+        dist.broadcast_object_list(shared)  # all ranks are ready
     checkpoint: Checkpoint = shared[0][0]
     checksums = shared[0][1]
     own = storage if checksums is None else ChecksummedStorage(storage, checksums)
@@ -87,7 +87,7 @@ def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree)
 
     size, own = dist.get_world_size(), dist.get_rank()
     fragments: list[Any] = [None] * size
-    dist.all_gather_object(fragments, checks.take_fragments().tobytes())  # all ranks are here: they have just agreed
+    dist.all_gather_object(fragments, checks.take_fragments().tobytes())  # all ranks are ready: they have just agreed
     error: BaseException | None = None
     try:
         for data in fragments:
@@ -106,7 +106,7 @@ def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, 
     """Raise an error of any rank on all ranks, so that all of them handle it in the same way.
 
     Raises:
-        RankError: A rank was not heard of in time.
+        RankError: A rank sent no message in time.
         CkptError: The error of the first rank that failed, with its number.
     """
 
