@@ -148,7 +148,7 @@ def _is_there(checkpoint: Checkpoint, target: Destination, plan: CopyPlan, optio
     from ckpttool.api._digests import are_same
     from ckpttool.catalog import copies
 
-    if not copies.is_there(target.storage, target.out, plan):
+    if not copies.is_complete_copy(target.storage, target.out, plan):
         return False
     copy = open_checkpoint(target.out, options=options.storage_options, trust_names=options.trust_names)
     return are_same(checkpoint, copy, options.jobs)

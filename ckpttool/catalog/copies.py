@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 INDICES = (*(name for known in FORMATS for name in known.last), MANIFEST)
-"""Files whose presence tells readers that a checkpoint is complete; they are copied last."""
-CARRIED = (*RESUME_FILES, *RANDOM, *POSITION)
+"""Readers take these files as the sign of a complete checkpoint; they are copied last."""
+COPIED_SIDECARS = (*RESUME_FILES, *RANDOM, *POSITION)
 """Sidecar files that frameworks need to resume from a checkpoint."""
 MAX_NAMED = 10
-"""Most names of omitted files in a note."""
+"""Maximum number of names in a note about omitted files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         _check_keys(directory, entries)
         for name, entry in entries.items():
             path = posixpath.join(directory, name)
-            held = records[path] if path in records else _records(storage, path)
-            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
+            file_records = records[path] if path in records else _records(storage, path)
+            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, file_records)
             if sources.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {sources[name].path} {sources[name].nbytes:,}"
                 raise LayoutError(path, problem, "the directories belong to two saves: pass those of one save")
@@ -119,15 +119,15 @@ def _records(storage: Storage, path: str) -> tuple[Record, ...]:
         return ()  # a damaged file is copied without a check
 
 
-def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:
-    """Return whether a directory holds exactly the files of a plan, by name and size."""
+def is_complete_copy(storage: Storage, directory: str, plan: CopyPlan) -> bool:
+    """Return whether a directory has exactly the files of a plan, by name and size."""
     if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
         return False
     return {n: e.nbytes for n, e in walk(storage, directory)} == {f.name: f.nbytes for f in plan.files}
 
 
 def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSidecars:
-    """Read the sidecar files of a checkpoint's root that another root needs.
+    """Read the sidecar files of a checkpoint's root for a copy to another root.
 
     Only files with known names of frameworks: the root may be a home directory with unrelated files.
 
@@ -143,7 +143,7 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
     for entry in source.listing(checkpoint.root):
         if entry.is_dir or _matches(entry.name, OWN):
             continue
-        if not _matches(entry.name, CARRIED) or entry.nbytes > MAX_BYTES:
+        if not _matches(entry.name, COPIED_SIDECARS) or entry.nbytes > MAX_BYTES:
             not_copied.append(entry.name)
             continue
         data = _content(source, posixpath.join(checkpoint.root, entry.name))

@@ -1,4 +1,4 @@
-"""List the checkpoints under a root, and find out which are whole."""
+"""List the checkpoints under a root, and check which are complete."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 MAX_NUMBERS = 10_000
-"""Most numbers of a client state in an entry."""
+"""Maximum numbers of a client state in an entry."""
 MAX_VISITED = 10 * MAX_NUMBERS
-"""Most values of a client state to visit."""
+"""Maximum values of a client state to visit."""
 MAX_NAME = 1000
-"""Most characters of a number's dotted key; numbers with longer keys are omitted."""
+"""Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that holds checkpoints but is not one itself."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
@@ -65,7 +65,7 @@ class CatalogEntry:
     stage: int | None
     """ZeRO stage."""
     world_size: int | None
-    """Number of ranks that saved it."""
+    """Number of ranks of the saved run."""
     step: int | None
     """Steps of the engine."""
     nbytes: int
@@ -83,8 +83,8 @@ class CatalogEntry:
     metrics: Mapping[str, float]
     """Metrics of the manifest, and numbers of the client state by dotted key."""
     reported: bool = False
-    """Whether Ray Train's snapshot of the run lists it. Only Ray's own rules may remove it: without it the run does not
-    start again."""
+    """Whether Ray Train's snapshot of the run lists it. Only Ray's rules may remove it: the run cannot restart without
+    it."""
 
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:

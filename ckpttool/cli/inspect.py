@@ -24,10 +24,10 @@ from ckpttool.cli import _options as options
 def inspect(
     src: tuple[str, ...], view: str | None, name: str | None, digest: bool, as_json: bool, **given: Any
 ) -> None:
-    """Show what is in a checkpoint: reads a few kilobytes, whatever its size.
+    """Show the content of a checkpoint; reads a few kilobytes, for any size.
 
     Without a view: format, topology, versions, totals and parameter groups. Several SRC are directories of one
-    checkpoint that hold the files of some ranks each.
+    checkpoint, each with the files of some ranks.
     """
     import ckpttool
     from ckpttool.cli import _checkpoint_json, _checkpoint_tables

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 SHORTEST_PAUSE = 0.001
-"""Least seconds between two queries of the store."""
+"""Minimum seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
-"""Most seconds between two queries of the store; many ranks query one server."""
+"""Maximum seconds between two queries of the store; many ranks query one server."""
 DECISION_SECONDS = 20.0
 """Seconds that rank 0 may take to decide after the last message, or after the timeout."""
 ACKNOWLEDGE_SECONDS = 10.0
@@ -55,7 +55,7 @@ class Ranks:
         rank: Number of this rank.
         size: Number of ranks.
         store: A store that all ranks reach.
-        name: Prefix of the keys; the same on all ranks, and used for nothing else.
+        name: Prefix of the keys; the same on all ranks, and unique.
     """
 
     def __init__(self, rank: int, size: int, store: Store, name: str) -> None:
@@ -143,7 +143,7 @@ class Ranks:
         try:
             return function(*arguments)
         except RuntimeError as error:  # base class of torch's DistNetworkError and DistStoreError
-            problem = "the store that the ranks meet in cannot be reached"
+            problem = "the store of the ranks cannot be reached"
             raise RankError(what, problem, "the process that holds it may have ended: see the log of rank 0") from error
 
     @staticmethod

@@ -207,7 +207,7 @@ def _claim(
         take_over(storage, directory, mark)
         return attempt
     if state == "replaced":
-        _set_aside(storage, root, directory)
+        _rename_replaced(storage, root, directory)
     try:
         storage.make_directory(directory)
         put_new(storage, posixpath.join(directory, MARK), mark)
@@ -215,7 +215,7 @@ def _claim(
         raise
     except CkptError:
         if state == "replaced":
-            _try_each([partial(_remove_if_there, storage, directory), partial(_put_back, storage, directory)])
+            _try_each([partial(_remove_if_there, storage, directory), partial(_restore_replaced, storage, directory)])
         raise
     return attempt
 
@@ -269,7 +269,7 @@ def _directory_state(storage: WritableStorage, directory: str, request: Request)
     return "replaced"
 
 
-def _set_aside(storage: WritableStorage, root: str, directory: str) -> None:
+def _rename_replaced(storage: WritableStorage, root: str, directory: str) -> None:
     """Rename the checkpoint to replace, until the new one is committed."""
     aside = f"{directory}{REPLACED}"
     if storage.exists(aside):
@@ -283,7 +283,7 @@ def _set_aside(storage: WritableStorage, root: str, directory: str) -> None:
         moved = storage.rename(directory, aside)
     except StorageError:
         if not storage.exists(directory):  # the rename succeeded, but its sync failed
-            _try_each([partial(_put_back, storage, directory)])
+            _try_each([partial(_restore_replaced, storage, directory)])
         raise
     if not moved:
         if not any(c != directory for c in commits(storage, root)):
@@ -300,7 +300,7 @@ def _is_ours(storage: WritableStorage, directory: str, attempt: str) -> bool:
 
 
 def _check_ours(storage: WritableStorage, directory: str, attempt: str) -> None:
-    """Check that no other process has taken over the directory, for example because it believed this save dead.
+    """Check that no other process has taken over the directory, for example because this save seemed dead.
 
     Raises:
         TakenError: Another process has.
@@ -371,7 +371,7 @@ def _finish(
         if not _is_still_ours(storage, directory, attempt):
             raise  # the files belong to another process
         # All ranks have sent their results: none of them writes any more.
-        undo = [partial(storage.remove_tree, directory), partial(_put_back, storage, directory)]
+        undo = [partial(storage.remove_tree, directory), partial(_restore_replaced, storage, directory)]
         if written:
             undo.append(
                 partial(storage.delete, [latest]) if named is None else partial(storage.put, latest, named.encode())
@@ -380,7 +380,7 @@ def _finish(
         raise
     # The checkpoint is committed even if a step below fails: ``tidy`` repeats these steps.
     _try_each(
-        [partial(storage.delete, [posixpath.join(directory, MARK)]), partial(_forget_replaced, storage, directory)]
+        [partial(storage.delete, [posixpath.join(directory, MARK)]), partial(_remove_replaced, storage, directory)]
     )
     return values
 
@@ -412,12 +412,12 @@ def _remove_if_there(storage: WritableStorage, directory: str) -> None:
         storage.remove_tree(directory)
 
 
-def _put_back(storage: WritableStorage, directory: str) -> None:
+def _restore_replaced(storage: WritableStorage, directory: str) -> None:
     if storage.exists(f"{directory}{REPLACED}"):
         storage.rename(f"{directory}{REPLACED}", directory)
 
 
-def _forget_replaced(storage: WritableStorage, directory: str) -> None:
+def _remove_replaced(storage: WritableStorage, directory: str) -> None:
     if storage.exists(f"{directory}{REPLACED}"):
         storage.remove_tree(f"{directory}{REPLACED}")
 

@@ -156,7 +156,7 @@ def test_store_that_fails_is_no_bug(make: Callable[[int], crew.Crew], monkeypatc
     monkeypatch.setattr(team.store, "set", broken)
     for outcome in team.do(lambda ranks: ranks.agree("root/step1", 0, sum, timeout=5)):
         assert isinstance(outcome.error, RankError)
-        assert "the store that the ranks meet in cannot be reached" in str(outcome.error)
+        assert "the store of the ranks cannot be reached" in str(outcome.error)
 
 
 def test_only_plain_data_is_said(make: Callable[[int], crew.Crew]) -> None:

@@ -114,8 +114,8 @@ def _round_robin(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Itera
     zero = checkpoint.ds_config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients"):
         yield (
-            "this run had round_robin_gradients: with that option an engine on several ranks loads a universal "
-            "checkpoint in the wrong order; turn the option off to load, or use a zero checkpoint"
+            "an engine with round_robin_gradients on several ranks, as this run had, loads a universal checkpoint in "
+            "the wrong order; turn the option off to load, or use a zero checkpoint"
         )
 
 
