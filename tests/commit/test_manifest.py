@@ -93,7 +93,7 @@ def test_damage_is_one_clear_error(data: bytes, tmp_path: Path) -> None:
     assert ("later release" in str(caught.value)) == (data == DAMAGED["later"])
 
 
-def test_every_truncation_and_many_flips(directory: Path) -> None:
+def test_every_truncation_and_many_flips(tmp_path: Path) -> None:
     good, chance = GOOD.to_json(), random.Random(0)  # noqa: S311
     cases = [good[:n] for n in range(len(good))]
     for _ in range(500):
@@ -102,9 +102,9 @@ def test_every_truncation_and_many_flips(directory: Path) -> None:
         cases.append(bytes(flipped))
     refused = 0
     for data in cases:
-        (directory / MANIFEST).write_bytes(data)
+        (tmp_path / MANIFEST).write_bytes(data)
         try:
-            assert read_manifest(LOCAL, str(directory)) == GOOD
+            assert read_manifest(LOCAL, str(tmp_path)) == GOOD
         except LayoutError:
             refused += 1
     assert refused >= len(good) + 400  # white space may change
