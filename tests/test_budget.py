@@ -1,4 +1,4 @@
-"""Small files that would stop the machine: refused in time and memory that are in proportion to their size."""
+"""Small files that demand much memory or time are refused, in proportion to their size."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_nested_client_state_is_not_visited_again_and_again(checkpoint_copy: Cal
     assert command("prune", root, "--keep-last", "1").code == 0
 
 
-def test_manifest_that_is_large_beside_its_files_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+def test_a_manifest_too_large_for_its_files_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
     with (root / "global_step3/ckpttool.json").open("w") as file:
         file.write('{"a": [' + "[]," * 10_000_000 + "[]]}")

@@ -1,4 +1,4 @@
-"""Work in threads."""
+"""Lazy values in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ckpttool.concurrency import Lazy
 
 
-def test_what_many_ask_for_at_once_is_made_once() -> None:
+def test_a_value_requested_by_many_threads_is_computed_once() -> None:
     gate, made = threading.Barrier(8), []
 
     def make() -> object:
@@ -30,7 +30,7 @@ def test_what_many_ask_for_at_once_is_made_once() -> None:
     assert lazy.value is made[0]
 
 
-def test_what_cannot_be_made_is_not_tried_again() -> None:
+def test_a_failed_value_is_not_computed_again() -> None:
     tried = []
 
     def fail() -> None:

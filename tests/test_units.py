@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Parsing and formatting of sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5 apples", "1e9", "0.1B", "9" * 40])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"^memory: is .*, not a size; write 5GB"):
         parse_size(text, "memory")
 

@@ -1,4 +1,4 @@
-"""The bundled checkpoints, what the live engine really held when each was saved, and what of it must be read."""
+"""The bundled checkpoints, the state of the live engine at each save, and the expected layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices of tensors: the right elements, and no bytes but theirs."""
+"""Slices of tensors: the values are right, and only their bytes are read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_torch_gets_its_own_types() -> None:
 
 
 @pytest.mark.parametrize("part", ["0:3", 1.5, True, slice(0, 9, 2), (0, 0, 0), 37, -38])
-def test_what_is_no_part_is_refused(part: Any, checkpoint: Checkpoint) -> None:
+def test_an_invalid_part_is_refused(part: Any, checkpoint: Checkpoint) -> None:
     with pytest.raises((ValueError, TypeError)):
         ckpttool.extract(checkpoint, "up.weight", part=part)
 

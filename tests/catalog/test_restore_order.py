@@ -1,4 +1,4 @@
-"""Which checkpoint is gone on from does not depend on any clock."""
+"""The checkpoint to resume from does not depend on clocks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_first_commit_with_its_mark_is_not_on_top_of_what_is_gone(tmp_path: Pa
     assert [c.tag for c in candidates(LOCAL, str(tmp_path))] == ["step2.replaced", "step1"]
 
 
-def test_who_sets_latest_is_followed_and_told_what_speaks_against_it(tmp_path: Path) -> None:
+def test_a_manual_latest_is_followed_with_a_warning(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         _save(tmp_path, f"step{number}", number)
     (tmp_path / "latest").write_text("step1")
@@ -79,7 +79,7 @@ def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:
     assert [m.parent for m in manifests[1:]] == [m.attempt for m in manifests[:2]]
 
 
-def test_what_a_killed_save_left_by_a_clock_that_was_ahead_goes_and_a_live_save_stays(tmp_path: Path) -> None:
+def test_leftovers_with_future_times_are_removed_and_a_live_save_stays(tmp_path: Path) -> None:
     mark = {"key": "save 1", "files": [], **marks.identity()}
     for name, process in (("dead", -1), ("live", os.getppid())):
         (tmp_path / name).mkdir()

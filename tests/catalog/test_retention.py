@@ -1,4 +1,4 @@
-"""What rules keep after a save, and what they leave alone."""
+"""Retention rules after a save: which checkpoints stay, and which directories are never removed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nested_tags_are_counted(tmp_path: Path) -> None:
     assert _tidied(tmp_path, Rules(last=2)) == {"step3", "run/a/step4"}
 
 
-def test_what_a_killed_save_left_of_a_nested_tag_goes(tmp_path: Path) -> None:
+def test_leftovers_of_a_nested_tag_are_removed(tmp_path: Path) -> None:
     _save(tmp_path, ["run/step1"])
     (tmp_path / "run" / "step2").mkdir()
     (tmp_path / "run" / "step2" / ".ckpttool-staging").write_text("{}")
@@ -74,14 +74,14 @@ def _cut_short(root: Path, tag: str) -> None:
     os.truncate(root / tag / "mp_rank_00_model_states.pt", 100)
 
 
-def test_what_was_set_aside_stays_while_what_replaced_it_is_damaged(tmp_path: Path) -> None:
+def test_the_replaced_checkpoint_stays_while_the_new_one_is_damaged(tmp_path: Path) -> None:
     _cut_short(tmp_path, "step1")
     tidy(LOCAL, str(tmp_path), None, grace=0)
     assert whole(str(tmp_path))["step1.replaced"] == version(1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_was_set_aside_is_what_a_failed_save_brings_back(fails: bool, tmp_path: Path) -> None:
+def test_a_failed_save_restores_the_replaced_checkpoint(fails: bool, tmp_path: Path) -> None:
     _cut_short(tmp_path, "step1")
     place: Any = LOCAL
     if fails:
@@ -164,7 +164,7 @@ def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeyp
     assert victim.read_text() == "mine"
 
 
-def test_what_is_logged_drives_no_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_have_no_terminal_controls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ckpttool")
     _save(tmp_path, ["step1"])
     (tmp_path / ".a\x1b[31mb.removed").mkdir()

@@ -1,4 +1,4 @@
-"""What ``diff``, ``stats``, ``extract`` and ``inspect --digest`` print and answer."""
+"""Output and exit codes of ``diff``, ``stats``, ``extract`` and ``inspect --digest``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_weights_alone_are_compared_with_weights_alone(weights: Path) -> None:
         assert done.stdout.endswith("equal (14 tensors)\n")
 
 
-def test_what_differs_is_told_and_exits_with_1(weights: Path) -> None:
+def test_differences_are_printed_and_exit_with_1(weights: Path) -> None:
     _change(weights / "model.safetensors", "up.bias", 3, 8.0)
     old = truth(NAME).tensors["fp32/up.bias"][3].item()
     done = ckpttool("diff", SRC, weights, "--json")
@@ -196,7 +196,7 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
         assert np.array_equal(np.load(out), expected[part])
 
 
-def test_what_cannot_be_extracted_is_one_line(tmp_path: Path) -> None:
+def test_an_impossible_extract_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "x.npy"
     for arguments, told in (
         (["nothing", "-o", out], "holds no parameter nothing; inspect lists the names"),

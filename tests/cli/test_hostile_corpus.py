@@ -1,4 +1,4 @@
-"""Every command on every hostile checkpoint, within limits, and in sight: which files it opens is watched."""
+"""Every command on every hostile checkpoint, within limits; the opened files are recorded."""
 
 from __future__ import annotations
 

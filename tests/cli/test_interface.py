@@ -1,4 +1,4 @@
-"""What scripts and people rely on: exit codes, JSON, streams, help, and how little is imported."""
+"""The stable interface: exit codes, JSON, streams, help, and a small number of imports."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_progress_is_told_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_printed_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "SECONDS_BETWEEN_LINES", 0)
     for arguments in (["verify", ZERO3, "--deep"], ["consolidate", ZERO3, tmp_path / "out", "--to", "safetensors"]):
         done = ckpttool(*arguments, "--json")

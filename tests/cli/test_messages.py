@@ -1,4 +1,4 @@
-"""What leaves the process for people and logs: no secret of a URL or an option, and no more than is fit to read."""
+"""Messages and logs: no secret of a URL or an option, bounded length, printable characters."""
 
 from __future__ import annotations
 

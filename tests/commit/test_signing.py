@@ -1,4 +1,4 @@
-"""Signed saves: what was changed by somebody without the key is refused, whatever checksums he wrote."""
+"""Signed saves: changes without the key are refused, also with recomputed checksums."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_somebody_else_wrote_is_refused(attack: str, signed: Path) -> None:
+def test_a_foreign_file_is_refused(attack: str, signed: Path) -> None:
     ATTACKS[attack](signed)
     with pytest.raises(PlanError) as caught:  # so that a restore takes no older one instead
         _read_all(signed, KEY)
@@ -169,7 +169,7 @@ def test_a_manager_without_a_key_cannot_require_signatures(tmp_path: Path) -> No
         CheckpointManager(tmp_path).opener(signed=True)
 
 
-def test_what_has_no_manifest_is_refused_where_one_is_required(signed: Path) -> None:
+def test_a_missing_manifest_is_refused_if_required(signed: Path) -> None:
     open_whole(LOCAL, str(signed), committed=True)
     os.unlink(signed / MANIFEST)
     open_whole(LOCAL, str(signed))

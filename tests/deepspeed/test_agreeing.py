@@ -1,4 +1,4 @@
-"""What one rank alone does otherwise is named on all ranks, in time, before any engine is touched."""
+"""A rank that is late or differs is named on all ranks, in time, before any engine changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of micro batches before a restore do not go into the step after it."""
+"""Gradients accumulated before a restore do not enter the step after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live engines are given a checkpoint of other ranks, another stage or other groups, with no conversion in between."""
+"""Live engines load checkpoints of other ranks, stages and groups, without a conversion."""
 
 from __future__ import annotations
 
@@ -254,9 +254,7 @@ def test_masters_are_made_of_the_16_bit_copies_where_the_configuration_says_so(l
         ("sgd", "holds exp_avg, exp_avg_sq, but the engine's optimizer keeps sum"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_error_and_touches_nothing(
-    kind: str, told: str, loaded: dict[str, Loaded]
-) -> None:
+def test_a_misfit_is_one_clear_error_and_changes_nothing(kind: str, told: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert re.match(r"(Plan|Storage)Error: ", engine.error)
     assert told in engine.error
@@ -280,7 +278,7 @@ def test_without_checks_it_is_loaded(loaded: dict[str, Loaded]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["more-lax", "more-lax-3"])
-def test_what_is_missing_keeps_its_values(kind: str, loaded: dict[str, Loaded]) -> None:
+def test_missing_parameters_keep_their_values(kind: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert engine.error == ""
     assert _differing(engine, PLAIN) == []
@@ -293,7 +291,7 @@ def test_what_is_missing_keeps_its_values(kind: str, loaded: dict[str, Loaded]) 
 
 
 @pytest.mark.parametrize("kind", ["less-lax", "less-lax-3"])
-def test_what_has_no_place_is_left_out(kind: str, loaded: dict[str, Loaded]) -> None:
+def test_unknown_tensors_are_left_out(kind: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert engine.error == ""
     assert sorted(engine.facts["report"]["unexpected"]) == ["norm.bias", "seen"]

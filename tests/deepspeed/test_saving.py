@@ -1,4 +1,4 @@
-"""What CheckpointManager saves is what DeepSpeed saves, bit for bit, and any number of ranks goes on from it."""
+"""Saves of CheckpointManager equal DeepSpeed's saves bit for bit, and any number of ranks resumes from them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, d
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_parameters_that_stay_gathered_are_not_gathered_anew(rank: int, done: Path) -> None:
+def test_persistent_parameters_are_not_gathered_again(rank: int, done: Path) -> None:
     facts = torch.load(done / "persistent" / f"facts-{rank}.pt", weights_only=False)
     names, values = facts["before"]
     assert set(names) == {"AVAILABLE"}

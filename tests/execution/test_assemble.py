@@ -1,4 +1,4 @@
-"""Parts of a target file are what the plan says, wherever they are cut."""
+"""Assembled parts of a target file have the bytes of the plan, for any boundaries."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _in_memory(data: bytes) -> SourceFile:
 
 
 @given(plans(), st.integers(1, 400))
-def test_windows_of_any_size_together_are_the_file(drawn: tuple[list[bytes], list[tuple[str, Any]]], size: int) -> None:
+def test_parts_of_any_size_join_to_the_file(drawn: tuple[list[bytes], list[tuple[str, Any]]], size: int) -> None:
     sources, pieces = drawn
     plan = _plan(sources, pieces, _in_memory)
     expected = _expected(sources, pieces)
@@ -120,9 +120,7 @@ def test_windows_of_any_size_together_are_the_file(drawn: tuple[list[bytes], lis
 
 
 @given(plans(), st.sampled_from([64, 128, 192]))
-def test_what_overflows_is_counted_once_where_no_element_is_cut(
-    drawn: tuple[list[bytes], list[tuple[str, Any]]], size: int
-) -> None:
+def test_overflows_are_counted_once(drawn: tuple[list[bytes], list[tuple[str, Any]]], size: int) -> None:
     sources, pieces = drawn
     aligned = [p for p in pieces if p[0] == "copy"]  # of elements that begin on a multiple of their size
     aligned.sort(key=lambda p: -itemsize(CASTS[p[1][3]][1]))
@@ -134,7 +132,7 @@ def test_what_overflows_is_counted_once_where_no_element_is_cut(
     assert total == _overflowed(sources, aligned)
 
 
-def test_what_lies_in_a_source_as_it_is_wanted_is_not_copied() -> None:
+def test_a_part_that_equals_a_source_range_is_not_copied() -> None:
     source = _in_memory(bytes(range(64)))
     copies = np.array([(0, 0, 32, 0, 0), (0, 40, 16, 32, 0)], dtype=COPY)
     plan = CopyPlan((source,), (("U8", "U8"),), (TargetFile("out", 48, (), copies),))
@@ -146,7 +144,7 @@ def test_what_lies_in_a_source_as_it_is_wanted_is_not_copied() -> None:
     assert found == [bytes(range(4, 32)), bytes(range(40, 56)), bytes([*range(16, 32), *range(40, 56)])]
 
 
-def test_what_is_empty_hides_nothing() -> None:
+def test_an_empty_piece_hides_nothing() -> None:
     """A plan may hold empty pieces anywhere, even in the middle of others."""
     source = _in_memory(bytes(range(64)))
     copies = np.array([(0, 0, 32, 16, 0), (0, 9, 0, 20, 0), (0, 9, 0, 40, 0)], dtype=COPY)

@@ -1,4 +1,4 @@
-"""The executor: every road a byte can take ends at the same bytes."""
+"""The executor of local files: all methods of copying give the same bytes."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ class _Telling(Pace):
 
 
 @pytest.mark.parametrize("files", ["only copied", "cast on the way"])
-def test_files_of_one_thread_each_are_told_from_those_of_many(
+def test_files_of_one_thread_are_distinguished_from_shared_files(
     source: Path, tmp_path: Path, past_cache: _Direct, files: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Telling, "told", set(), raising=False)
@@ -385,7 +385,7 @@ def test_how_many_threads_are_used_unasked(source: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
-def test_what_is_cast_on_the_way_past_the_cache_is_read_once(
+def test_a_shared_read_with_direct_io_is_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: _Direct, bytes_read: list[int], jobs: int,
     elements: int,
 ) -> None:  # fmt: skip
@@ -402,7 +402,7 @@ def test_what_is_cast_on_the_way_past_the_cache_is_read_once(
 
 
 @pytest.mark.parametrize("past", [False, True])
-def test_what_is_cast_twice_on_the_way_arrives_twice(
+def test_two_casts_of_one_read_are_both_written(
     tmp_path: Path, past: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither ends in the order in which they begin."""
@@ -423,7 +423,7 @@ def test_what_is_cast_twice_on_the_way_arrives_twice(
 
 
 @pytest.mark.parametrize("how", ["another alignment", "short", "none"])
-def test_what_a_disk_does_not_take_goes_through_the_cache(
+def test_blocks_refused_by_direct_io_go_through_the_cache(
     source: Path, tmp_path: Path, past_cache: _Direct, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pwrite(fd: int, data: memoryview, at: int) -> int:
@@ -449,7 +449,7 @@ def test_a_full_disk_is_an_error_past_the_cache_too(
 
 
 @pytest.mark.parametrize(("kind", "shift", "past"), [("ext4", 10, True), ("xfs", 10, False), ("xfs", 11, True)])
-def test_what_files_may_share_is_left_to_the_kernel(
+def test_shareable_blocks_are_copied_by_the_kernel(
     source: Path, tmp_path: Path, past_cache: _Direct, kind: str, shift: int, past: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -514,7 +514,7 @@ def _check_masters_and_weights(directory: Path, values: NDArray[np.float32], dty
 
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
-def test_what_is_copied_and_cast_is_read_once(
+def test_bytes_copied_and_cast_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_read: list[int], jobs: int, elements: int
 ) -> None:
     monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
@@ -528,7 +528,7 @@ def test_what_is_copied_and_cast_is_read_once(
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
 
-def test_what_overflows_is_counted_where_it_is_cast_on_the_way(tmp_path: Path) -> None:
+def test_overflows_of_shared_reads_are_counted(tmp_path: Path) -> None:
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
     assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None).overflowed == 2
@@ -539,7 +539,7 @@ def test_what_overflows_is_counted_where_it_is_cast_on_the_way(tmp_path: Path) -
     ("gone", "elements"),
     [(["weights"], COUNT), (["masters/1"], HALF), (["weights", "masters/2"], COUNT + COUNT - HALF)],
 )
-def test_what_is_missing_of_a_run_before_is_read_for_itself(
+def test_parts_missing_in_an_earlier_run_are_read_alone(
     tmp_path: Path, bytes_read: list[int], gone: list[str], elements: int
 ) -> None:
     values = _masters(tmp_path / "source")

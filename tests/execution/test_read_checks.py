@@ -1,4 +1,4 @@
-"""Checksums of what is read, put together from pieces in any order, of any size, read by anybody."""
+"""Checksums of the bytes read, combined from pieces of any order and size, of any reader."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_record_that_was_read_whole_is_checked_though_a_part_was_read_twice(lo
     assert sum(asked) == 100
 
 
-def test_what_an_earlier_run_read_is_checked_though_this_one_reads_nothing(long: bytes) -> None:
+def test_records_read_by_an_earlier_run_are_checked(long: bytes) -> None:
     checks = _long_checks(long)
     checks.require_all([(0, 10, 20)])
     with pytest.raises(ChecksumError):

@@ -1,4 +1,4 @@
-"""A planned file, or one in a storage, reads as it would from disk."""
+"""A virtual or stored file reads like the file on disk."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MEMORY = 1 << 20
 class Windowed(RangeFile):
     """Bytes in memory that are told to be far away."""
 
-    def __init__(self, data: bytes, window: int) -> None:
-        super().__init__("windowed", len(data), remote=True, memory=MEMORY)
-        self._chunk_bytes = window
+    def __init__(self, data: bytes, chunk: int) -> None:
+        super().__init__("chunked", len(data), remote=True, memory=MEMORY)
+        self._chunk_bytes = chunk
         self._data = data
         self.asked: list[tuple[int, int]] = []
 
@@ -84,7 +84,7 @@ def test_torch_loads_a_stored_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_ranks_need_alone_is_what_the_whole_plan_gives_them(stage: int, tmp_path: Path) -> None:
+def test_the_plan_of_one_rank_equals_its_part_of_the_whole_plan(stage: int, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16-round-robin"))
     shape = Shape(3, stage, 400, stage == 2, "BF16")
     whole = _written(plan_zero(checkpoint, shape, tag="t"), tmp_path / "whole")
@@ -95,19 +95,19 @@ def test_what_ranks_need_alone_is_what_the_whole_plan_gives_them(stage: int, tmp
         assert model[0] in whole
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 1000])
-def test_windows_hold_together(window: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_parts_join_to_the_file(chunk: int) -> None:
     data = np.random.default_rng(1).bytes(5 * 64 + 3)
-    file = Windowed(data, window)
+    file = Windowed(data, chunk)
     for start, end in ((0, len(data)), (0, 1), (3, 200), (len(data) - 5, len(data)), (64, 128), (10, 10)):
         file.seek(start)
         into = bytearray(end - start)
         assert file.readinto(into) == end - start
         assert into == data[start:end]
-    assert all(start % window == 0 for start, _ in file.asked)
+    assert all(start % chunk == 0 for start, _ in file.asked)
 
 
-def test_what_is_read_little_by_little_is_asked_for_once() -> None:
+def test_many_small_reads_are_one_request() -> None:
     file = Windowed(bytes(range(200)), 100)
     assert b"".join(file.read(10) for _ in range(20)) == bytes(range(200))
     assert file.asked == [(0, 100), (100, 200)]
@@ -116,7 +116,7 @@ def test_what_is_read_little_by_little_is_asked_for_once() -> None:
     assert file.read(5) == b"\xc7"
 
 
-def test_whole_tensors_behind_one_another() -> None:
+def test_consecutive_whole_tensors() -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16"))
     tensors = {b.name: b.state for b in checkpoint.buffers}
     plan, packed = plan_replicas(checkpoint, tensors)

@@ -1,4 +1,4 @@
-"""What files say of themselves where their archives have no name, and where names are trusted."""
+"""Names recorded in files: archives without a name, and trusted names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is missing of a checkpoint is named; what lies in several directories is put together."""
+"""Missing parts of a checkpoint are named; several directories of one checkpoint are merged."""
 
 from __future__ import annotations
 
@@ -258,8 +258,8 @@ def test_masters_of_a_replica_that_differ_between_tensor_parallel_ranks_are_foun
     root = checkpoint_copy("autotp-zero3-tp2-dp2-bf16")
     checkpoint = open_checkpoint(str(root))
     norm = next(p for p in checkpoint.parameters if p.name == "model.norm.weight").states["exp_avg"]
-    twin = next(t for t in checkpoint.replicas if t.name == "model.norm.weight" and t.state.shape == (norm.numel,))
-    row = twin.copy.extents[0]
+    replica = next(t for t in checkpoint.replicas if t.name == "model.norm.weight" and t.state.shape == (norm.numel,))
+    row = replica.copy.extents[0]
     path = Path(checkpoint.path(int(row["file"])))
     assert "mp_rank_01" in path.name
     data = bytearray(path.read_bytes())
@@ -282,12 +282,12 @@ def test_a_whole_matrix_of_muon_that_differs_between_its_ranks_is_found(
 ) -> None:
     root = checkpoint_copy("zero1-dp2-bf16-muon")
     checkpoint = open_checkpoint(str(root))
-    (twin,) = [t for t in checkpoint.replicas if t.state.dtype == t.copy.dtype == "BF16"]
-    path = Path(checkpoint.path(int(twin.copy.extents["file"][0])))
+    (replica,) = [t for t in checkpoint.replicas if t.state.dtype == t.copy.dtype == "BF16"]
+    path = Path(checkpoint.path(int(replica.copy.extents["file"][0])))
     data = bytearray(path.read_bytes())
-    data[int(twin.copy.extents["offset"][0]) + 10] ^= 1
+    data[int(replica.copy.extents["offset"][0]) + 10] ^= 1
     path.write_bytes(data)
-    _assert_found(root, tmp_path / "out", twin.name)
+    _assert_found(root, tmp_path / "out", replica.name)
 
 
 # ------------------------------------------------------------------------------------------------- universal

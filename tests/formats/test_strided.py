@@ -1,4 +1,4 @@
-"""A tensor that was cut, stored in pieces and put together again is the tensor."""
+"""Tensors that were sliced and stored in pieces are merged again unchanged."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_padding_is_told_from_elements_at_stage_3() -> None:
+def test_padding_is_distinguished_from_elements_at_stage_3() -> None:
     checkpoint = open_checkpoint(source("zero3-dp4-bf16"))
     tiny = next(p for p in checkpoint.parameters if p.name == "tiny").states[MASTER].extents
     assert tiny["numel"].tolist() == [1, 1, 1, 0]
     assert tiny["padding"].tolist() == [0, 0, 0, 1]
 
 
-def test_alignment_padding_is_told_from_elements_at_stage_2() -> None:
+def test_alignment_padding_is_distinguished_from_elements_at_stage_2() -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16-aligned"))
     embed = next(p for p in checkpoint.parameters if p.name == "embed.weight").states[MASTER].extents
     assert int(embed["padding"].sum()) == 6
@@ -40,7 +40,7 @@ def test_a_small_sub_group_size_makes_more_flat_buffers_and_the_same_groups() ->
     assert len(model["param_shapes"]) > len(cut.groups)
 
 
-def test_the_round_robin_checkpoint_is_the_trap_it_is_meant_to_be() -> None:
+def test_the_round_robin_checkpoint_differs_in_its_recorded_order() -> None:
     """``param_slice_mappings`` puts parameters elsewhere: who follows it reads wrong weights."""
     checkpoint = open_checkpoint(source("zero2-dp2-bf16-round-robin"))
     file = torch.load(checkpoint.path(0), weights_only=False)["optimizer_state_dict"]
@@ -207,9 +207,7 @@ def test_buffers_of_any_strides_are_read(name: str, checkpoint_copy: Callable[[s
 
 
 @pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16"])
-def test_what_is_neither_parameter_nor_buffer_keeps_its_type(
-    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_other_tensors_keep_their_dtype(name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
     """Scales of quantised layers and ``_extra_state`` stand in state dicts, too."""
     extra = {"up.weight.absmax": torch.tensor([1.2345678]), "up._extra_state": torch.tensor([1, 2], dtype=torch.uint8)}
     root = checkpoint_copy(name)

@@ -1,4 +1,4 @@
-"""Where two sources in a checkpoint disagree, reading stops and says which."""
+"""If two sources in a checkpoint disagree, reading stops and names them."""
 
 from __future__ import annotations
 

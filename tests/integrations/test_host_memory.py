@@ -1,4 +1,4 @@
-"""Where a save copies the state to: the right bytes, waited for, allocated once; the host's memory plays a device."""
+"""Host copies during a save: right bytes, complete, allocated once; host memory plays a device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
-def test_what_is_held_stays_when_the_state_changes(threads: int) -> None:
+def test_held_bytes_do_not_change_with_the_state(threads: int) -> None:
     assert torch.get_num_threads() == threads  # on which it depends how it is copied
     memory = HostMemory(pinned=False)
     state = {"a": torch.arange(5.0), "b": torch.arange(3, dtype=torch.uint8), "empty": torch.empty(0)}
@@ -108,7 +108,7 @@ def test_what_is_held_stays_when_the_state_changes(threads: int) -> None:
     assert [address % ALIGNMENT for address in addresses] == [0, 0]
 
 
-def test_a_device_is_waited_for_before_and_behind_the_copies(waits: list[int | None]) -> None:
+def test_the_device_is_synchronised_before_and_after_the_copies(waits: list[int | None]) -> None:
     memory = HostMemory(pinned=True)
     memory.begin()
     assert waits == [None]  # also what is copied to the host's memory on other streams must be there
@@ -125,7 +125,7 @@ def test_a_device_is_waited_for_before_and_behind_the_copies(waits: list[int | N
     assert waits == [None, 1, 1, None, 1, 1]
 
 
-def test_what_is_being_copied_lives_until_it_is_there(waits: list[int | None]) -> None:
+def test_tensors_live_until_their_copy_is_complete(waits: list[int | None]) -> None:
     memory, storage = HostMemory(pinned=True), Distant(b"temporary")
     source = weakref.ref(storage.tensor)
     memory.begin()
@@ -173,7 +173,7 @@ def test_memory_is_unpinned_when_it_is_no_longer_used(cuda: Cuda) -> None:
 
 
 @pytest.mark.usefixtures("waits")
-def test_what_cannot_be_pinned_is_copied_all_the_same(
+def test_memory_that_cannot_be_pinned_is_used_unpinned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` as objects: what ``torch.load`` makes of them, with nothing in them run."""
+"""``read_objects`` returns the objects of ``torch.load``, without running code from the file."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_what_people_keep_comes_back(value: Any, form: str, tmp_path: Path) -> None:
+def test_usual_client_state_comes_back(value: Any, form: str, tmp_path: Path) -> None:
     torch.save({"value": value}, tmp_path / "f.pt", _use_new_zipfile_serialization=form == "zip")
     assert _same(_read(tmp_path / "f.pt")["value"], value)
 

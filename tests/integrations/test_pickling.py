@@ -1,4 +1,4 @@
-"""What we write against what torch.save writes, by torch's own reader."""
+"""Our files against those of torch.save, by torch's own reader."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_attributes_of_tensors() -> None:
     assert found[1].ds_shape == (2, 1)
 
 
-def test_what_else_a_checkpoint_holds() -> None:
+def test_other_content_of_a_checkpoint() -> None:
     _check({
         "none": None, "text": "é", "bytes": b"\0\xff", "big": 2**100, "float": 0.1, "tuple": (1, (2,)), "set": {1, 2},
         "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"), 3: [], "path": Path("a"),
@@ -230,7 +230,7 @@ def test_modules_and_states() -> None:
 @pytest.mark.parametrize(
     "value", [lambda: 0, (x for x in "ab"), {"module": io}], ids=["function", "generator", "module"]
 )
-def test_what_cannot_be_pickled(value: Any) -> None:
+def test_unpicklable_values(value: Any) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         describe(value)
 

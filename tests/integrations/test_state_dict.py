@@ -1,4 +1,4 @@
-"""Weights of any checkpoint as torch has them, without DeepSpeed."""
+"""Weights of any checkpoint as torch tensors, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_module_takes_it_as_a_state_dict() -> None:
         assert torch.equal(tensor, again.state_dict()[key])
 
 
-def test_what_does_not_fit_a_module_is_said_before_anything_is_touched() -> None:
+def test_a_misfit_with_a_module_is_an_error_before_any_change() -> None:
     model = _model()
     before = {k: t.clone() for k, t in model.state_dict().items()}
     weights = ckpttool.load_state_dict(source(NAME))
@@ -83,7 +83,7 @@ def test_what_does_not_fit_a_module_is_said_before_anything_is_touched() -> None
     assert torch.equal(model.up.weight, weights["up.weight"])
 
 
-def test_what_cannot_be_read() -> None:
+def test_wrong_dtypes_and_names() -> None:
     with pytest.raises(ArgumentError, match=r"^dtype: is 'int8', not fp32, bf16 or fp16; choose fp32, bf16 or fp16$"):
         ckpttool.load_state_dict(source(NAME), dtype=torch.int8)
     with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""A plan that does not fill its files exactly once cannot be made."""
+"""A plan must fill its files exactly once."""
 
 from __future__ import annotations
 

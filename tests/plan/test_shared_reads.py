@@ -1,4 +1,4 @@
-"""Which casts ride on which copies: every value is written where it was to be, once, and read once where it can be."""
+"""Shared reads: every value is written once, to its place, and its bytes are read once if possible."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def test_every_element_is_written_where_it_was_to_be_and_once(plan: CopyPlan) ->
     found = find_shared_reads(plan, copies)
     expected = [e for n, rows in copies.items() for e in _elements(n, rows)]
     actual = [e for n, rows in found.separate.items() for e in _elements(n, rows)]
-    for n, riders in found.shared.items():
-        carriers = {int(row["target"]): row for row in found.separate[n]}
-        for rider in riders:
-            by, width = carriers[int(rider["copy_target"])], itemsize(CASTS[rider["cast"]][0])
+    for n, shared_reads in found.shared.items():
+        copies = {int(row["target"]): row for row in found.separate[n]}
+        for read in shared_reads:
+            by, width = copies[int(read["copy_target"])], itemsize(CASTS[read["cast"]][0])
             assert CASTS[by["cast"]][0] == CASTS[by["cast"]][1]
-            assert rider["skip"] + rider["numel"] * width <= by["numel"] * itemsize(CASTS[by["cast"]][0])
+            assert read["skip"] + read["numel"] * width <= by["numel"] * itemsize(CASTS[by["cast"]][0])
             # The copy is made in pieces that end at multiples of some power of two in its file.
-            assert (rider["copy_target"] + rider["skip"]) % width == 0
-            row = (by["source"], by["start"] + rider["skip"], rider["numel"], rider["target"], rider["cast"])
-            actual += _elements(int(rider["file"]), np.array([row], dtype=COPY))
+            assert (read["copy_target"] + read["skip"]) % width == 0
+            row = (by["source"], by["start"] + read["skip"], read["numel"], read["target"], read["cast"])
+            actual += _elements(int(read["file"]), np.array([row], dtype=COPY))
     assert sorted(actual) == sorted(expected)
     assert found.files == {int(n) for rows in found.shared.values() for n in rows["file"]}
 
@@ -82,32 +82,32 @@ def _plan(*files: list[tuple[int, int, int, int, int]]) -> CopyPlan:
     return CopyPlan(sources, CASTS, tuple(targets))
 
 
-def _riders(plan: CopyPlan) -> list[tuple[int, ...]]:
+def _shared_reads(plan: CopyPlan) -> list[tuple[int, ...]]:
     carried = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
     return [(n, *row.tolist()) for n, rows in carried.items() for row in rows]
 
 
-def test_a_cast_over_two_copies_rides_on_both() -> None:
+def test_a_cast_over_two_copies_shares_both_reads() -> None:
     plan = _plan([(0, 0, 30, 0, 1)], [(0, 0, 10, 0, 0)], [(0, 40, 100, 0, 0)])
-    assert _riders(plan) == [(1, 0, 0, 10, 0, 0, 1), (2, 0, 0, 20, 0, 20, 1)]
+    assert _shared_reads(plan) == [(1, 0, 0, 10, 0, 0, 1), (2, 0, 0, 20, 0, 20, 1)]
 
 
-def test_many_casts_ride_on_one_copy() -> None:
+def test_many_casts_share_the_read_of_one_copy() -> None:
     plan = _plan([(1, 0, 100, 0, 0)], [(1, 80, 10, 0, 1), (1, 20, 10, 20, 1)])
-    assert _riders(plan) == [(0, 0, 20, 10, 1, 20, 1), (0, 0, 80, 10, 1, 0, 1)]
+    assert _shared_reads(plan) == [(0, 0, 20, 10, 1, 20, 1), (0, 0, 80, 10, 1, 0, 1)]
 
 
-def test_what_is_copied_twice_carries_once() -> None:
+def test_a_cast_shares_the_read_of_one_of_two_copies() -> None:
     plan = _plan([(0, 0, 50, 0, 0)], [(0, 0, 50, 0, 0)], [(0, 0, 50, 0, 1)])
-    assert len(_riders(plan)) == 1
+    assert len(_shared_reads(plan)) == 1
 
 
 def test_a_cast_that_no_copy_covers_reads_for_itself() -> None:
     for copied in (49, 0):
         plan = _plan([(0, 0, copied, 0, 0)], [(0, 0, 50, 0, 1)])
-        assert _riders(plan) == []
-    assert _riders(_plan([(1, 0, 50, 0, 0)], [(0, 0, 50, 0, 1)])) == []  # another source
+        assert _shared_reads(plan) == []
+    assert _shared_reads(_plan([(1, 0, 50, 0, 0)], [(0, 0, 50, 0, 1)])) == []  # another source
 
 
 def test_no_element_is_cut_by_where_a_copy_begins() -> None:
-    assert _riders(_plan([(0, 2, 100, 0, 0)], [(0, 4, 10, 0, 1)])) == []
+    assert _shared_reads(_plan([(0, 2, 100, 0, 0)], [(0, 4, 10, 0, 1)])) == []

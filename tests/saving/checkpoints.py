@@ -1,4 +1,4 @@
-"""Little real checkpoints to save, and what of a root would be loaded."""
+"""Small real checkpoints to save, and the checkpoint that a restore would choose."""
 
 from __future__ import annotations
 

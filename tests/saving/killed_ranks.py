@@ -1,4 +1,4 @@
-"""A program that forks ranks, which save together; one of them, or all, die by SIGKILL. See test_processes."""
+"""A program that forks ranks that save together; SIGKILL ends one or all of them. See test_processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background saves and the interpreter's end, without torch: on every Python that is supported."""
+"""Background saves at the end of the interpreter, without torch, on every supported Python."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
     assert all(after[name] == files for name, files in before.items() if name != tag)
 
 
-def test_what_is_denied_is_not_sent_on_and_on(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_part_is_not_retried(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 20 * RemoteStorage.parts_at_once
     with Proxy(bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)

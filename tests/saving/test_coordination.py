@@ -25,7 +25,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], crew.Crew]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_hear_what_the_first_decides(make: Callable[[int], crew.Crew], size: int) -> None:
+def test_all_ranks_receive_the_decision_of_the_first(make: Callable[[int], crew.Crew], size: int) -> None:
     def work(ranks: Ranks) -> list[Any]:
         first = ranks.agree("save", {"mine": ranks.rank}, lambda said: {"all": said}, timeout=5)
         return [first, ranks.agree("save", ranks.rank * 10, sum, timeout=5, last=True)]
@@ -67,7 +67,7 @@ def test_first_rank_that_is_late_is_named(make: Callable[[int], crew.Crew]) -> N
         (ZeroDivisionError("nothing by 0"), RankError),
     ],
 )
-def test_what_the_decision_raises_is_raised_everywhere(
+def test_an_error_of_the_decision_is_raised_on_all_ranks(
     make: Callable[[int], crew.Crew], raised: Exception, kind: type[CkptError]
 ) -> None:
     def decide(said: list[Any]) -> None:
@@ -159,7 +159,7 @@ def test_store_that_fails_is_no_bug(make: Callable[[int], crew.Crew], monkeypatc
         assert "the store of the ranks cannot be reached" in str(outcome.error)
 
 
-def test_only_plain_data_is_said(make: Callable[[int], crew.Crew]) -> None:
+def test_messages_are_plain_data(make: Callable[[int], crew.Crew]) -> None:
     team = make(2)
     team.do(lambda ranks: ranks.agree("what", {"a": [1, None, "text"]}, lambda said: said[0], timeout=5))
     assert json.loads(team.store.values["crew/1/decision"]) == {"value": {"a": [1, None, "text"]}}

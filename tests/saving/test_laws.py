@@ -1,4 +1,4 @@
-"""The law of saves: whatever happens around them, what was committed last is found whole, and nothing else is taken."""
+"""The law of saves: a restore finds the last commit complete, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save does beside being safe: what it refuses, and what it says."""
+"""The two-phase save: refusals and messages."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_save_that_cannot_begin_leaves_what_it_was_to_replace(
     assert chosen(root) == ("step1", version(2))
 
 
-def test_what_nobody_foresaw_on_one_rank_is_told_to_all(
+def test_an_unexpected_error_of_one_rank_is_raised_on_all(
     root: str, together: Callable[..., list[crew.Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(storage: Any, directory: str, files: Any, check: Any) -> Any:
@@ -357,7 +357,7 @@ def test_nested_tag_that_latest_names(root: str) -> None:
     assert found == ("epoch1/step5", version(5))
 
 
-def test_what_is_no_checkpoint_is_none(root: str) -> None:
+def test_other_directories_are_not_checkpoints(root: str) -> None:
     put(root, "step1", 1)
     os.makedirs(f"{root}/logs/deep")
     os.makedirs(f"{root}/.step0.removed")
@@ -422,7 +422,7 @@ def test_damaged_manifest_does_not_end_retention(root: str) -> None:
     assert sorted(d for d in os.listdir(root) if d.startswith("step")) == ["step2", "step4"]
 
 
-def test_what_is_young_may_be_being_saved(root: str) -> None:
+def test_a_recent_directory_may_belong_to_a_running_save(root: str) -> None:
     put(root, "step1", 1)
     os.makedirs(f"{root}/step2")
     open(f"{root}/step2/{MARK}", "w").close()
@@ -435,7 +435,7 @@ def test_what_is_young_may_be_being_saved(root: str) -> None:
     assert not os.path.exists(f"{root}/step2")
 
 
-def test_mark_beside_a_manifest_is_cleared(root: str) -> None:
+def test_the_marker_of_a_committed_checkpoint_is_cleared(root: str) -> None:
     put(root, "step1", 1)
     open(f"{root}/step1/{MARK}", "w").close()
     assert whole(root) == {"step1": version(1)}
@@ -443,7 +443,7 @@ def test_mark_beside_a_manifest_is_cleared(root: str) -> None:
     assert not os.path.exists(f"{root}/step1/{MARK}")
 
 
-def test_what_is_replaced_stays_until_its_successor_is_there(root: str) -> None:
+def test_a_replaced_checkpoint_stays_until_the_commit(root: str) -> None:
     put(root, "step1", 1)
     shutil.copytree(f"{root}/step1", f"{root}/step2.replaced")
     tidy(LOCAL, root, None, grace=0)

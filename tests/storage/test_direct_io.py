@@ -1,4 +1,4 @@
-"""Which file systems are written past the page cache."""
+"""File systems on which files are written with direct I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from ckpttool.storage.direct_io import file_system_of
 
 
-def test_file_systems_are_told_apart() -> None:
+def test_file_systems_are_distinguished() -> None:
     assert file_system_of("/proc") == "proc"
     assert file_system_of("/sys") in {"sysfs", ""}
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()

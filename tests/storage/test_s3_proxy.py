@@ -1,4 +1,4 @@
-"""The bed itself: every fault is what it says, so that no test of storage passes on a fault that never happened."""
+"""The proxy of the storage tests: every fault happens as described, so that no test passes without its fault."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_unranged_gives_all(s3: Bucket, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(("reset", "error"), [(True, ConnectionResetError), (False, http.client.RemoteDisconnected)])
-def test_cut_before_the_server_hears(s3: Bucket, proxy: Proxy, reset: bool, error: type[Exception]) -> None:
+def test_cut_before_the_request_arrives(s3: Bucket, proxy: Proxy, reset: bool, error: type[Exception]) -> None:
     rule = proxy.add(Cut("before", reset=reset))
     with pytest.raises(error), answer(proxy, "PUT", f"/{s3.name}/k", DATA):
         pass
@@ -388,7 +388,7 @@ def test_short_answer(s3: Bucket, proxy: Proxy, at: int) -> None:
     assert rule.fired == 1
 
 
-def test_a_cut_behind_the_end_has_not_fired(s3: Bucket, proxy: Proxy) -> None:
+def test_a_cut_after_the_end_does_not_fire(s3: Bucket, proxy: Proxy) -> None:
     s3.put("k", b"data")
     rules = [proxy.add(Cut("answer", 4)), proxy.add(Hang(4)), proxy.add(Flip(4)), proxy.add(Shorter(5))]
     for _ in rules:

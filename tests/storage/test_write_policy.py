@@ -1,4 +1,4 @@
-"""The faster way to write is taken, whichever it is and becomes; and both, where they can help each other."""
+"""The policy chooses the faster way to write, also after a change, and both where they help each other."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_the_faster_way_is_taken(past: float, through: float, least: float, most
     assert least <= _taken(Pace(), past, through, 500) <= most
 
 
-def test_what_becomes_slow_is_left() -> None:
+def test_a_method_that_becomes_slow_is_left() -> None:
     pace = Pace()
     assert _taken(pace, 5, 1, 200) < 0.05
     assert _taken(pace, 5, 20, 200) > 0.9  # too much waits in the cache
     assert _taken(pace, 100, 2, 200) < 0.1  # a disk whose credit is used up
 
 
-def test_what_becomes_fast_is_found() -> None:
+def test_a_method_that_becomes_fast_is_found() -> None:
     pace = Pace()
     assert _taken(pace, 4, 1, 200) < 0.05
     assert _taken(pace, 0.5, 1, 400) > 0.5
@@ -90,7 +90,7 @@ def test_a_file_of_many_goes_the_faster_way() -> None:
     assert not any(pace.begin("a", MB, by_one=False) for _ in range(4))
 
 
-def test_what_tells_nothing_is_not_counted() -> None:
+def test_files_without_information_are_not_counted() -> None:
     pace = Pace()
     _taken(pace, 1, 5, 10)
     pace.begin("a", MB, by_one=True)

@@ -1,4 +1,4 @@
-"""Consolidation and conversion spread over a real Ray cluster: the bytes, and what happens when some of it is lost."""
+"""Consolidation and conversion on a real Ray cluster: the bytes, and lost nodes and processes."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_damaged_sources_give_the_error_of_a_local_run(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_a_store_refuses_a_task_is_one_line(
+def test_a_task_refused_by_the_store_is_one_line(
     weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy
 ) -> None:
     bucket.upload(weights, "run")
@@ -359,7 +359,7 @@ def test_what_a_store_refuses_a_task_is_one_line(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_fails_leaves_nothing_in_a_bucket(weights: Path, bucket: server.Bucket, proxy: Proxy) -> None:
+def test_a_failure_leaves_nothing_in_a_bucket(weights: Path, bucket: server.Bucket, proxy: Proxy) -> None:
     proxy.add(faults.ACCESS_DENIED, "upload_part", nth=3, times=None)
     with pytest.raises(StorageError, match="access denied"):
         ckpttool.consolidate(
@@ -582,7 +582,7 @@ def test_an_address_in_the_environment_is_probed_as_well(tmp_path: Path) -> None
     assert done.error.startswith(f"Error: {address}: no Ray cluster answers there; ")
 
 
-def test_what_is_no_address_is_told(tmp_path: Path) -> None:
+def test_an_invalid_address_is_reported(tmp_path: Path) -> None:
     done = command("convert", "--to", "universal", "--ray", source("zero3-dp2-bf16"), "x", tmp_path / "out")
     assert "not the address of a Ray cluster; write --ray=HOST:PORT" in done.error
 
