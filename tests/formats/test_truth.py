@@ -84,7 +84,7 @@ def test_what_cannot_be_known_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [n for n in NAMES if truth(n).facts["order"][0] == "scale" and not n.endswith("-accelerate")]
 )
-def test_what_the_users_code_saved_is_there_and_nothing_of_the_engines(name: str) -> None:
+def test_client_state_has_the_users_values_only(name: str) -> None:
     checkpoint = open_checkpoint(source(name))
     assert checkpoint.client_state == {
         "epoch": 2,
