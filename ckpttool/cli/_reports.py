@@ -63,7 +63,7 @@ def print_checks(checks: ReadReport | None) -> None:
         )
     if checks.without:
         print_line(
-            f"note: {len(checks.without):,} files carry no checksum for all of their bytes "
+            f"note: {len(checks.without):,} files have bytes without a checksum "
             f"({checks.without[0]}{', ...' if len(checks.without) > 1 else ''})",
             color="yellow",
         )

@@ -9,13 +9,13 @@ import click
 from ckpttool.cli import _options as options
 
 
-@click.command(short_help="Show what is in a checkpoint.")
+@click.command(short_help="Show the content of a checkpoint.")
 @options.sources_argument
 @options.tag_option
 @click.option("--params", "view", flag_value="params", help="One row for each parameter, buffer and tied name.")
 @click.option("--ranks", "view", flag_value="ranks", help="One row for each rank: what it holds.")
 @click.option("--files", "view", flag_value="files", help="One row for each file.")
-@click.option("--param", "name", metavar="NAME", help="Where each byte of one parameter lies.")
+@click.option("--param", "name", metavar="NAME", help="Show the byte ranges of one parameter.")
 @click.option("--digest", is_flag=True, help="Digests of all values, the same however they are sharded (reads them).")
 @options.json_option
 @options.trust_option

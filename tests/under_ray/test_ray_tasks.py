@@ -261,7 +261,7 @@ def test_a_killed_worker_s_task_is_done_again(
     assert (done.code, _beside_progress(done.stderr)) == (0, [])
     told = done.stdout.splitlines()
     assert [line.split()[0] for line in told] == [f"{out}:", "file", "model.safetensors", "note:"]
-    assert told[-1].startswith("note: 1 files carry no checksum")
+    assert told[-1].startswith("note: 1 files have bytes without a checksum")
     assert len(killed) == 1
     if there == "bucket":
         bucket.download("out", tmp_path / "out")
