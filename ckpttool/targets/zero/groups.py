@@ -78,7 +78,7 @@ class TargetGroups:
         checkpoint = self.checkpoint
         if not any(self.names):
             hint = "convert a checkpoint that was saved with its optimizer"
-            raise PlanError(checkpoint.location, "does not say what the optimizer trains", hint)
+            raise PlanError(checkpoint.location, "does not record the trained parameters", hint)
         if checkpoint.nonpartitionable:
             problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.nonpartitionable[:5])}"
             raise PlanError(

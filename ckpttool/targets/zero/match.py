@@ -76,7 +76,7 @@ def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: 
     """
     if not weights_only and (not checkpoint.groups or checkpoint.nonpartitionable):
         problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.nonpartitionable[:NAMED])}"
-        problem = problem if checkpoint.nonpartitionable else "does not say what the optimizer trains"
+        problem = problem if checkpoint.nonpartitionable else "does not record the trained parameters"
         raise PlanError(checkpoint.location, problem, "load it with weights_only=True")
     return _Matcher(checkpoint, live, weights_only).fitted(strict)
 
