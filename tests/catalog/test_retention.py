@@ -153,7 +153,7 @@ def test_a_save_does_not_go_through_a_link(tmp_path: Path) -> None:
 
 
 def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secrets.token_hex", lambda _: "0badcafe")  # names that could be guessed
+    monkeypatch.setattr("os.urandom", lambda size: bytes.fromhex("0badcafe")[:size])  # names that could be guessed
     victim = tmp_path / "victim"
     victim.write_text("mine")
     root = tmp_path / "root"
