@@ -23,6 +23,16 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ArgumentError(name, f"is {brief(value)}, not {allowed}", f"choose {allowed}")
 
 
+def check_path(name: str, value: str) -> None:
+    """Refuse an empty path.
+
+    Raises:
+        ArgumentError: The path is empty.
+    """
+    if not value:
+        raise ArgumentError(name, "is an empty name", "name a directory")
+
+
 def check_at_least(name: str, value: Any, least: int) -> None:
     """Refuse a value that is neither None nor a whole number of at least ``least``.
 
@@ -39,7 +49,4 @@ def checked_size(name: str, value: int | str) -> int:
     Raises:
         ArgumentError: The value is not a size.
     """
-    try:
-        return parse_size(str(value))
-    except ValueError:
-        raise ArgumentError(name, f"is {brief(value)}, not a size", "write 5GB, 512MiB or a number of bytes") from None
+    return parse_size(str(value), name)

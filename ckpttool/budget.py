@@ -49,13 +49,13 @@ class Budget:
 
     def __init__(self, factor: float = 1.0) -> None:
         self._factor = factor
-        self._taken: dict[Allowance, float] = {}
+        self._spent: dict[Allowance, float] = {}
         self._files: dict[str, int] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
         self._began = time.process_time()
 
-    def saw(self, path: str, nbytes: int) -> None:
+    def note_file(self, path: str, nbytes: int) -> None:
         """Raise the limits for an opened file; each file counts once."""
         with self._lock:
             self._nbytes += nbytes - self._files.get(path, 0)
@@ -63,17 +63,17 @@ class Budget:
 
     def left(self, what: Allowance) -> float:
         """Return the amount that is left of a resource."""
-        return self._limit(what) - self._taken.get(what, 0)
+        return self._limit(what) - self._spent.get(what, 0)
 
-    def take(self, what: Allowance, amount: float, path: str) -> None:
+    def spend(self, what: Allowance, amount: float, path: str) -> None:
         """Count the amount of a resource that a file uses.
 
         Raises:
             ContainerError: The amount exceeds the limit, or opening has used too many CPU seconds.
         """
         with self._lock:
-            taken = self._taken[what] = self._taken.get(what, 0) + amount
-        if taken > self._limit(what):
+            spent = self._spent[what] = self._spent.get(what, 0) + amount
+        if spent > self._limit(what):
             raise self._exceeded(what, path)
         if time.process_time() - self._began > self._limit(SECONDS):
             raise self._exceeded(SECONDS, path)
@@ -104,20 +104,20 @@ def opening(factor: float = 1.0) -> Iterator[Budget]:
         _CURRENT.reset(token)
 
 
-def saw(path: str, nbytes: int) -> None:
+def note_file(path: str, nbytes: int) -> None:
     """Raise the limits of the current budget, if any, for an opened file."""
     if (budget := _CURRENT.get()) is not None:
-        budget.saw(path, nbytes)
+        budget.note_file(path, nbytes)
 
 
-def take(what: Allowance, amount: float, path: str) -> None:
+def spend(what: Allowance, amount: float, path: str) -> None:
     """Count the amount of a resource against the current budget, if any.
 
     Raises:
         ContainerError: The amount exceeds the limit.
     """
     if (budget := _CURRENT.get()) is not None:
-        budget.take(what, amount, path)
+        budget.spend(what, amount, path)
 
 
 def left(what: Allowance, most: int) -> int:

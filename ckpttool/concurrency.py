@@ -23,7 +23,7 @@ def default_jobs(*, remote: bool = False) -> int:
     return REMOTE_JOBS if remote else min(MAX_JOBS, os.cpu_count() or 1)
 
 
-class Once(Generic[T]):
+class Lazy(Generic[T]):
     """Thread-safe lazy value; callers block while it is computed, and an error is raised in all of them.
 
     Args:
@@ -33,7 +33,7 @@ class Once(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._made: list[T] = []
+        self._values: list[T] = []
         self._failed: BaseException | None = None
 
     def __call__(self) -> T:
@@ -41,18 +41,18 @@ class Once(Generic[T]):
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            if not self._made:
+            if not self._values:
                 try:
-                    self._made.append(self._make())
+                    self._values.append(self._make())
                 except BaseException as error:
                     self._failed = error
                     raise
-            return self._made[0]
+            return self._values[0]
 
     @property
-    def made(self) -> T | None:
+    def value(self) -> T | None:
         """The value, or None if it is not computed yet; never blocks."""
-        return self._made[0] if self._made else None
+        return self._values[0] if self._values else None
 
 
 def in_threads(
@@ -100,18 +100,18 @@ class MemoryBudget:
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
-        self._whole = nbytes
+        self._limit = nbytes
         self._freed = threading.Condition()
 
-    def take(self, nbytes: int) -> int:
+    def acquire(self, nbytes: int) -> int:
         """Wait until ``nbytes`` are free; return the number of bytes to give back."""
-        nbytes = min(nbytes, self._whole)
+        nbytes = min(nbytes, self._limit)
         with self._freed:
             self._freed.wait_for(lambda: self._left >= nbytes)
             self._left -= nbytes
         return nbytes
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Free the bytes of a chunk."""
         with self._freed:
             self._left += nbytes

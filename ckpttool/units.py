@@ -6,21 +6,28 @@ import re
 import threading
 from collections.abc import Callable
 
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, name: str = "size") -> int:
     """Return the bytes of "5GB", "512MiB" or "1000".
 
+    Args:
+        text: The text.
+        name: Name of the argument, for the error.
+
     Raises:
-        ValueError: The text is not a size above 0.
+        ArgumentError: The text is not a size above 0.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([a-z]*)\s*", text.lower())
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes < 1:
-        raise ValueError(f"{text!r} is not a size: write 5GB, 512MiB or a number of bytes")
+        raise ArgumentError(name, f"is {brief(text)}, not a size", "write 5GB, 512MiB or a number of bytes")
     return nbytes
 
 

@@ -1,4 +1,4 @@
-"""Set-up that all tests share."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script that trains with Lightning's DeepSpeed strategy on a CPU, which Lightning refuses by itself."""
+"""Run a script with Lightning's DeepSpeed strategy on a CPU, which Lightning itself refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs, at a size at which its figures mean nothing."""
+"""Every benchmark runs, at a small size without meaningful figures."""
 
 from __future__ import annotations
 

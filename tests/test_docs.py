@@ -59,7 +59,7 @@ def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_what_the_trainer_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_trainer_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "huggingface_trainer.py")
     printed = _torchrun(2, script, str(tmp_path / "run"), str(tmp_path / "out"), "--stage", stage)
     losses = [float(found) for found in re.findall(r"while training ([\d.]+), loaded back ([\d.]+)", printed)[0]]
@@ -69,7 +69,7 @@ def test_what_the_trainer_saves_is_consolidated_and_loaded_back(stage: str, tmp_
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_what_accelerate_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_accelerate_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "huggingface_accelerate.py")
     printed = _torchrun(2, script, str(tmp_path / "run"), str(tmp_path / "out"), "--stage", stage)
     assert "outputs of the plain model differ by 0.000000" in printed
@@ -77,7 +77,7 @@ def test_what_accelerate_saves_is_consolidated_and_loaded_back(stage: str, tmp_p
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_what_lightning_saves_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_lightning_is_consolidated_and_loaded_back(stage: str, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "lightning_deepspeed.py")
     printed = _torchrun(
         2, "-m", "tests.lightning_on_cpu", script, str(tmp_path / "run"), str(tmp_path / "out"), "--stage", stage

@@ -1,4 +1,4 @@
-"""What an install brings."""
+"""Contents of an installation."""
 
 from __future__ import annotations
 

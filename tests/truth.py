@@ -1,4 +1,4 @@
-"""The bundled checkpoints, what the live engine really held when each was saved, and what of it must be read."""
+"""The bundled checkpoints, the state of the live engine at each save, and the expected layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 HERE = Path(__file__).resolve().parent.parent / "fixtures"
-REFUSED = {"ds0.3.16-zero3-dp2-fp16": "where each parameter lies cannot be known"}
+REFUSED = {"ds0.3.16-zero3-dp2-fp16": "the position of each parameter is unknown"}
 """Bundled checkpoints that cannot be read, and why: they do not say enough."""
 NAMES = sorted({p.name for p in (HERE / "checkpoints").iterdir()} - REFUSED.keys())
 """Every other bundled checkpoint. What is read is compared with the truth for all of them, in this process."""

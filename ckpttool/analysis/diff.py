@@ -43,7 +43,7 @@ class Difference:
     differing: int = 0
     """Elements beyond the tolerance; NaN equals NaN."""
     max_abs: float = 0.0
-    """Largest absolute difference of finite elements; infinite where one side is not finite."""
+    """Largest absolute difference of finite elements; infinite if one side is not finite."""
     max_rel: float = 0.0
     """Largest difference relative to b."""
 
@@ -59,7 +59,7 @@ class DiffReport:
     tensors: tuple[Difference, ...]
     """All tensors, in the order of a; tensors only in b follow."""
     notes: tuple[str, ...]
-    """State that was not compared, and why."""
+    """Notes on states that were not compared."""
 
     @property
     def different(self) -> tuple[Difference, ...]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
-    """Read a tensor or a part of it, and no other bytes.
+    """Read only the bytes of a tensor or of a part of it.
 
     Args:
         checkpoint: The checkpoint.
@@ -63,7 +63,7 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadCheck
 
 
 def _ranges(shape: tuple[int, ...], part: Any) -> tuple[list[tuple[int, int]], set[int]]:
-    """(start, stop) of every dimension, and the dimensions that an integer removes."""
+    """Return (start, stop) of every dimension, and the dimensions removed by an integer index."""
     wanted = () if part is None else part if isinstance(part, tuple) else (part,)
     if len(wanted) > len(shape):
         raise ArgumentError("part", f"has {len(wanted)} indices, but the shape is {shape}", "leave out the last ones")

@@ -45,9 +45,9 @@ class Finding:
     path: str
     """File or directory."""
     problem: str
-    """What is wrong, with the tensor where there is one."""
+    """The defect, with the name of the tensor, if any."""
     hint: str
-    """What to do next."""
+    """The next step."""
     options: tuple[str, ...] = field(default=(), repr=False, metadata={"json": False})
     """Parameters that ``hint`` names; the command line shows its flags in their place."""
 
@@ -59,7 +59,7 @@ class VerifyReport:
     location: str
     """Directory of the tag."""
     tag: str | None
-    """Its name; None if it was not found."""
+    """Name of the tag; None if it was not found."""
     deep: bool
     """Whether every byte was read."""
     files: int
@@ -69,7 +69,7 @@ class VerifyReport:
     tensors: int
     """States of parameters, and buffers, whose byte ranges were checked."""
     records_checked: int
-    """CRC-32 that were compared: of the chunks in a manifest, or else of records."""
+    """Number of compared CRC-32: of the chunks in a manifest, or else of records."""
     records_unrecorded: int
     """Records without a recorded CRC-32: those with a checksum of zero; a legacy file counts as one."""
     unplaced: tuple[str, ...]
@@ -101,7 +101,7 @@ def verify_checkpoint(
         progress: Called with (bytes done, bytes in all).
         options: As for ``open_checkpoint``.
         trust_names: As for ``open_checkpoint``.
-        key: The manifest must be signed with it; reads every byte and compares the SHA-256, as ``deep`` does CRC-32.
+        key: Require a manifest signed with this key; reads every byte and compares its SHA-256.
     """
     deep = deep or key is not None
     errors: list[CkptError] = []
@@ -135,7 +135,7 @@ def _findings(errors: Sequence[CkptError]) -> tuple[Finding, ...]:
 
 
 def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]) -> Manifest | None:
-    """The checkpoint's manifest, compared with the sizes of the files; None if it has none. Adds errors."""
+    """Return the checkpoint's manifest, or None; compare it with the sizes of the files, and add errors."""
     manifest: Manifest | None = None
     try:
         storage = connect(checkpoint.storage)
@@ -159,7 +159,7 @@ def _compare(
     jobs: int | None,
     progress: Progress | None,
 ) -> tuple[int, int]:
-    """Compare values and checksums; adds errors, and returns (checksums compared, records without one)."""
+    """Compare values and checksums; add errors, and return (checksums compared, records without one)."""
     checks = full_checks(checkpoint) if deep else sample_checks(checkpoint)
     meter = Meter(_bytes_to_read(checkpoint, checks, deep=deep), progress)
     checked = unrecorded = 0
@@ -175,13 +175,13 @@ def _compare(
 
 
 def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Files that identify neither their rank nor their parameter."""
+    """Return the files that identify neither their rank nor their parameter."""
     shards = any(file.kind == "shard" for file in checkpoint.files)
     return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})
 
 
 def _bytes_to_read(checkpoint: Checkpoint, checks: ConsistencyChecks, *, deep: bool) -> int:
-    """Bytes to read; those read twice count twice."""
+    """Return the bytes to read; bytes read twice count twice."""
     if not deep:
         return checks.nbytes
     return checkpoint.nbytes + checks.nbytes + sum(s.nbytes for _, _, s in checkpoint.states() if _floating(s))
@@ -194,7 +194,7 @@ def _floating(state: State) -> bool:
 def _deep(
     checkpoint: Checkpoint, manifest: Mapping[str, Checksums], jobs: int, advance: Advance
 ) -> tuple[list[CkptError], int, int]:
-    """Checksums of every file, then values of every tensor: (errors, checksums compared, records without one)."""
+    """Check every file and every tensor; return (errors, checksums compared, records without one)."""
     errors: list[CkptError] = []
     checked = unrecorded = 0
     files = source_files(checkpoint)
@@ -284,7 +284,7 @@ def _scan(
         try:
             for values in _chunks(buffer, sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
                 advance(values.nbytes)
-                # A finite sum has finite terms alone; most chunks need no more than the sum.
+                # A finite sum has only finite terms; most chunks need only the sum.
                 with np.errstate(all="ignore"):
                     if np.isfinite(values.sum(dtype=np.float64)):
                         continue

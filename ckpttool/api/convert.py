@@ -208,7 +208,7 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
     else:
         from ckpttool.targets.dcp import plan_dcp
 
-        losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.unsliceable]
+        losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
         return plan_dcp(checkpoint, consistency=sample_checks(checkpoint)), ".metadata", losses
     companions, left_behind = sidecars_for(checkpoint, target.world_size)
     return with_sidecars(plan, companions, None), last, [*losses, *left_behind]

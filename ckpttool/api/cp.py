@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.api.options import Options
+from ckpttool.arguments import check_path
 from ckpttool.errors import LayoutError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
@@ -95,6 +96,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
 
     began = time.perf_counter()
+    check_path("dst", dst)
     checkpoint = options.open(src)
     root = Destination(dst, options.storage_options)
     tagged = copies.is_tagged(checkpoint)
@@ -107,7 +109,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     there = _is_there(checkpoint, target, plan, options)
     if not there:
         target.check_target(overwrite=None)
-    around = copies.beside(checkpoint, root.storage, root.out)
+    sidecars = copies.root_sidecars(checkpoint, root.storage, root.out)
     digest: str | None = None
     checks = options.read_checks(plan.sources, checkpoint)
 
@@ -119,9 +121,9 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         check_copy(target.out)
     else:
         target.write(plan, options.run_options(checks), last=copies.INDICES, check=check_copy, resume=options.resume)
-    for name, data in around.carried.items():
-        root.put(name, data, around.modes.get(name, 0o666))
-    notes = [*map(str, checkpoint.notes), *around.notes]
+    for name, data in sidecars.sidecars.items():
+        root.put(name, data, sidecars.modes.get(name, 0o666))
+    notes = [*map(str, checkpoint.notes), *sidecars.notes]
     if there:
         notes.append(f"{target.out} was there already, with the same values")
     newest = tagged and _put_latest(checkpoint, root, options)
@@ -131,7 +133,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         src=checkpoint.location,
         out=target.out,
         tag=checkpoint.tag,
-        files=len(plan.files) + len(around.carried) + newest,
+        files=len(plan.files) + len(sidecars.sidecars) + newest,
         nbytes=plan.nbytes_written,
         seconds=time.perf_counter() - began,
         latest=newest,
@@ -146,7 +148,7 @@ def _is_there(checkpoint: Checkpoint, target: Destination, plan: CopyPlan, optio
     from ckpttool.api._digests import are_same
     from ckpttool.catalog import copies
 
-    if not copies.is_there(target.storage, target.out, plan):
+    if not copies.is_complete_copy(target.storage, target.out, plan):
         return False
     copy = open_checkpoint(target.out, options=options.storage_options, trust_names=options.trust_names)
     return are_same(checkpoint, copy, options.jobs)

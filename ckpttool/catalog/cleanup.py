@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 SCRATCH = ".ckpttool-scratch-"
-"""Prefix of a directory for files that a framework later copies itself."""
+"""Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
 def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
-    """Remove checkpoints that no rule keeps, and leftovers; log failures, which the next save tries again.
+    """Remove checkpoints without a rule to keep them, and leftovers; log failures: the next save tries again.
 
     Args:
         storage: Storage of the checkpoints.
         root: The directory of all checkpoints.
-        rules: What to keep; None for all.
+        rules: Retention rules; None to keep all.
         grace: Age in seconds of leftovers to remove, counted from the newest of their files.
     """
     try:
@@ -80,7 +80,7 @@ def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
 
 
 def left_over(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Return the directories that killed saves and removals left behind."""
+    """Return the directories left by killed saves and removals."""
     found = []
     here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
     for directory in dict.fromkeys([*here, *directories(storage, root)]):
@@ -101,7 +101,7 @@ def is_old(modified: float, grace: float) -> bool:
 
 
 def _partial_files(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Return the incomplete small files that a killed process left in a root."""
+    """Return the incomplete small files in a root, left by a killed process."""
     entries = storage.listing(root) if storage.is_dir(root) else []
     found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
     return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]

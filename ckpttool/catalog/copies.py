@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 INDICES = (*(name for known in FORMATS for name in known.last), MANIFEST)
-"""Files whose presence tells readers that a checkpoint is complete; they are copied last."""
-CARRIED = (*RESUME_FILES, *RANDOM, *POSITION)
+"""Readers take these files as the sign of a complete checkpoint; they are copied last."""
+COPIED_SIDECARS = (*RESUME_FILES, *RANDOM, *POSITION)
 """Sidecar files that frameworks need to resume from a checkpoint."""
 MAX_NAMED = 10
-"""Most names of omitted files in a note."""
+"""Maximum number of names in a note about omitted files."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """The files in a checkpoint's root, beside the directory of its tag."""
+class RootSidecars:
+    """The sidecar files in a checkpoint's root."""
 
-    carried: Mapping[str, bytes]
+    sidecars: Mapping[str, bytes]
     """Sidecar files to copy, by name: configuration, and the state of a trainer."""
     notes: tuple[str, ...]
     """Notes on files that are not copied."""
@@ -72,25 +72,25 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         for name, sums in read_manifest(storage, checkpoint.location).files.items():
             records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
-    found: dict[str, SourceFile] = {}
+    sources: dict[str, SourceFile] = {}
     for directory in directories:
         entries = dict(walk(storage, directory))
         _check_keys(directory, entries)
         for name, entry in entries.items():
             path = posixpath.join(directory, name)
-            held = records[path] if path in records else _records(storage, path)
-            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, held)
-            if found.setdefault(name, source).nbytes != entry.nbytes:
-                problem = f"is {entry.nbytes:,} bytes long, but {found[name].path} {found[name].nbytes:,}"
+            file_records = records[path] if path in records else _records(storage, path)
+            source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, file_records)
+            if sources.setdefault(name, source).nbytes != entry.nbytes:
+                problem = f"is {entry.nbytes:,} bytes long, but {sources[name].path} {sources[name].nbytes:,}"
                 raise LayoutError(path, problem, "the directories belong to two saves: pass those of one save")
-    names = sorted((n for n in found if n != MARK), key=lambda n: (n in INDICES, n))
+    names = sorted((n for n in sources if n != MARK), key=lambda n: (n in INDICES, n))
     files = []
     for number, name in enumerate(names):
-        copy = np.zeros(1 if found[name].nbytes else 0, dtype=COPY)
-        if found[name].nbytes:
-            copy[0] = (number, 0, found[name].nbytes, 0, 0)
-        files.append(TargetFile(name, found[name].nbytes, (), copy))
-    return CopyPlan(tuple(found[name] for name in names), (("U8", "U8"),), tuple(files))
+        copy = np.zeros(1 if sources[name].nbytes else 0, dtype=COPY)
+        if sources[name].nbytes:
+            copy[0] = (number, 0, sources[name].nbytes, 0, 0)
+        files.append(TargetFile(name, sources[name].nbytes, (), copy))
+    return CopyPlan(tuple(sources[name] for name in names), (("U8", "U8"),), tuple(files))
 
 
 def _check_keys(directory: str, names: Collection[str]) -> None:
@@ -119,15 +119,15 @@ def _records(storage: Storage, path: str) -> tuple[Record, ...]:
         return ()  # a damaged file is copied without a check
 
 
-def is_there(storage: Storage, directory: str, plan: CopyPlan) -> bool:
-    """Return whether a directory holds exactly the files of a plan, by name and size."""
+def is_complete_copy(storage: Storage, directory: str, plan: CopyPlan) -> bool:
+    """Return whether a directory has exactly the files of a plan, by name and size."""
     if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
         return False
     return {n: e.nbytes for n, e in walk(storage, directory)} == {f.name: f.nbytes for f in plan.files}
 
 
-def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
-    """Read the sidecar files of a checkpoint's root that another root needs.
+def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSidecars:
+    """Read the sidecar files of a checkpoint's root for a copy to another root.
 
     Only files with known names of frameworks: the root may be a home directory with unrelated files.
 
@@ -135,27 +135,29 @@ def beside(checkpoint: Checkpoint, storage: Storage, root: str) -> Beside:
         LayoutError: The other root has a different sidecar file of the same name.
     """
     if not is_tagged(checkpoint):
-        return Beside({}, ())
-    carried: dict[str, bytes] = {}
+        return RootSidecars({}, ())
+    sidecars: dict[str, bytes] = {}
     modes: dict[str, int] = {}
-    left = []
+    not_copied = []
     source = connect(checkpoint.storage)
     for entry in source.listing(checkpoint.root):
         if entry.is_dir or _matches(entry.name, OWN):
             continue
-        if not _matches(entry.name, CARRIED) or entry.nbytes > MAX_BYTES:
-            left.append(entry.name)
+        if not _matches(entry.name, COPIED_SIDECARS) or entry.nbytes > MAX_BYTES:
+            not_copied.append(entry.name)
             continue
         data = _content(source, posixpath.join(checkpoint.root, entry.name))
         path = posixpath.join(root, entry.name)
         if not storage.exists(path):
-            carried[entry.name] = data
+            sidecars[entry.name] = data
             modes[entry.name] = mode_of_file(source, posixpath.join(checkpoint.root, entry.name))
         elif _content(storage, path) != data:
             hint = "choose another root: each trainer run needs its own"
-            raise LayoutError(path, f"differs from the file of that name beside {checkpoint.location}", hint)
-    what = f"{', '.join(left[:MAX_NAMED])}{' ...' if len(left) > MAX_NAMED else ''}"
-    return Beside(carried, (f"other files beside it are not copied: {what}",) if left else (), modes)
+            raise LayoutError(path, f"differs from the file of that name in {checkpoint.root}", hint)
+    what = f"{', '.join(not_copied[:MAX_NAMED])}{' ...' if len(not_copied) > MAX_NAMED else ''}"
+    return RootSidecars(
+        sidecars, (f"not copied: other files in the checkpoint's root ({what})",) if not_copied else (), modes
+    )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

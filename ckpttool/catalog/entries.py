@@ -1,4 +1,4 @@
-"""List the checkpoints under a root, and find out which are whole."""
+"""List the checkpoints under a root, and check which are complete."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import check_path
 from ckpttool.commit.manifest import commits, is_commit, read_manifest, size_problems
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 MAX_NUMBERS = 10_000
-"""Most numbers of a client state in an entry."""
+"""Maximum numbers of a client state in an entry."""
 MAX_VISITED = 10 * MAX_NUMBERS
-"""Most values of a client state to visit."""
+"""Maximum values of a client state to visit."""
 MAX_NAME = 1000
-"""Most characters of a number's dotted key; numbers with longer keys are omitted."""
+"""Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that holds checkpoints but is not one itself."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
@@ -64,7 +65,7 @@ class CatalogEntry:
     stage: int | None
     """ZeRO stage."""
     world_size: int | None
-    """Number of ranks that saved it."""
+    """Number of ranks of the saved run."""
     step: int | None
     """Steps of the engine."""
     nbytes: int
@@ -82,8 +83,8 @@ class CatalogEntry:
     metrics: Mapping[str, float]
     """Metrics of the manifest, and numbers of the client state by dotted key."""
     reported: bool = False
-    """Whether Ray Train's snapshot of the run lists it. Only Ray's own rules may remove it: without it the run does not
-    start again."""
+    """Whether Ray Train's snapshot of the run lists it. Only Ray's rules may remove it: the run cannot restart without
+    it."""
 
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
@@ -113,11 +114,11 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         options: Options of the storage.
 
     Raises:
+        ArgumentError: The path is empty.
         StorageError: The directory cannot be read.
         LayoutError: The directory holds no checkpoint, or another process writes it.
     """
-    if not root:
-        raise StorageError("ROOT", "is an empty name", "pass a directory that holds checkpoints")
+    check_path("root", root)
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
     root = without_credentials(local_path(root)).rstrip("/") or root
     if not is_url(root) and posixpath.basename(root) in {".", ".."}:
@@ -138,7 +139,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     except CkptError as error:
         reported = frozenset()
         problems.append(f"{posixpath.basename(error.path)} {error.problem}")
-    tasks = (partial(_look, storage, root, name, name in named, name in reported, options) for name in names)
+    tasks = (partial(_read_entry, storage, root, name, name in named, name in reported, options) for name in names)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [entry for entry in results if entry is not None]
@@ -209,7 +210,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
-def _look(
+def _read_entry(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)

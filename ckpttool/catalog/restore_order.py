@@ -33,12 +33,12 @@ class Candidate:
 
 
 def candidates(storage: Storage, root: str) -> list[Candidate]:
-    """Return the checkpoints that a run can resume from, best first.
+    """Return the checkpoints from which a run can resume, best first.
 
     The first is the checkpoint that ``latest`` names, unless a later commit still has its in-progress marker: that
     commit is then first, because a run was killed between the commit and the update of ``latest``. The others follow:
-    commits and plain DeepSpeed saves, later steps first, and for the same step later commits first. Unfinished saves
-    are omitted, and links that the storage does not follow. Modification times do not count.
+    commits and plain DeepSpeed saves, later steps first, and for the same step later commits first. Unfinished saves,
+    and links not followed by the storage, are omitted. Modification times do not count.
 
     Raises:
         StorageError: The root cannot be read.
@@ -47,8 +47,8 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
     if not storage.is_dir(root):
         return []
     entries = storage.listing(root)
-    found: list[tuple[tuple[int, int], Candidate]] = []
-    ahead: list[tuple[Candidate, Manifest]] = []
+    ranked: list[tuple[tuple[int, int], Candidate]] = []
+    later_commits: list[tuple[Candidate, Manifest]] = []
     named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""
     names = [e.name for e in entries if e.is_dir and not e.name.startswith(".")]
     names += [c.removeprefix(f"{root}/") for c in commits(storage, root) if posixpath.dirname(c) != root.rstrip("/")]
@@ -67,16 +67,18 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         if not committed and (is_marked or not any(parse_name(e.name) for e in inside if not e.is_dir)):
             continue
         candidate, manifest = Candidate(name, path, committed), _manifest(storage, path) if committed else None
-        found.append(((step_of(storage, path, name), 0 if manifest is None else manifest.number), candidate))
+        ranked.append(((step_of(storage, path, name), 0 if manifest is None else manifest.number), candidate))
         if manifest is not None:
             attempts[name] = manifest.attempt
             if is_marked and name != named:
-                ahead.append((candidate, manifest))
-    is_there = any(c.tag == named for _, c in found)
+                later_commits.append((candidate, manifest))
+    is_there = any(c.tag == named for _, c in ranked)
     in_order = [
-        c for c, manifest in ahead if is_there and (not manifest.number or manifest.parent == attempts.get(named, ""))
+        c
+        for c, manifest in later_commits
+        if is_there and (not manifest.number or manifest.parent == attempts.get(named, ""))
     ]
-    newest_first = sorted(found, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
+    newest_first = sorted(ranked, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
     in_order += [c for _, c in newest_first if c.tag == named]
     return list(dict.fromkeys([*in_order, *(c for _, c in newest_first)]))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.catalog.entries import CatalogEntry
 
 REPORTED = "Ray Train's snapshot lists it"
-"""Reason to keep a checkpoint that only Ray's own rules may remove."""
+"""Reason to keep a checkpoint of Ray Train: only Ray's rules may remove it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Decision:
     keep: bool
     """Whether to keep it."""
     reason: str
-    """The rules that keep it, or that no rule does."""
+    """The rules that keep it, or a note that no rule does."""
 
 
 @dataclass(frozen=True, slots=True)

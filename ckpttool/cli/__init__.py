@@ -14,7 +14,7 @@ from ckpttool._version import __version__
 from ckpttool.cli._errors import run
 
 COMMANDS = ("inspect", "consolidate", "convert", "verify", "diff", "stats", "extract", "ls", "cp", "prune")
-"""Commands; each is in the module of its name."""
+"""Commands; each has a module of its name."""
 GC_OBJECTS = 10_000
 """Allocations of containers between two garbage collections."""
 
@@ -23,11 +23,11 @@ class _Commands(click.Group):
     """Imports the module of a command when it is called: start-up takes half of the time of a small command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of all commands, sorted."""
+        """Return the names of all commands, sorted."""
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A command by its name; None if there is none."""
+        """Return a command by its name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)
@@ -37,14 +37,14 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="ckpttool")
 def cli() -> None:
-    """See, check and convert DeepSpeed ZeRO checkpoints, without torch and without running what is in them.
+    """Inspect, verify and convert DeepSpeed ZeRO checkpoints, without torch and without running code from them.
 
     SRC is a checkpoint root (with a file named latest), a tag's directory, a Hugging Face Trainer's checkpoint-N, a
     universal checkpoint, a directory of torch.distributed.checkpoint, or safetensors. Several SRC are directories of
-    one checkpoint that hold the files of some ranks each. All of them, and every output, may be URLs: s3://, gs://, az://
-    or whatever else fsspec reaches.
+    one checkpoint, each with the files of some ranks. Sources and outputs may be URLs: s3://, gs://, az:// or any other
+    scheme of fsspec.
 
-    Exit codes: 0 done; 1 the checkpoint is bad, the operation failed or checkpoints differ; 2 wrong usage.
+    Exit codes: 0 done; 1 the checkpoint is damaged, the operation failed or checkpoints differ; 2 wrong usage.
     """
 
 

@@ -21,7 +21,7 @@ CHARACTERS = 100
 
 
 def print_checkpoint(checkpoint: Checkpoint, name: str | None) -> None:
-    """Print all but the extents, or one parameter with them.
+    """Print everything except extents, or one parameter with its extents.
 
     Raises:
         PlanError: There is no parameter of that name.
@@ -64,7 +64,7 @@ def _everything(c: Checkpoint) -> dict[str, Any]:
             }
             for g in c.groups
         ],
-        "unsliceable": list(c.unsliceable),
+        "unsliceable": list(c.nonpartitionable),
         "scheduler": plain(c.scheduler),
         "loss_scaler": plain(c.loss_scaler),
         "client_state": plain(c.client_state),
@@ -89,10 +89,10 @@ def _parameter(c: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
-    """The states of a parameter or buffer, by its name or a tied one.
+    """Yield the states of a parameter or buffer, by its name or a tied name.
 
     Raises:
-        PlanError: There is none of that name.
+        PlanError: No parameter or buffer has that name.
     """
     stored = c.aliases.get(name, name)
     found = False
@@ -126,12 +126,12 @@ def _extent(c: Checkpoint, state: State, row: Any) -> dict[str, Any]:
 
 
 class _Plain:
-    """Turns unpickled values into what JSON knows, within a budget."""
+    """Converts unpickled values to JSON values, within a budget."""
 
     def __init__(self) -> None:
         self.left = MAX_VALUES
         self._inside: set[int] = set()
-        """Identities of the enclosing containers, at which a cycle ends."""
+        """Identities of the enclosing containers, to stop at cycles."""
 
     def __call__(self, value: Any) -> Any:
         self.left -= 1 + _length(value) // CHARACTERS
@@ -176,7 +176,7 @@ class _Plain:
 
 
 def _length(value: object) -> int:
-    """About how many characters a value that is no container takes."""
+    """Return the approximate number of characters of a value that is not a container."""
     if isinstance(value, str):
         return len(value)
     return value.bit_length() // 3 if isinstance(value, int) else 0

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, ParamGroup
 
 SHOWN = 12
-"""Names that a summary lists before it only counts."""
+"""Maximum number of names in a summary."""
 
 
 def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None) -> None:
-    """Print one view: a summary, parameters, ranks, files, or where one parameter lies."""
+    """Print one view: a summary, parameters, ranks, files, or the byte ranges of one parameter."""
     if name is not None:
         _print_parameter(checkpoint, name)
     elif view == "params":
@@ -52,7 +52,7 @@ def _print_summary(c: Checkpoint) -> None:
             ("loss scale", _loss_scale(c)),
             ("scheduler", _short(c.scheduler)),
             ("client state", _first([f"{_short(k)} {_short(v)}" for k, v in c.client_state.items()])),
-            ("not sliceable", _first(c.unsliceable)),
+            ("not sliceable", _first(c.nonpartitionable)),
         ]
     )
     if c.groups:
@@ -61,7 +61,7 @@ def _print_summary(c: Checkpoint) -> None:
 
 
 def _title(c: Checkpoint) -> list[str]:
-    """What the checkpoint is, in a few words."""
+    """Return format, topology and step of the checkpoint, in a few words."""
     over = _ranks(c)
     kinds = {
         "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
@@ -91,7 +91,7 @@ def _ranks(c: Checkpoint) -> str:
 
 
 def _counts(c: Checkpoint) -> list[str]:
-    """Parameters by whether they are trained, as far as that is known."""
+    """Return the numbers of trained, frozen and unclassified parameters."""
     kinds: dict[str, list[int]] = {}
     for p in c.parameters:
         kind = "frozen" if p.frozen else "" if p.group == UNKNOWN_GROUP else "trainable"
@@ -195,7 +195,7 @@ def _print_parameter(c: Checkpoint, name: str) -> None:
 
 
 def dtype(name: str) -> str:
-    """bf16 rather than BF16 for the types that people train in."""
+    """Return the usual name of a dtype: bf16 for BF16."""
     return SHORT_NAMES.get(name, name.lower())
 
 
@@ -204,7 +204,7 @@ def _plural(count: int, word: str) -> str:
 
 
 def _first(items: Sequence[str]) -> str:
-    """The first few of a list, and how many more there are."""
+    """Return the first few items of a list, and the number of the others."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
@@ -222,7 +222,7 @@ def _states(c: Checkpoint) -> str:
 
 
 def _state(key: str, kind: str) -> str:
-    """A state with its type, unless they are equal: fp32 master weights are called fp32 in any type."""
+    """Return a state with its dtype, unless they are equal: the fp32 master weights are named fp32 in any dtype."""
     return key if key == dtype(kind) else f"{key} {dtype(kind)}"
 
 
@@ -238,7 +238,7 @@ def _loss_scale(c: Checkpoint) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value in a few words: scalars as they are, containers by their size."""
+    """Return a value in a few words: scalars unchanged, containers by their size."""
     if value is None:
         return ""
     if isinstance(value, float):

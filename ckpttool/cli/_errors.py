@@ -26,14 +26,16 @@ INTERRUPTED = 130
 EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")
 """Packages that register functions for the end of the process."""
 FLAGS = {"storage_options": "storage_option"}
-"""Options that are called otherwise than the parameter."""
+"""Options whose name differs from the parameter's."""
+POSITIONAL = frozenset({"src", "out", "dst", "root"})
+"""Parameters without a flag: the usage line shows them in capitals."""
 
 
 def run(command: click.Command) -> NoReturn:
-    """Run the command line and leave."""
+    """Run the command line and end the process."""
     # Log lines of libraries would hide the error's one line.
     logging.getLogger().addHandler(logging.NullHandler())
-    # SIGTERM ends the command as Ctrl-C does, so that half-written output is removed.
+    # SIGTERM ends the command like Ctrl-C, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
     sys.excepthook = _print_bug
     _leave(invoke(command, sys.argv[1:]))
@@ -42,7 +44,7 @@ def run(command: click.Command) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """End the process; a local command skips the destruction of modules, which takes 20 ms with numpy.
 
-    Python's full way out is taken where a library, a thread or a profiler may have work to do at the end.
+    Python exits normally if a library, a thread or a profiler may have work to do at the end.
     """
     libraries = not sys.modules.keys().isdisjoint(EXIT_WORK)
     if libraries or threading.active_count() > 1 or sys.gettrace() or sys.getprofile():
@@ -76,23 +78,24 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
 
 
 def with_flags(error: CkptError) -> str:
-    """The line of an error, with the flags of the command line in place of the parameters that its hint names."""
+    """Return the line of an error, with flags of the command line in place of the parameters in its hint."""
     line = str(error)
     if isinstance(error, ArgumentError):
-        line = _flag(error.path) + line.removeprefix(error.path)
+        shown = error.path.upper() if error.path in POSITIONAL else _flag(error.path)
+        line = shown + line.removeprefix(error.path)
     hint = printable(error.hint)
     return line.removesuffix(hint) + hint_with_flags(hint, error.options)
 
 
 def hint_with_flags(hint: str, options: Iterable[str]) -> str:
-    """A hint with the flags of the command line in place of the parameters ``options`` that it names."""
+    """Return a hint with flags of the command line in place of the parameters ``options``."""
     for name in options:
         hint = _parameter(name).sub(partial(_as_flag, name), hint)
     return hint
 
 
 def _parameter(name: str) -> re.Pattern[str]:
-    """A parameter in a hint, alone or with its value: ``overwrite=True``, ``to="zero"``."""
+    """Return a pattern for a parameter in a hint, alone or with its value: ``overwrite=True``, ``to="zero"``."""
     return re.compile(rf'\b{name}\b(?:=True\b|="([^"]*)")?')
 
 
@@ -113,7 +116,7 @@ def _shown(error: click.ClickException) -> str:
 
 
 def _print_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of a bug without secrets: people paste it where others read it."""
+    """Print the traceback of a bug without secrets: users paste it into public reports."""
     sys.stderr.write(hide_secrets("".join(traceback.format_exception(kind, error, trace))))
 
 

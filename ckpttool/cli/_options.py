@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckpttool.budget import OPTION
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
 from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.units import parse_size
 
@@ -30,16 +32,16 @@ class Size(click.ParamType[int]):
     name = "SIZE"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read a size, or fail as wrong usage."""
+        """Parse a size; fail as wrong usage."""
         try:
             return parse_size(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+        except ArgumentError as error:
+            self.fail(f"{brief(value)} is not a size: {error.hint}", param, ctx)
 
 
 sources_argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...")
 out_argument = click.argument("out", type=click.Path())
-tag_option = click.option("--tag", metavar="TAG", help="Which checkpoint of a root.  [default: the one latest names]")
+tag_option = click.option("--tag", metavar="TAG", help="Tag of the checkpoint in a root.  [default: the tag in latest]")
 trust_option = click.option(
     "--trust-names", is_flag=True, help="Accept files whose content names another file name, after a deliberate rename."
 )
@@ -56,7 +58,7 @@ memory_option = click.option(
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
-    help="Threads.  [default: one a core (at most 4), 4 or 6 onto ext4 and xfs, 16 where a storage is remote]",
+    help="Threads.  [default: one per core (at most 4), 4 or 6 onto ext4 and xfs, 16 for remote storages]",
 )
 
 
@@ -71,7 +73,7 @@ ray_option = click.option(
 
 
 def _storage_options(context: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
-    """Key=value pairs as fsspec takes them; dots make dictionaries."""
+    """Parse KEY=VALUE pairs into fsspec options; dots make nested dictionaries."""
     result: dict[str, Any] = {}
     for text in values:
         path, equals, value = text.partition("=")
@@ -101,7 +103,7 @@ def _follow_links(context: click.Context, _: click.Parameter, value: bool) -> No
 
 
 def _plain(key: str, value: str) -> Any:
-    """Parse numbers and truth values, but not user names and secrets, which are always text."""
+    """Parse numbers and truth values; user names and secrets are always text."""
     if key in {"key", "secret", "token", "username", "password", "account_name", "account_key"}:
         return value
     if value in {"true", "false", "null"} or re.fullmatch(r"-?\d+", value):
@@ -110,7 +112,7 @@ def _plain(key: str, value: str) -> Any:
 
 
 def storage_option(function: F) -> F:
-    """Add ``--storage-option``, and ``--follow-links`` and ``--open-budget``, which are options of a storage."""
+    """Add ``--storage-option``, ``--follow-links`` and ``--open-budget``: options of a storage."""
     function = click.option(
         "--open-budget",
         type=click.FloatRange(min=0, min_open=True),
@@ -169,11 +171,11 @@ def check_options(function: F) -> F:
 
 
 def debug_option(function: F) -> F:
-    """Add ``--debug``, which ``_errors`` reads from the arguments."""
+    """Add ``--debug``; ``_errors`` reads it from the arguments."""
     help_text = "Show the traceback of an error."
     return click.option("--debug", is_flag=True, expose_value=False, help=help_text)(function)
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; the library alone has the defaults of the others."""
+    """Return the given options; the library has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

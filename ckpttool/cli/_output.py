@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 SECONDS_BEFORE_BAR = 0.5
-"""Work that is over sooner needs no bar."""
+"""Seconds of work before a bar appears."""
 SECONDS_BETWEEN_LINES = 60.0
-"""Seconds between lines of progress where stderr is no terminal."""
+"""Seconds between lines of progress if stderr is not a terminal."""
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
@@ -37,7 +37,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     Args:
         columns: Headings.
         rows: Cells.
-        right: Headings of columns to align at the right.
+        right: Headings of right-aligned columns.
     """
     cells = [[printable(cell, 0) for cell in row] for row in rows]
     aligned = [column in right for column in columns]
@@ -64,12 +64,12 @@ def print_line(text: str, *, color: str | None = None) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print a dataclass of plain values, or such values, as JSON; a dataclass's field names are its keys."""
+    """Print plain values or dataclasses of them as JSON; the keys of a dataclass are its field names."""
     _write(json.dumps(_as_plain(data), indent=2, allow_nan=False) + "\n")
 
 
 def _as_plain(data: Any) -> Any:
-    """Dataclasses as mappings, and numbers that JSON has not (NaN, infinity) as texts."""
+    """Return dataclasses as mappings, and NaN and infinity, which JSON lacks, as text."""
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return {
             f.name: _as_plain(getattr(data, f.name)) for f in dataclasses.fields(data) if f.metadata.get("json", True)
@@ -84,7 +84,7 @@ def _as_plain(data: Any) -> Any:
 
 
 def _plain(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """Aligned columns for files and pipes: nothing is wrapped or cut."""
+    """Return aligned columns for files and pipes, without wrapping or truncation."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -94,14 +94,14 @@ def _plain(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
 
 
 def _drawn(header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_edge=False, show_header=header is not None, header_style="bold")
     for i, at_right in enumerate(right):
-        # A name that is cut is of no use: where the terminal is too narrow, it is folded.
+        # A truncated name is useless: a narrow terminal folds it.
         style = "bold" if header is None and i == 0 else ""
         heading = Text(header[i]) if header else ""
         table.add_column(heading, justify="right" if at_right else "left", overflow="fold", style=style)
@@ -114,16 +114,16 @@ def _drawn(header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: S
 
 
 def _write(text: str) -> None:
-    """Write to stdout. A reader that has seen enough (``| head``) is no error, a full disk is.
+    """Write to stdout. A closed pipe (``| head``) is not an error, a full disk is.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: Writing failed.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # What could not be written must not be tried again when Python ends.
+        # Python must not try to flush the rest when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise storage_error("standard output", error) from error
@@ -131,7 +131,7 @@ def _write(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Progress]:
-    """A bar on a terminal, a line every minute elsewhere; nothing for work that is over at once, or that fails then."""
+    """Show a bar on a terminal, a line every minute elsewhere; nothing for work that ends or fails at once."""
     if sys.stderr.isatty():
         with _bar(what) as progress:
             yield progress

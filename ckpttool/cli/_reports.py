@@ -1,4 +1,4 @@
-"""Reports as a person reads them."""
+"""Print reports as text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 WHO_LOADS = {"zero": "load_checkpoint", "universal": "load_universal", "dcp": "torch.distributed.checkpoint"}
-"""The loader of each target."""
+"""Name of each target's loader."""
 
 
 def print_copy_report(report: CopyReport) -> None:
-    """The files written, or planned by a dry run."""
+    """Print the written files, or those planned by a dry run."""
     verb = "would write" if report.dry_run else "wrote"
     took = "" if report.dry_run else f" in {report.seconds:.1f} s"
     print_line(
@@ -51,7 +51,7 @@ def print_copy_report(report: CopyReport) -> None:
 
 
 def print_checks(checks: ReadReport | None) -> None:
-    """Records and files that were not compared with a checksum."""
+    """Print the records and files without a compared checksum."""
     if checks is None:
         return
     if checks.unchecked:
@@ -63,14 +63,14 @@ def print_checks(checks: ReadReport | None) -> None:
         )
     if checks.without:
         print_line(
-            f"note: {len(checks.without):,} files carry no checksum for all of their bytes "
+            f"note: {len(checks.without):,} files have bytes without a checksum "
             f"({checks.without[0]}{', ...' if len(checks.without) > 1 else ''})",
             color="yellow",
         )
 
 
 def print_convert_report(report: ConvertReport) -> None:
-    """The files written, or planned by a dry run."""
+    """Print the written files, or those planned by a dry run."""
     verb = "would write" if report.dry_run else "wrote"
     took = "" if report.dry_run else f" in {report.seconds:.1f} s"
     print_line(
@@ -83,7 +83,7 @@ def print_convert_report(report: ConvertReport) -> None:
 
 
 def print_transfer_report(report: TransferReport) -> None:
-    """The size of the copy and its notes."""
+    """Print the size of the copy and its notes."""
     print_line(
         f"{report.out}: copied {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
         f"{', latest names it' if report.latest else ''}"
@@ -96,7 +96,7 @@ def print_transfer_report(report: TransferReport) -> None:
 
 
 def print_catalog(found: Catalog) -> None:
-    """One row for each checkpoint, then defects of latest."""
+    """Print one row for each checkpoint, then defects of latest."""
     now = time.time()
     rows = [
         (
@@ -137,7 +137,7 @@ def _number(value: int | None) -> str:
 
 
 def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
-    """One row for each checkpoint, then what that frees."""
+    """Print one row for each checkpoint, then the freed bytes."""
     verbs = ("would go" if dry_run else "removed", "stays")
     rows = [(d.entry.name, verbs[d.keep], format_size(d.entry.nbytes), d.reason) for d in decisions]
     print_table(["checkpoint", "", "size", "why"], rows, right=["size"])
@@ -147,7 +147,7 @@ def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
 
 
 def print_diff_report(report: DiffReport) -> None:
-    """One row for each tensor that differs, then the verdict."""
+    """Print one row for each tensor that differs, then the verdict."""
     different = report.different
     if different:
         rows = [
@@ -184,7 +184,7 @@ def _side(difference: Difference, side: int) -> str:
 
 
 def print_stats(found: Sequence[TensorStats]) -> None:
-    """One row for each tensor, then the number of tensors with NaN or infinity."""
+    """Print one row for each tensor, then the number of tensors with NaN or infinity."""
     rows = [
         (
             t.name,
@@ -204,22 +204,24 @@ def print_stats(found: Sequence[TensorStats]) -> None:
 
 
 def print_verify_report(report: VerifyReport) -> None:
-    """One line for each finding, then the number of files, tensors and checksums."""
+    """Print one line for each finding, then the number of files, tensors and checksums."""
     for finding in report.findings:
         print_line(f"{finding.path}: {finding.problem}" + (f"; {finding.hint}" if finding.hint else ""))
     if not report.files:
         print_line(f"{report.location}: cannot be read as a checkpoint", color="red")
         return
-    looked = f"{report.files} files, {format_size(report.nbytes)}, {report.tensors} tensors"
+    contents = f"{report.files} files, {format_size(report.nbytes)}, {report.tensors} tensors"
     if report.deep:
-        looked += f", {report.records_checked} checksums"
+        contents += f", {report.records_checked} checksums"
         if report.records_unrecorded:
-            looked += f" ({report.records_unrecorded} not recorded)"
+            contents += f" ({report.records_unrecorded} not recorded)"
     count = len(report.findings)
     verdict = "sound" if not count else f"{count} finding{'s' if count > 1 else ''}"
-    how = "every byte read" if report.deep else "structure and samples; --deep reads every byte"
-    print_line(f"{report.location}: {verdict} ({looked}; {how})", color="red" if count else "green")
+    depth = "every byte read" if report.deep else "structure and samples; --deep reads every byte"
+    print_line(f"{report.location}: {verdict} ({contents}; {depth})", color="red" if count else "green")
     if report.unplaced:
         shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
-        told = f"nothing in {len(report.unplaced)} files tells whose they are ({shown}), and there is no manifest"
-        print_line(f"note: {told}: two of one shape that were swapped would not be noticed")
+        problem = (
+            f"{len(report.unplaced)} files do not identify their rank or parameter ({shown}), and there is no manifest"
+        )
+        print_line(f"note: {problem}: two of one shape that were swapped would not be noticed")

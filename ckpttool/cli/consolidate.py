@@ -40,7 +40,7 @@ def consolidate(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> 
     """Merge the shards of SRC into whole weights in the directory OUT.
 
     Parameters come from the fp32 master weights. OUT gets the names that Hugging Face's libraries look for, and the
-    configuration and tokenizer that lie beside the checkpoint. OUT appears whole or not at all.
+    configuration and tokenizer in the checkpoint's root. OUT appears complete or not at all.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar

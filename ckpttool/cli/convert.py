@@ -9,7 +9,7 @@ import click
 from ckpttool.cli import _options as options
 
 FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype")
-"""Options that only ``--to zero`` takes."""
+"""Options of ``--to zero``."""
 
 
 @click.command(short_help="Write a checkpoint for another number of ranks, stage or loader.")
@@ -27,17 +27,17 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 @click.option(
     "--round-robin/--no-round-robin",
     default=None,
-    help="Whether that run has round_robin_gradients.  [default: the source's]",
+    help="Whether that run uses round_robin_gradients.  [default: the source's]",
 )
 @click.option(
     "--expert-parallel",
     type=click.IntRange(1),
-    help="Ranks that run spreads experts over (autoep_size, ep_size).  [default: the source's]",
+    help="Expert-parallel size of that run (autoep_size, ep_size).  [default: the source's]",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Type that run computes in, if SRC is weights alone or DCP.  [default: the type of weights alone]",
+    help="Compute dtype of that run, if SRC is weights-only or DCP.  [default: the dtype of the weights]",
 )
 @click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
 @options.check_options
@@ -53,10 +53,10 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 @options.storage_option
 @options.debug_option
 def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
-    """Write the checkpoint SRC anew in OUT, bit for bit the same values.
+    """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
-    load_universal reads it), or for torch.distributed.checkpoint (dcp). OUT appears whole or not at all.
+    load_universal reads it), or for torch.distributed.checkpoint (dcp). OUT appears complete or not at all.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
@@ -75,12 +75,12 @@ def _check_usage(given: dict[str, Any]) -> None:
     """Refuse options that exclude each other.
 
     Raises:
-        click.UsageError: They do.
+        click.UsageError: Two options exclude each other.
     """
     if given["to"] == "zero" and given["world_size"] is None:
         raise click.UsageError("--to zero needs --world-size")
     for name in FOR_ZERO:
         if given["to"] != "zero" and given[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} goes with --to zero alone")
+            raise click.UsageError(f"--{name.replace('_', '-')} is only for --to zero")
     if given["prove"] and given["dry_run"]:
         raise click.UsageError("--prove needs the output that --dry-run does not write")

@@ -27,7 +27,7 @@ from ckpttool.cli import _options as options
 def cp(src: tuple[str, ...], dst: str, as_json: bool, **given: Any) -> None:
     """Copy the checkpoint SRC into the root DST: the directory of its tag, and its sidecar files.
 
-    SRC and DST may lie on different storages. latest is written when the whole copy is there and was read back.
+    SRC and DST may be on different storages. latest is written after the whole copy was read back.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar

@@ -24,10 +24,10 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
-    """Compare the weights and optimizer states of A and B by name, whatever format and topology each has.
+    """Compare the weights and optimizer states of A and B by name, for any formats and topologies.
 
-    Weights are the fp32 master weights where a checkpoint has them. Prints what differs and exits with 1, or with 0 if
-    A and B are equal.
+    Weights are the fp32 master weights, if present. Prints the differences and exits with 1, or with 0 if A and B are
+    equal.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar

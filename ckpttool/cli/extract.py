@@ -25,7 +25,7 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def extract(src: tuple[str, ...], name: str, out: str, part: str | None, **given: Any) -> None:
-    """Write the tensor NAME of SRC to a file; only its bytes are read."""
+    """Write the tensor NAME of SRC to a file; reads only its bytes."""
     import ckpttool
     from ckpttool.cli._output import print_line
     from ckpttool.units import format_size
@@ -38,7 +38,7 @@ def extract(src: tuple[str, ...], name: str, out: str, part: str | None, **given
 
 
 def _index(text: str | None) -> tuple[int | slice, ...] | None:
-    """An index as Python writes it between brackets."""
+    """Parse an index in Python's notation between brackets."""
     if text is None:
         return None
     result: list[int | slice] = []

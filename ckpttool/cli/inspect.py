@@ -9,13 +9,13 @@ import click
 from ckpttool.cli import _options as options
 
 
-@click.command(short_help="Show what is in a checkpoint.")
+@click.command(short_help="Show the content of a checkpoint.")
 @options.sources_argument
 @options.tag_option
 @click.option("--params", "view", flag_value="params", help="One row for each parameter, buffer and tied name.")
 @click.option("--ranks", "view", flag_value="ranks", help="One row for each rank: what it holds.")
 @click.option("--files", "view", flag_value="files", help="One row for each file.")
-@click.option("--param", "name", metavar="NAME", help="Where each byte of one parameter lies.")
+@click.option("--param", "name", metavar="NAME", help="Show the byte ranges of one parameter.")
 @click.option("--digest", is_flag=True, help="Digests of all values, the same however they are sharded (reads them).")
 @options.json_option
 @options.trust_option
@@ -24,10 +24,10 @@ from ckpttool.cli import _options as options
 def inspect(
     src: tuple[str, ...], view: str | None, name: str | None, digest: bool, as_json: bool, **given: Any
 ) -> None:
-    """Show what is in a checkpoint: reads a few kilobytes, whatever its size.
+    """Show the content of a checkpoint; reads a few kilobytes, for any size.
 
     Without a view: format, topology, versions, totals and parameter groups. Several SRC are directories of one
-    checkpoint that hold the files of some ranks each.
+    checkpoint, each with the files of some ranks.
     """
     import ckpttool
     from ckpttool.cli import _checkpoint_json, _checkpoint_tables

@@ -15,7 +15,7 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def ls(root: str, as_json: bool, **given: Any) -> None:
-    """List the checkpoints in the directory ROOT, oldest first: step, ranks, size, age, whole or torn.
+    """List the checkpoints in the directory ROOT, oldest first: step, ranks, size, age, complete or torn.
 
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint.
     """

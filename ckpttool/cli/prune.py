@@ -25,8 +25,8 @@ from ckpttool.cli import _options as options
 def prune(root: str, as_json: bool, **given: Any) -> None:
     """Remove checkpoints from the directory ROOT, and print the reason for each.
 
-    A checkpoint stays if any rule keeps it. The newest whole one stays, and so do the one that latest names, those in
-    the snapshot of a Ray Train run, torn ones (a save may be running) and all that are not native ZeRO checkpoints.
+    A checkpoint stays if any rule keeps it. The newest complete checkpoint always stays; so do the one in latest, those
+    in the snapshot of a Ray Train run, torn ones (a save may be running) and all that are not native ZeRO checkpoints.
     """
     import ckpttool
     from ckpttool.catalog.retention import parse_best
@@ -39,7 +39,7 @@ def prune(root: str, as_json: bool, **given: Any) -> None:
         try:
             parse_best(given["keep_best"])
         except ValueError:
-            raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT behind it") from None
+            raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT after it") from None
     decisions = ckpttool.prune(root, **options.chosen(given))
     if as_json:
         print_json(decisions)

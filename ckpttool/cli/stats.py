@@ -23,7 +23,7 @@ from ckpttool.cli import _options as options
 def stats(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of SRC.
 
-    Weights are the fp32 master weights where SRC has them. Every value is read once, in small parts.
+    Weights are the fp32 master weights, if present. Reads every value once, in small parts.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar

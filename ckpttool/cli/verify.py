@@ -20,7 +20,7 @@ from ckpttool.cli import _options as options
 @click.option(
     "--key",
     metavar="FILE|env:NAME",
-    help="Also check that it was signed with the key in a file or an environment variable; reads every byte.",
+    help="Also check the signature with the key in a file or an environment variable; reads every byte.",
 )
 @options.jobs_option
 @options.json_option
@@ -28,7 +28,7 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def verify(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
-    """Check that a checkpoint is whole and sound: every rank's file there, intact and in agreement with the others.
+    """Check that a checkpoint is complete and sound: every rank's file exists, is intact and agrees with the others.
 
     Prints one line for each finding and exits with 1 if there is any.
     """

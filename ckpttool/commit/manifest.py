@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import MEMORY, opening, saw, take
+from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.errors import LayoutError, PlanError, StorageError
@@ -197,8 +197,8 @@ def _check_size(storage: Storage, directory: str, path: str, nbytes: int) -> Non
     with opening():
         for name, entry in walk(storage, directory):
             if name != MANIFEST:
-                saw(name, entry.nbytes)
-        take(MEMORY, MEMORY_OF_JSON * nbytes, path)
+                note_file(name, entry.nbytes)
+        spend(MEMORY, MEMORY_OF_JSON * nbytes, path)
 
 
 class _LaterError(Exception):

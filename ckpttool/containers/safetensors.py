@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import MEMORY, saw, take
+from ckpttool.budget import MEMORY, note_file, spend
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import ContainerError
 from ckpttool.messages import brief
@@ -58,11 +58,11 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
         ContainerError: The header is cut off or does not describe the file exactly.
     """
     size = reader.nbytes
-    saw(reader.path, size)
+    note_file(reader.path, size)
     length = int.from_bytes(reader.read(0, 8), "little") if size >= 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
         raise ContainerError(reader.path, "its safetensors header is cut off", _HINT)
-    take(MEMORY, MEMORY_OF_JSON * length, reader.path)
+    spend(MEMORY, MEMORY_OF_JSON * length, reader.path)
     try:
         header = json.loads(reader.read(8, 8 + length), object_pairs_hook=_no_duplicates)
         metadata = _metadata(header.pop("__metadata__", {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import saw
+from ckpttool.budget import note_file
 from ckpttool.checksums import Record, crc32
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
@@ -73,7 +73,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
         ContainerError: The file is something else, is damaged, or is hostile.
         StorageError: The file cannot be read.
     """
-    saw(reader.path, reader.nbytes)
+    note_file(reader.path, reader.nbytes)
     if reader.nbytes == 0:
         raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
     if reader.remote:

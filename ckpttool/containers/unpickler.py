@@ -19,7 +19,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import MEMORY, left, take
+from ckpttool.budget import MEMORY, left, spend
 from ckpttool.containers.pickle_machine import Machine, RefusedError, Truncated
 from ckpttool.containers.pickle_opcodes import run
 from ckpttool.containers.values import Opaque, TensorRef, children
@@ -68,7 +68,7 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
     machine = Machine(data, start, allowed)
     try:
         value = run(machine)
-        take(MEMORY, allowed - machine.memory_left, path)
+        spend(MEMORY, allowed - machine.memory_left, path)
     except struct.error:
         raise Truncated from None  # it is only raised where fewer bytes are left than a number takes
     except RefusedError as error:

@@ -1,4 +1,4 @@
-"""Compare 16-bit copies with their fp32 master weights, as the consistency checks of a plan say."""
+"""Run consistency checks: compare 16-bit copies with their fp32 master weights."""
 
 from __future__ import annotations
 

@@ -41,12 +41,12 @@ TASK_BYTES = 64 << 20
 MAX_PARTS = 256
 """Maximum number of file parts in a task, however small they are."""
 PAUSES = (0.1, 0.4, 1.5)
-"""Seconds between looks for a directory made on another node: network file systems cache its absence."""
-SHARE = "all nodes must see the same files at the same path, or take URLs"
+"""Pauses in seconds between two checks for a directory of another node: network file systems cache its absence."""
+SHARE_HINT = "all nodes must see the same files at the same path, or take URLs"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class TaskContext:
     """The data that all tasks of a plan share. It can be pickled."""
 
     sources: tuple[SourceFile, ...]
@@ -79,7 +79,7 @@ class TaskPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """The unit of work of a worker. It can be pickled."""
+    """A unit of work for one worker. It can be pickled."""
 
     number: int
     """0, 1, 2, ... in order of creation."""
@@ -93,7 +93,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Done:
+class TaskResult:
     """The result of a task."""
 
     number: int
@@ -105,13 +105,13 @@ class Done:
     opened: frozenset[int]
     """Indexes of the sources that the task read."""
     fragments: NDArray[np.void] | None = None
-    """Rows of FRAGMENT: checksums of the bytes read; None if ``Work.checked`` is False."""
+    """Rows of FRAGMENT: checksums of the bytes read; None if ``TaskContext.checked`` is False."""
 
 
 class Workers(Protocol):
     """Processes that run tasks."""
 
-    def run(self, work: Work, tasks: Iterator[Task]) -> Generator[Done, None, None]:
+    def run(self, context: TaskContext, tasks: Iterator[Task]) -> Generator[TaskResult, None, None]:
         """Run tasks, as many at once as fit; yield results in the order of completion.
 
         After the generator is closed or raises, no task is running.
@@ -149,31 +149,36 @@ def run(
             for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
         place = output.place()
-        work = Work(
-            tuple(map(_absolute, plan.sources)), plan.casts, place, copies=place is not None and not sources.remote,
-            jobs=jobs, memory=memory, checked=checks is not None,
-        )  # fmt: skip
-    begun: dict[int, list[Target]] = {}
-    given: dict[int, Task] = {}
+        context = TaskContext(
+            tuple(map(_with_full_path, plan.sources)),
+            plan.casts,
+            place,
+            copies=place is not None and not sources.remote,
+            jobs=jobs,
+            memory=memory,
+            checked=checks is not None,
+        )
+    open_targets: dict[int, list[Target]] = {}
+    pending: dict[int, Task] = {}
     overflowed, opened = 0, set[int]()
 
     def tasks() -> Iterator[Task]:
-        for number, found in enumerate(_batches(plan, output, work, task_bytes or TASK_BYTES, advance, checks)):
-            begun[number] = [target for target, _ in found]
-            given[number] = Task(number, tuple(part for _, part in found))
-            yield given[number]
+        for number, batch in enumerate(_batches(plan, output, context, task_bytes or TASK_BYTES, advance, checks)):
+            open_targets[number] = [target for target, _ in batch]
+            pending[number] = Task(number, tuple(part for _, part in batch))
+            yield pending[number]
 
-    with contextlib.closing(workers.run(work, tasks())) as finished:
-        for done in finished:
-            overflowed += done.overflowed
-            opened |= done.opened
-            if checks is not None and done.fragments is not None:
-                checks.add(done.fragments)
-                checks.note_files(done.opened)
-            parts = given.pop(done.number).parts
-            for target, part, results in zip(begun.pop(done.number), parts, done.results, strict=True):
-                for (start, end), result in zip(part.ranges, results, strict=True):
-                    target.accept(start, end - start, result)
+    with contextlib.closing(workers.run(context, tasks())) as finished:
+        for result in finished:
+            overflowed += result.overflowed
+            opened |= result.opened
+            if checks is not None and result.fragments is not None:
+                checks.add(result.fragments)
+                checks.note_files(result.opened)
+            parts = pending.pop(result.number).parts
+            for target, part, results in zip(open_targets.pop(result.number), parts, result.results, strict=True):
+                for (start, end), part_result in zip(part.ranges, results, strict=True):
+                    target.accept(start, end - start, part_result)
                     advance(end - start)
     with Sources(plan.sources, checks) as sources:
         sources.check_as_planned(sorted(opened))
@@ -185,23 +190,23 @@ def run(
 
 
 def _batches(
-    plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance, checks: ReadChecks | None
+    plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[list[tuple[Target, TaskPart]]]:
-    """Yield the file parts of each task; a file is begun when its first task is requested."""
-    found: list[tuple[Target, TaskPart]] = []
-    held = 0
-    for target, part in _task_parts(plan, output, work, task_bytes, advance, checks):
-        found.append((target, part))
-        held += sum(end - start for start, end in part.ranges)
-        if held >= task_bytes or len(found) == MAX_PARTS:
-            yield found
-            found, held = [], 0
-    if found:
-        yield found
+    """Yield the file parts of each task; a file is opened when its first task is requested."""
+    batch: list[tuple[Target, TaskPart]] = []
+    nbytes = 0
+    for target, part in _task_parts(plan, output, context, task_bytes, advance, checks):
+        batch.append((target, part))
+        nbytes += sum(end - start for start, end in part.ranges)
+        if nbytes >= task_bytes or len(batch) == MAX_PARTS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _task_parts(
-    plan: CopyPlan, output: Output, work: Work, task_bytes: int, advance: Advance, checks: ReadChecks | None
+    plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[tuple[Target, TaskPart]]:
     for file in plan.files:
         if output.has(file):
@@ -212,10 +217,10 @@ def _task_parts(
         skipped = False
         target, splitter = output.begin(file), FileSplitter(plan.casts, file)
         writer, size = target.part_writer(), target.part_bytes
-        step = task_bytes if work.copies else -(-task_bytes // size) * size
+        step = task_bytes if context.copies else -(-task_bytes // size) * size
         for start in range(0, max(file.nbytes, 1), step):
             end = min(start + step, file.nbytes)
-            if work.copies:
+            if context.copies:
                 yield target, TaskPart(writer, splitter.beginning(start, end), ((start, end),))
                 continue
             ranges = []
@@ -235,11 +240,11 @@ def _task_parts(
 # ----------------------------------------------------------------------------------------------- in the worker
 
 
-def do(work: Work, task: Task, *, node: str = "") -> Done:
-    """Run a task; any process may, any number of times.
+def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
+    """Run a task, in any process; a repeated run gives the same output.
 
     Args:
-        work: The data that all tasks share.
+        context: The data that all tasks share.
         task: The task.
         node: Name of this node in errors; "" on the node that made the plan.
 
@@ -247,36 +252,36 @@ def do(work: Work, task: Task, *, node: str = "") -> Done:
         StorageError: Reading or writing failed, a source changed meanwhile, or this node sees other files.
         ContainerError: A source is damaged.
     """
-    if work.place is not None:
-        _check_place(work.place, node)
-    plan = CopyPlan(work.sources, work.casts, ())
-    checks = ReadChecks(work.sources) if work.checked else None
-    with _SourcesOf(work.sources, node, checks) as sources:
+    if context.place is not None:
+        _check_directory(context.place, node)
+    plan = CopyPlan(context.sources, context.casts, ())
+    checks = ReadChecks(context.sources) if context.checked else None
+    with _NodeSources(context.sources, node, checks) as sources:
         results: tuple[tuple[Any, ...], ...]
-        if work.copies:
-            overflowed = sum(_copy(plan, part, sources, work.jobs or 1) for part in task.parts)
+        if context.copies:
+            overflowed = sum(_copy(plan, part, sources, context.jobs or 1) for part in task.parts)
             results = tuple((None,) * len(part.ranges) for part in task.parts)
         else:
-            overflowed, results = _assemble(plan, task, sources, work)
+            overflowed, results = _assemble_parts(plan, task, sources, context)
         fragments = None if checks is None else checks.take_fragments()
-        return Done(task.number, results, overflowed, frozenset(sources.opened), fragments)
+        return TaskResult(task.number, results, overflowed, frozenset(sources.opened), fragments)
 
 
-def _check_place(place: Place, node: str) -> None:
+def _check_directory(place: Place, node: str) -> None:
     for pause in (*PAUSES, 0.0):
         if place.is_here():
             return
         time.sleep(pause)
     problem = f"is not the same directory on node {node}" if node else "was removed while it was being written"
-    raise StorageError(place.directory, problem, SHARE if node else "try again")
+    raise StorageError(place.directory, problem, SHARE_HINT if node else "try again")
 
 
-def _absolute(file: SourceFile) -> SourceFile:
+def _with_full_path(file: SourceFile) -> SourceFile:
     """Return a source with its full path: workers have other working directories."""
     return file if file.storage.remote else replace(file, path=os.path.abspath(file.path))
 
 
-class _SourcesOf(Sources):
+class _NodeSources(Sources):
     """Sources on a worker's node: errors of local files name the node."""
 
     def __init__(self, files: tuple[SourceFile, ...], node: str, checks: ReadChecks | None) -> None:
@@ -289,7 +294,7 @@ class _SourcesOf(Sources):
         except StorageError as error:
             if not self._node or file.storage.remote:
                 raise
-            raise StorageError(file.path, f"{error.problem}, as node {self._node} sees it", SHARE) from error
+            raise StorageError(file.path, f"{error.problem}, as node {self._node} sees it", SHARE_HINT) from error
 
 
 def _copy(plan: CopyPlan, part: TaskPart, sources: Sources, jobs: int) -> int:
@@ -303,18 +308,20 @@ def _copy(plan: CopyPlan, part: TaskPart, sources: Sources, jobs: int) -> int:
         return local.fill(plan, part.file, sources, fd, path, jobs=jobs, advance=lambda _: None)
 
 
-def _assemble(plan: CopyPlan, task: Task, sources: Sources, work: Work) -> tuple[int, tuple[tuple[Any, ...], ...]]:
-    budget = MemoryBudget(work.memory)
+def _assemble_parts(
+    plan: CopyPlan, task: Task, sources: Sources, context: TaskContext
+) -> tuple[int, tuple[tuple[Any, ...], ...]]:
+    budget = MemoryBudget(context.memory)
     results: list[list[Any]] = [[None] * len(part.ranges) for part in task.parts]
 
-    def calls() -> Iterator[Callable[[], int]]:
-        for part, into in zip(task.parts, results, strict=True):
+    def part_tasks() -> Iterator[Callable[[], int]]:
+        for part, part_results in zip(task.parts, results, strict=True):
             assembler = PartAssembler(plan, part.file, sources)
             for number, (start, end) in enumerate(part.ranges):
-                give_back = partial(budget.give_back, budget.take(assembler.cost(end - start)))
-                yield partial(_write, assembler, part.writer, start, end, give_back, into, number)
+                release = partial(budget.release, budget.acquire(assembler.cost(end - start)))
+                yield partial(_write, assembler, part.writer, start, end, release, part_results, number)
 
-    with contextlib.closing(in_threads(calls(), work.jobs or default_jobs(remote=True))) as counts:
+    with contextlib.closing(in_threads(part_tasks(), context.jobs or default_jobs(remote=True))) as counts:
         overflowed = sum(counts)
     return overflowed, tuple(tuple(row) for row in results)
 
@@ -324,13 +331,13 @@ def _write(
     writer: PartWriter,
     start: int,
     end: int,
-    give_back: Callable[[], None],
-    into: list[Any],
+    release: Callable[[], None],
+    part_results: list[Any],
     number: int,
 ) -> int:
     try:
         data, overflowed = assembler.assemble(start, end)
-        into[number] = writer.write(start, data)
+        part_results[number] = writer.write(start, data)
     finally:
-        give_back()
+        release()
     return overflowed

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 DISK_JOBS = 6
-"""Default number of threads for copies without casts: some wait for the disk while others copy to memory."""
+"""Default number of threads for copies without casts: some wait for the disk while others copy in memory."""
 TASK_ELEMENTS = 1 << 24
 """Elements of one task: 64 MB of fp32."""
 
@@ -65,9 +65,9 @@ def run(
 
     Args:
         plan: The plan.
-        directory: An existing directory that nobody reads yet.
-        jobs: Threads; None for the number of cores, up to MAX_JOBS; on disks that threads wait for, MAX_JOBS, or
-            DISK_JOBS if several files are copied without casts.
+        directory: An existing directory, not yet visible to readers.
+        jobs: Threads; None for the number of cores, up to MAX_JOBS; on slow disks, MAX_JOBS, or DISK_JOBS if several
+            files are copied without casts.
         advance: Called with the number of bytes written since the last call.
         journal: Lists the files that an earlier run completed; completed files are added to it.
         checks: Compares the bytes read with recorded checksums; None to copy without.
@@ -81,7 +81,7 @@ def run(
         if plan.consistency is not None:
             for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
-        with opened(directory) as into, _Files(plan, into, sources, advance, journal, checks) as files:
+        with opened(directory) as into, _PlanWriter(plan, into, sources, advance, journal, checks) as files:
             # closing(): no thread may write after the files are closed, even after an error.
             threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
@@ -126,7 +126,7 @@ def fill(plan: CopyPlan, file: TargetFile, sources: Sources, fd: int, path: str,
 
 
 @dataclass(slots=True)
-class _Begun(OpenFile):
+class _OpenTarget(OpenFile):
     """An open target file of a plan."""
 
     file: TargetFile = field(kw_only=True)
@@ -140,7 +140,7 @@ class _Begun(OpenFile):
             os.close(self.direct)
 
 
-class _Files:
+class _PlanWriter:
     """Write the files of a plan, several at once.
 
     A file system lets one thread at a time write a file, so that a second thread would only wait: a file without casts
@@ -165,7 +165,7 @@ class _Files:
         self._journal = journal
         self._checks = checks
         self._lock = threading.Lock()
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, _OpenTarget] = {}
         """The open files, by index in the plan."""
         self.stopped = threading.Event()
 
@@ -173,10 +173,10 @@ class _Files:
         """Default number of threads."""
         if self._file_system not in FILE_SYSTEMS:
             return default_jobs()
-        busy = any(file.gathers or _casts(self._plan, file.copies) for file in self._plan.files)
+        busy = any(file.gathers or _has_casts(self._plan, file.copies) for file in self._plan.files)
         return MAX_JOBS if busy or len(self._plan.files) == 1 else DISK_JOBS
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> _PlanWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,57 +196,57 @@ class _Files:
         shared = find_shared_reads(self._plan, copies)
         allow_open_files(len(self._plan.sources) + 2 * len(shared.files))
         for n in shared.files:
-            self._begin(n)  # tasks of other files write to it too
+            self._open_target(n)  # tasks of other files write to it too
         for n in copies:
-            out = self._begun.get(n) or self._begin(n)
-            for task, onto in self._tasks_of(n, out, shared):
+            out = self._begun.get(n) or self._open_target(n)
+            for task, targets in self._tasks_of(n, out, shared):
                 with self._lock:
-                    for m in onto:
+                    for m in targets:
                         self._begun[m].left += 1
-                yield partial(self._do, task, onto)
+                yield partial(self._run_task, task, targets)
             if n not in shared.files:
-                self._done([n])
-        self._done(shared.files)
+                self._finish_task([n])
+        self._finish_task(shared.files)
 
     def _tasks_of(
-        self, n: int, out: _Begun, shared: SharedReads
+        self, n: int, out: _OpenTarget, shared: SharedReads
     ) -> Iterator[tuple[Sequence[Callable[[], int]], Collection[int]]]:
         """Yield the tasks of a file, each with the indexes of the files that it writes to."""
         rows, shared_reads = shared.separate[n], shared.shared.get(n)
-        onto = {n} if shared_reads is None else {n, *shared_reads["file"].tolist()}
+        targets = {n} if shared_reads is None else {n, *shared_reads["file"].tolist()}
         copy = partial(self._copier.copy, into=out, shared=shared_reads, file=self._begun.__getitem__)
         runs = [partial(copy, run) for run in runs_of(rows, TASK_ELEMENTS)]
         parts = [*runs, *(partial(self._copier.gather, gather, out) for gather in out.file.gathers)]
         # A gather keeps a core busy even without a cast.
-        if shared_reads is not None or out.file.gathers or _casts(self._plan, rows):
-            yield from (([part], onto) for part in parts)
+        if shared_reads is not None or out.file.gathers or _has_casts(self._plan, rows):
+            yield from (([part], targets) for part in parts)
         else:
             out.by_one = n not in shared.files
-            yield parts, onto
+            yield parts, targets
 
-    def _begin(self, n: int) -> _Begun:
+    def _open_target(self, n: int) -> _OpenTarget:
         file = self._plan.files[n]
         path = os.path.join(self._directory.path, file.name)
         with translate_os_errors(path):
             fd = self._directory.create(file.name, file.mode)
         past_cache = self._file_system in FILE_SYSTEMS and file.nbytes >= DIRECT_BYTES
         direct = open_direct(file.name, self._directory) if past_cache else -1
-        out = self._begun[n] = _Begun(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
+        out = self._begun[n] = _OpenTarget(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
         reserve(fd, file.nbytes, path)
         for offset, data in file.literals:
             write_at(fd, data, offset, path)
         return out
 
-    def _do(self, parts: Sequence[Callable[[], int]], onto: Collection[int]) -> int:
+    def _run_task(self, parts: Sequence[Callable[[], int]], targets: Collection[int]) -> int:
         overflowed = 0
         for part in parts:
             if self.stopped.is_set():
                 return overflowed
             overflowed += part()
-        self._done(onto)
+        self._finish_task(targets)
         return overflowed
 
-    def _done(self, numbers: Collection[int]) -> None:
+    def _finish_task(self, numbers: Collection[int]) -> None:
         with self._lock:
             for n in numbers:
                 out = self._begun[n]
@@ -259,6 +259,6 @@ class _Files:
                     self._journal.add(out.file.name, out.file.nbytes)
 
 
-def _casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
+def _has_casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
     # Not np.unique: it imports numpy.ma, which takes longer than opening a file.
     return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))

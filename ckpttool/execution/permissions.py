@@ -1,4 +1,4 @@
-"""Permissions of outputs: those of the sources, as ``cp`` keeps them, and never wider."""
+"""Permissions of outputs: those of the sources, as with ``cp``, and never wider."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ckpttool.arguments import check_choice
 from ckpttool.checksums import Record, combine, crc32
 from ckpttool.concurrency import in_threads
 from ckpttool.containers.torch_zip import MAGIC, parse
@@ -37,9 +38,9 @@ FRAGMENT = np.dtype([("file", "<u8"), ("start", "<u8"), ("end", "<u8"), ("crc", 
 """One row: the CRC-32 of the bytes [start, end) of a file (its index among the sources), inside one record."""
 
 ALLOWANCE_BYTES = 1 << 20
-"""Maximum bytes read only to complete the check of a record: padding, mostly."""
+"""Maximum bytes to read only for the check of a record: mostly padding."""
 ALLOWANCE_SHARE = 16
-"""The same for a longer record, as a fraction of it: 1/16."""
+"""For longer records: the same maximum, as a fraction of the record (1/16)."""
 ARCHIVES = (".pt", ".pth", ".pkl", ".bin")
 """Suffixes of files that ``torch.save`` may have written."""
 READ_BYTES = 1 << 23
@@ -49,7 +50,7 @@ RESTORE = "its bytes have changed since: restore the file from a copy, or use an
 
 @dataclass(frozen=True, slots=True)
 class UncheckedRecord:
-    """A record that was read only in part, so that its checksum could not be compared."""
+    """A record read only in part, so that its checksum could not be compared."""
 
     file: str
     """Path of its file."""
@@ -68,13 +69,13 @@ class ReadReport:
     nbytes: int = 0
     """Their bytes."""
     unchecked: tuple[UncheckedRecord, ...] = ()
-    """Records that were read only in part."""
+    """Records read only in part."""
     without: tuple[str, ...] = ()
-    """Files that hold bytes without a recorded checksum."""
+    """Files with bytes that have no recorded checksum."""
 
 
 Check = Literal["read", "full", "off"]
-"""Check the records that the command reads (nearly) whole; all records that it touches; or none."""
+"""Which records to check: those read (nearly) whole; all that are read, also in part; or none."""
 
 Owners = Callable[[str, int, int], Sequence[str]]
 """Returns the names of the parameters in the bytes [start, end) of the file at a path."""
@@ -90,9 +91,9 @@ class ReadChecks:
 
     Args:
         files: The files, in the order of ``Sources``.
-        full: Whether to read the rest of every record that was read in part, however long.
+        full: Whether to read the rest of every record that was read in part, of any length.
         owners: Returns parameter names, for errors.
-        told: Paths of the files that the report may list as without checksums; None for all.
+        reported: Paths of the files that the report may list as without checksums; None for all.
     """
 
     def __init__(
@@ -101,20 +102,20 @@ class ReadChecks:
         *,
         full: bool = False,
         owners: Owners = no_owners,
-        told: frozenset[str] | None = None,
+        reported: frozenset[str] | None = None,
     ) -> None:
         self._files = files
-        self._told = told
+        self._reported = reported
         self._full = full
         self._owners = owners
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[int, _FileRecords] = {}
         self._lock = threading.Lock()
         self._threads: list[_ThreadFragments] = []
         self._of_thread = threading.local()
         self._others: list[NDArray[np.void]] = []
         self._required: dict[int, list[tuple[int, int]]] = {}
         self._checked: set[tuple[int, int]] = set()
-        """(file, number of the record) of the compared records."""
+        """The compared records: (file, number of the record)."""
         self.report = ReadReport()
         """Report of the last ``finish``."""
 
@@ -125,10 +126,10 @@ class ReadChecks:
             pieces = self._of_thread.pieces = _ThreadFragments()
             with self._lock:
                 self._threads.append(pieces)
-        pieces.note(file, self._recorded_of(file), start, memoryview(data))
+        pieces.note(file, self._file_records(file), start, memoryview(data))
 
     def require_all(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Require checks of the records in ranges (file, start, end) that an earlier run read and this run skips."""
+        """Require checks of the records in ranges (file, start, end): an earlier run read them, this run skips them."""
         for file, start, end in ranges:
             self._required.setdefault(file, []).append((start, end))
 
@@ -140,12 +141,12 @@ class ReadChecks:
         return np.concatenate([*rows, *others, np.zeros(0, dtype=FRAGMENT)])
 
     def note_files(self, files: Iterable[int]) -> None:
-        """Note files that another process read, with or without recorded checksums."""
+        """Note files read by another process, with or without recorded checksums."""
         for file in files:
-            self._recorded_of(file)
+            self._file_records(file)
 
     def add(self, fragments: NDArray[np.void]) -> None:
-        """Add the fragments of another process, whose files have the same indexes."""
+        """Add the fragments of another process; file indexes must be the same."""
         with self._lock:
             self._others.append(fragments)
 
@@ -166,7 +167,7 @@ class ReadChecks:
         self._compare_repeated(rows)
         in_pieces: list[_OpenRecord] = []
         for file in sorted({*np.unique(rows["file"]).tolist(), *self._required}):
-            whole, others = self._split(file, self._recorded_of(file), rows[rows["file"] == file])
+            whole, others = self._split(file, self._file_records(file), rows[rows["file"] == file])
             self._checked |= {(file, n) for n in whole}
             in_pieces += others
         unchecked = self._complete(in_pieces, read_into, jobs)
@@ -177,23 +178,23 @@ class ReadChecks:
             len(self._checked),
             sum(self._recorded[f].ends[n] - self._recorded[f].starts[n] for f, n in self._checked),
             tuple(UncheckedRecord(self._files[r.file].path, r.name, r.end - r.start) for r in unchecked),
-            self._without(),
+            self._unrecorded_files(),
         )
         return self.report
 
-    def _recorded_of(self, file: int) -> _Recorded:
+    def _file_records(self, file: int) -> _FileRecords:
         known = self._recorded.get(file)
         if known is None:
-            known = self._recorded[file] = _Recorded(self._files[file].records)
+            known = self._recorded[file] = _FileRecords(self._files[file].records)
         return known
 
-    def _without(self) -> tuple[str, ...]:
-        """Return the files that were read and hold bytes without a recorded checksum."""
+    def _unrecorded_files(self) -> tuple[str, ...]:
+        """Return the files read that have bytes without a recorded checksum."""
         paths = (self._files[n].path for n, known in sorted(self._recorded.items()) if not known.complete)
-        return tuple(path for path in dict.fromkeys(paths) if self._told is None or path in self._told)
+        return tuple(path for path in dict.fromkeys(paths) if self._reported is None or path in self._reported)
 
     def _compare_repeated(self, rows: NDArray[np.void]) -> None:
-        """Compare the checksums of ranges that were read twice."""
+        """Compare the checksums of ranges read twice."""
         again = (rows["file"][1:] == rows["file"][:-1]) & (rows["start"][1:] == rows["start"][:-1])
         again &= rows["end"][1:] == rows["end"][:-1]
         for n in np.flatnonzero(again)[:1]:
@@ -202,12 +203,12 @@ class ReadChecks:
             problem = f"bytes {int(row['start']):,} to {int(row['end']):,} were read twice and differ"
             raise ChecksumError(path, problem, "a disk or memory may be failing: try again")
 
-    def _split(self, file: int, known: _Recorded, rows: NDArray[np.void]) -> tuple[list[int], list[_OpenRecord]]:
+    def _split(self, file: int, known: _FileRecords, rows: NDArray[np.void]) -> tuple[list[int], list[_OpenRecord]]:
         """Compare the records read in one piece; return their numbers, and the records read in several pieces."""
         number = np.searchsorted(known.start_array, rows["start"], side="right") - 1
         whole = (rows["start"] == known.start_array[number]) & (rows["end"] == known.end_array[number])
         for n in np.flatnonzero(whole & (rows["crc"] != known.crc_array[number]))[:1]:
-            self._refuse(file, known, int(number[n]), int(rows["crc"][n]))
+            self._raise_mismatch(file, known, int(number[n]), int(rows["crc"][n]))
         required = {n for start, end in self._required.get(file, ()) for n in known.within(start, end)}
         whole_numbers = set(number[whole].tolist())
         in_pieces = {*number[~whole].tolist(), *(required - whole_numbers)}
@@ -225,7 +226,7 @@ class ReadChecks:
     def _complete(
         self, records: Sequence[_OpenRecord], read_into: Callable[[int, int, memoryview], None], jobs: int
     ) -> list[_OpenRecord]:
-        """Read the missing ranges of records and compare them; return the records that miss too much."""
+        """Read the missing ranges of records and compare them; return the records with too many missing bytes."""
         checked: list[_OpenRecord] = []
         unchecked: list[_OpenRecord] = []
         missing: list[tuple[_OpenRecord, int, int]] = []
@@ -240,17 +241,17 @@ class ReadChecks:
         _read_pieces(read_into, missing, jobs)
         self._compare_loose(checked, read_into, jobs)
         for record in checked:
-            known = self._recorded_of(record.file)
+            known = self._file_records(record.file)
             crc = record.crc32()
             if crc != known.crcs[record.number]:
-                self._refuse(record.file, known, record.number, crc)
+                self._raise_mismatch(record.file, known, record.number, crc)
             self._checked.add((record.file, record.number))
         return unchecked
 
     def _compare_loose(
         self, records: Sequence[_OpenRecord], read_into: Callable[[int, int, memoryview], None], jobs: int
     ) -> None:
-        """Read overlapping pieces again, within the allowance, if no chain of pieces compares them."""
+        """Read overlapping pieces again, within the allowance, if no chain of pieces covers them."""
         again: list[tuple[_OpenRecord, int, int]] = []
         for record in records:
             left = record.allowance
@@ -260,9 +261,9 @@ class ReadChecks:
         _read_pieces(read_into, again, jobs)
         for record, start, end in again:
             if len({crc for first, last, crc in record.pieces if (first, last) == (start, end)}) > 1:
-                self._refuse(record.file, self._recorded_of(record.file), record.number, None)
+                self._raise_mismatch(record.file, self._file_records(record.file), record.number, None)
 
-    def _refuse(self, file: int, known: _Recorded, number: int, crc: int | None) -> None:
+    def _raise_mismatch(self, file: int, known: _FileRecords, number: int, crc: int | None) -> None:
         path, start, end = self._files[file].path, known.starts[number], known.ends[number]
         owners = list(self._owners(path, start, end))
         of = f" (with {', '.join(owners[:3])}{f' and {len(owners) - 3:,} more' if len(owners) > 3 else ''})"
@@ -299,14 +300,13 @@ def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Che
         check: The records to check.
 
     Raises:
-        ValueError: ``check`` is not "read", "full" or "off".
+        ArgumentError: ``check`` is not "read", "full" or "off".
     """
-    if check not in {"read", "full", "off"}:
-        raise ValueError(f"check is {check!r}, not read, full or off")
+    check_choice("check", check, ("read", "full", "off"))
     if check == "off":
         return None
     held = frozenset(checkpoint.path(n) for n in range(len(checkpoint.files)))  # not its sidecar files
-    return ReadChecks(sources, full=check == "full", owners=partial(_owners, checkpoint), told=held)
+    return ReadChecks(sources, full=check == "full", owners=partial(_owners, checkpoint), reported=held)
 
 
 def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str]:
@@ -321,7 +321,7 @@ def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str
     return list(names)
 
 
-class _Recorded:
+class _FileRecords:
     """The records of one file that have a checksum, sorted by offset."""
 
     def __init__(self, records: Iterable[Record]) -> None:
@@ -350,7 +350,7 @@ class _ThreadFragments:
         self._open: dict[int, list[int]] = {}
         """By file: first byte of the open fragment, byte after its last, its CRC-32, and the end of its record."""
 
-    def note(self, file: int, known: _Recorded, at: int, view: memoryview) -> None:
+    def note(self, file: int, known: _FileRecords, at: int, view: memoryview) -> None:
         first, end = at, at + len(view)
         run = self._open.get(file)
         while at < end:
@@ -383,7 +383,7 @@ class _ThreadFragments:
 
 @dataclass(slots=True)
 class _OpenRecord:
-    """A record that was read in pieces."""
+    """A record read in pieces."""
 
     file: int
     number: int
@@ -393,7 +393,7 @@ class _OpenRecord:
     pieces: list[tuple[int, int, int]]
     """(first byte, byte after the last, CRC-32), in any order; they may overlap."""
     required: bool
-    """Whether it must be checked, however many bytes are missing."""
+    """Whether it must be checked, regardless of the number of missing bytes."""
 
     @property
     def allowance(self) -> int:

@@ -29,9 +29,9 @@ class RunOptions:
     progress: Progress | None = None
     """Called with (bytes done, bytes in all)."""
     checks: ReadChecks | None = None
-    """Compares what is read with recorded checksums; None to copy without."""
+    """Compares the bytes read with recorded checksums; None to copy without."""
     workers: AbstractContextManager[Workers] | None = None
-    """Processes that do the work; None to do it in this process."""
+    """Worker processes; None to run in this process."""
 
 
 def run(

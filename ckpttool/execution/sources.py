@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 GAP_BYTES = 1 << 18
-"""Maximum gap, in bytes, that a merged request reads and drops."""
+"""Maximum gap, in bytes, between two ranges in one merged request."""
 BLOCK_BYTES = 1 << 24
 """Maximum size, in bytes, of a merged request."""
 
@@ -111,7 +111,7 @@ class Sources:
         return checked
 
     def raw(self, index: int) -> Reader:
-        """Return the open file without hashing: for bytes that reach no output, and for kernel copies."""
+        """Return the open file without hashing: for bytes outside the output, and for kernel copies."""
         reader = self._open.get(index)
         if reader is None:
             with self._lock:

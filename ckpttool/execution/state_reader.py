@@ -26,7 +26,7 @@ REMOTE_ELEMENTS = 1 << 20
 
 
 def chunk_elements(*sources: Sources) -> int:
-    """Return the number of elements of a chunk that suits the sources."""
+    """Return the number of elements of a chunk for the sources: more if remote."""
     return REMOTE_ELEMENTS if any(s.remote for s in sources) else GATHER_ELEMENTS
 
 
@@ -47,7 +47,7 @@ class StateReader:
             state: The state to read.
             first: The first element.
             last: One past the last element; default: all.
-            step: Elements of a chunk; default: what suits the sources.
+            step: Elements of a chunk; default: ``chunk_elements`` of the sources.
 
         The values are valid until the next chunk is asked for.
 
@@ -116,7 +116,7 @@ class _StridedBlock:
 
     @property
     def span(self) -> int:
-        """Number of elements from the first to the last, in the file."""
+        """Number of elements from the first to the last, gaps included, in the file."""
         return (self.runs - 1) * self.stride + self.numel
 
 

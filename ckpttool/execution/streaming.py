@@ -10,12 +10,12 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.arguments import checked_size
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import ranges_read
-from ckpttool.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,12 +30,12 @@ MEMORY = 256 << 20
 
 
 def memory_bytes(memory: int | str | None) -> int:
-    """Parse the memory limit: a number of bytes, a text like "256MB", or None for MEMORY.
+    """Parse the argument ``memory``: a number of bytes, a text like "256MB", or None for MEMORY.
 
     Raises:
-        ValueError: The text is not a size.
+        ArgumentError: The text is not a size.
     """
-    return MEMORY if memory is None else parse_size(str(memory))
+    return MEMORY if memory is None else checked_size("memory", memory)
 
 
 def run(
@@ -79,7 +79,7 @@ def _tasks(
     plan: CopyPlan, sources: Sources, output: Output, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[Callable[[], int]]:
     if plan.consistency is not None:
-        # First, but in parallel with the copies: its many small requests cost round trips.
+        # First, but in parallel with the copies: the many small requests of the checks cost round trips.
         yield partial(_check_copies, plan.consistency, sources)
     for file in plan.files:
         if output.has(file):
@@ -96,10 +96,10 @@ def _tasks(
                 advance(end - start)
                 skipped = True
             else:
-                # Taken here, in order: a target that takes parts in order waits for its earlier parts, and these must
+                # Acquired here, in order: a target that takes parts in order waits for earlier parts, and these must
                 # not wait for memory that later parts hold.
-                taken = budget.take(assembler.cost(end - start))
-                yield partial(_write_part, assembler, target, start, end, partial(budget.give_back, taken), advance)
+                acquired = budget.acquire(assembler.cost(end - start))
+                yield partial(_write_part, assembler, target, start, end, partial(budget.release, acquired), advance)
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 

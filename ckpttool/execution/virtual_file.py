@@ -1,4 +1,4 @@
-"""File-like readers for ``torch.load``: a target file of a plan that is never written, or a stored file.
+"""File-like readers for ``torch.load``: a virtual target file of a plan, or a stored file.
 
 torch reads each storage of a file in one call, into the memory of the tensor (torch 2.13,
 caffe2/serialize/inline_container.cc ``getRecord``), and then the few bytes before and after it. So local bytes go from
@@ -52,7 +52,7 @@ class RangeFile(io.RawIOBase):
         self._at = 0
 
     def fill(self, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``start`` on, all of which lie inside the file. Threads may call it.
+        """Fill ``buffer`` with the bytes from ``start`` on, all inside the file. Threads may call it.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
@@ -133,7 +133,7 @@ class RangeFile(io.RawIOBase):
 
 
 class VirtualFile(RangeFile):
-    """One target file of a plan, readable without being written.
+    """Reads one target file of a plan without writing it.
 
     Args:
         plan: The plan of the file.
@@ -160,7 +160,7 @@ class VirtualFile(RangeFile):
 
 
 class StoredFile(RangeFile):
-    """A file of a storage.
+    """Reads a file of a storage.
 
     Args:
         reader: The open file; the caller closes it.

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 __all__ = ["Source", "open_checkpoint", "source_paths", "source_storage"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""A checkpoint: one directory (or file of weights), or several that hold the files of some ranks each."""
+"""A checkpoint: one directory (or file of weights), or several directories with the files of some ranks each."""
 
 
 def source_paths(src: Source) -> list[str]:
-    """List the directories of a source.
+    """Return the directories of a source.
 
     Raises:
-        ArgumentError: There are none, or it is something else.
+        ArgumentError: The source is empty, or not a path.
     """
     if isinstance(src, str | os.PathLike):
         return [os.fspath(src)]
@@ -88,14 +88,14 @@ def open_checkpoint(
     """Read the layout of a checkpoint of any format.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several of
-            them, which each hold the files of some ranks.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several
+            directories, each with the files of some ranks.
         tag: Tag to open in a root; default: the one that ``latest`` names.
         options: Options of the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
-        report: Takes findings after which reading can continue; the default raises the first.
+        report: Receives findings after which reading can continue; the default raises the first.
         unfinished: Also read checkpoints with ckpttool's in-progress marker.
-        storage: Its storage; default: by the path.
-        trust_names: Accept files that record another name than they have.
+        storage: Its storage; default: opened by the path.
+        trust_names: Accept files whose recorded name differs from their name.
 
     Raises:
         CkptError: There is no checkpoint, or it is damaged.
@@ -108,7 +108,7 @@ def open_checkpoint(
     places = [without_credentials(local_path(path)) for path in paths]
     with opening(_factor(options)):
         checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
-    # One listing tells whether files changed meanwhile; local files are checked when they are read.
+    # One listing detects files that changed meanwhile; local files are checked when they are read.
     if storage.remote and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
         storage.refresh(files)
@@ -119,11 +119,11 @@ def open_checkpoint(
 
 
 def _factor(options: Mapping[str, Any] | None) -> float:
-    """The factor by which the budget of an open is multiplied."""
-    given = (options or {}).get(OPTION, 1)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
-        raise ArgumentError(OPTION, f"is {brief(given)}, not a number above 0", "choose 1 or more")
-    return float(given)
+    """Return the factor that multiplies the budget of an open."""
+    value = (options or {}).get(OPTION, 1)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ArgumentError(OPTION, f"is {brief(value)}, not a number above 0", "choose 1 or more")
+    return float(value)
 
 
 def _open(
@@ -150,7 +150,7 @@ def _open(
         directories = [locate(storage, other, location.tag if tag else None).directory for other in others]
         for directory in directories:
             if posixpath.basename(directory) != posixpath.basename(location.directory):
-                problem = f"is of another tag than {location.directory}"
+                problem = f"has a tag other than {location.directory}"
                 raise LayoutError(
                     directory, problem, "pass directories of one checkpoint, or choose with tag", ("tag",)
                 )
@@ -171,7 +171,7 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
     """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
 
     Returns:
-        None if it is no such directory, or no checkpoint is complete: opening the newest then reports what is wrong.
+        None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
     for directory in trainer_directories(storage, src) if storage.exists(src) else ():
@@ -182,7 +182,7 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
         except CkptError as error:
             torn.append(error)
             continue
-        passed = tuple(f"{e.path}: {e.problem}; the newest whole checkpoint was opened instead" for e in torn)
+        passed = tuple(f"{e.path}: {e.problem}; the newest complete checkpoint was opened instead" for e in torn)
         return replace(found, remarks=(*passed, *found.remarks))
     return None
 
@@ -197,7 +197,7 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
         sums = checked.checksums.get(checkpoint.path(n))
         if sums is None:
             hint = "remove it, or restore the checkpoint from a copy"
-            report(LayoutError(checkpoint.path(n), "is not in the manifest: it is no part of this save", hint))
+            report(LayoutError(checkpoint.path(n), "is not in the manifest: it is not part of this save", hint))
         elif sums.directory is None or not (file.records and all(record.crc_recorded for record in file.records)):
             file = replace(file, records=chunk_records(sums))
         files.append(file)

@@ -42,44 +42,44 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 MAX_METADATA_BYTES = 1 << 28
-"""A larger one is refused."""
+"""Maximum size of ``.metadata`` in bytes."""
 MAX_OBJECT_BYTES = 1 << 16
-"""Objects beside the tensors that are larger are not looked into."""
+"""Maximum size in bytes of an object to read."""
 MAX_NAMES_BYTES = 1 << 26
-"""The same for the names of a parameter group."""
+"""Maximum size in bytes of the names of a parameter group."""
 STEP = "step"
-"""The optimizer's state that is a number."""
+"""The optimizer state that counts steps."""
 CONTAINERS = frozenset({"app", "model", "module", "state_dict"})
-"""Keys that hold a module's state dict, and are no part of its names."""
+"""Keys of a module's state dict; they are not part of its names."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entries:
-    """The entries of the state dict, by the part that they belong to."""
+    """The entries of the state dict, sorted by part."""
 
     weights: dict[str, State] = field(default_factory=dict)
     """Parameters and buffers."""
     states: dict[str, dict[str, State]] = field(default_factory=dict)
     """The optimizer's states of each parameter."""
     numbers: dict[str, dict[str, ScalarState]] = field(default_factory=dict)
-    """Those of its states that are one number."""
+    """Scalar optimizer states of each parameter."""
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Hyper-parameters of each parameter group."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Hyper-parameters of each parameter, where they are listed so."""
+    """Hyper-parameters of each parameter, if the checkpoint lists them by parameter."""
     objects: dict[str, Any] = field(default_factory=dict)
     """All other objects."""
-    beside: dict[str, float | int | bool] = field(default_factory=dict)
-    """Numbers beside the model."""
+    other_numbers: dict[str, float | int | bool] = field(default_factory=dict)
+    """Numbers outside the model and the optimizer."""
     flattened: bool = False
-    """Whether the optimizer's part was flattened into one key for each value."""
+    """Whether the optimizer's part has one flat key for each value."""
 
 
 def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoint:
-    """Read the layout of a distributed checkpoint; no tensor bytes.
+    """Read the layout of a distributed checkpoint, without tensor bytes.
 
     Raises:
-        CkptError: It is damaged, or has a form that cannot be read.
+        CkptError: The checkpoint is damaged, or has an unsupported form.
     """
     path = posixpath.join(location.directory, METADATA)
     metadata, file = _read_metadata(storage, path)
@@ -88,20 +88,23 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
         entries = _read_entries(path, metadata, shards)
     finally:
         shards.close()
-    weights, aliases = _tied_apart(entries)
+    weights, aliases = _separate_ties(entries)
     floating = {n: s for n, s in weights.items() if DTYPES[s.dtype].floating}
     states, listed = entries.states, entries.groups
     if entries.flattened:
         options = {aliases.get(name, name): own for name, own in entries.options.items()}
         states = {aliases.get(name, name): own for name, own in states.items()}
-        listed = listed | _regrouped(path, options, states, weights)
-    groups, group_of, odd = _groups(listed, floating, entries.numbers)
+        listed = listed | _group_by_hyperparameters(path, options, states, weights)
+    groups, group_of, differing = _groups(listed, floating, entries.numbers)
     parameters = []
     for name, weight in floating.items():
-        # The optimizer has states of the parameters that it updates.
+        # The optimizer has states only for the parameters that it updates.
         group = group_of.get(name)
-        kept = {MODULE if group is None else MASTER: weight, **_of_shape(states.get(name, {}), weight.shape)}
-        parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, kept))
+        parameter_states = {
+            MODULE if group is None else MASTER: weight,
+            **_elementwise_states(states.get(name, {}), weight.shape),
+        }
+        parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, parameter_states))
     reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
     files = shards.files
     return Checkpoint(
@@ -122,8 +125,8 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
         buffers=tuple(Buffer(n, s) for n, s in weights.items() if n not in floating),
         aliases=aliases,
         groups=tuple(groups),
-        unsliceable=tuple(odd),
-        client_state=entries.objects | (entries.beside if entries.flattened else {}),
+        nonpartitionable=tuple(differing),
+        client_state=entries.objects | (entries.other_numbers if entries.flattened else {}),
         files=files,
     )
 
@@ -141,7 +144,7 @@ def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]
 
 
 def _read_entries(path: str, metadata: Fields, shards: Shards) -> _Entries:
-    """Read every entry of the state dict, and sort them by the part that they belong to."""
+    """Read every entry of the state dict, and sort the entries by part."""
     paths = metadata.values.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
     result = _Entries()
@@ -149,7 +152,7 @@ def _read_entries(path: str, metadata: Fields, shards: Shards) -> _Entries:
         if not isinstance(fqn, str):
             raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
         keys = paths.get(fqn)
-        keys, flat = _unflattened(tuple(map(str, keys if keys and isinstance(keys, tuple | list) else (fqn,))))
+        keys, flat = _unflatten(tuple(map(str, keys if keys and isinstance(keys, tuple | list) else (fqn,))))
         result.flattened |= flat
         described = fields_of(path, value)
         if "chunks" in described:
@@ -180,20 +183,20 @@ def _add_tensor(
         named = list(itertools.dropwhile(CONTAINERS.__contains__, keys)) or [fqn]
         entries.weights[".".join(named)] = state
         if not state.shape and len(named) > 1 and (number := shards.number(state)) is not None:
-            entries.beside[".".join(named)] = number.value
+            entries.other_numbers[".".join(named)] = number.value
 
 
-def _tied_apart(entries: _Entries) -> tuple[dict[str, State], dict[str, str]]:
-    """The weights under one name each, and their other names; without torchtitan's counts of steps and tokens."""
-    weights = {n: s for n, s in entries.weights.items() if not entries.flattened or n not in entries.beside}
-    aliases = _tied(weights)
+def _separate_ties(entries: _Entries) -> tuple[dict[str, State], dict[str, str]]:
+    """Return each weight under one name, and the tied names; without torchtitan's counts of steps and tokens."""
+    weights = {n: s for n, s in entries.weights.items() if not entries.flattened or n not in entries.other_numbers}
+    aliases = _find_ties(weights)
     return {n: s for n, s in weights.items() if n not in aliases}, aliases
 
 
-def _unflattened(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """Where something lies in the state dict, and whether the optimizer's part of it was flattened into one key.
+def _unflatten(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """Return the keys of an entry in the nested state dict, and whether its optimizer part was one flat key.
 
-    torchtitan saves its optimizers so: ``optimizer`` then ``state.NAME.exp_avg`` or ``param_groups.NAME.lr``.
+    torchtitan saves optimizers with flat keys: ``optimizer`` then ``state.NAME.exp_avg`` or ``param_groups.NAME.lr``.
 
     Source: torch 2.13, distributed/checkpoint/state_dict.py (``_flatten_optim_state_dict``).
     """
@@ -205,30 +208,30 @@ def _unflattened(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     return where, False
 
 
-def _regrouped(
+def _group_by_hyperparameters(
     path: str,
     of_each: Mapping[str, Mapping[str, Any]],
     states: Mapping[str, Mapping[str, State]],
     weights: Mapping[str, State],
 ) -> dict[str, dict[str, Any]]:
-    """Parameter groups from hyper-parameters that are listed for each parameter: those with the same are one.
+    """Build parameter groups from the hyper-parameters of each parameter: equal hyper-parameters form one group.
 
     Raises:
-        LayoutError: There are states of what is no parameter.
+        LayoutError: States belong to an unknown parameter.
     """
-    strange = sorted({*of_each, *states} - weights.keys())
-    if strange:
-        problem = f"holds optimizer states of {brief(strange[0], 200)}, but no such parameter"
-        raise LayoutError(path, problem, "its layout is not known: save model and optimizer by the same names")
+    unknown = sorted({*of_each, *states} - weights.keys())
+    if unknown:
+        problem = f"holds optimizer states of {brief(unknown[0], 200)}, but no such parameter"
+        raise LayoutError(path, problem, "save model and optimizer under the same parameter names")
     groups: dict[object, dict[str, Any]] = {}
     for name in (n for n in weights if n in of_each):
-        own = groups.setdefault(tuple(fingerprint(dict(of_each[name]))), {**of_each[name], "params": []})
-        own["params"].append(name)
+        group = groups.setdefault(tuple(fingerprint(dict(of_each[name]))), {**of_each[name], "params": []})
+        group["params"].append(name)
     return {str(number): group for number, group in enumerate(groups.values())}
 
 
-def _tied(weights: Mapping[str, State]) -> dict[str, str]:
-    """Names of the same bytes: each further one to the first. torch writes tied tensors once for each name."""
+def _find_ties(weights: Mapping[str, State]) -> dict[str, str]:
+    """Map further names of the same bytes to the first name: torch writes a tied tensor once for each name."""
     first: dict[tuple[object, ...], str] = {}
     owner = {n: first.setdefault((s.shape, s.dtype, s.extents.tobytes()), n) for n, s in weights.items() if s.numel}
     return {name: own for name, own in owner.items() if own != name}
@@ -239,15 +242,15 @@ def _groups(
     weights: Mapping[str, State],
     numbers: Mapping[str, Mapping[str, ScalarState]],
 ) -> tuple[list[ParamGroup], dict[str, int], list[str]]:
-    """The optimizer's parameter groups, the group of each parameter, and numbers that a group has not in common.
+    """Return the parameter groups, the group of each parameter, and the scalar states that differ within a group.
 
-    Nothing, unless the groups list their parameters by name, each once.
+    All are empty unless the groups list their parameters by name, each once.
 
     Source: torch 2.13, distributed/checkpoint/state_dict.py (``get_optimizer_state_dict``).
     """
     groups: list[ParamGroup] = []
     group_of: dict[str, int] = {}
-    odd: dict[str, None] = {}
+    differing: dict[str, None] = {}
     for number in sorted(listed, key=lambda n: (len(n), n)):
         options = dict(listed[number])
         names = options.pop("params", None)
@@ -258,14 +261,14 @@ def _groups(
         scalars: dict[str, ScalarState] = {}
         for name in names:
             group_of[name] = len(groups)
-            own = numbers.get(name, {})
-            for key in (k for k in own if own[k].shape != weights[name].shape or k == STEP):
-                if scalars.setdefault(key, own[key]) != own[key]:
-                    odd[f"group {len(groups)}: {key}, which differs among its parameters"] = None
+            states = numbers.get(name, {})
+            for key in (k for k in states if states[k].shape != weights[name].shape or k == STEP):
+                if scalars.setdefault(key, states[key]) != states[key]:
+                    differing[f"group {len(groups)}: {key}, which differs among its parameters"] = None
         groups.append(ParamGroup(tuple(names), options, scalars))
-    return groups, group_of, list(odd)
+    return groups, group_of, list(differing)
 
 
-def _of_shape(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
-    """States with one value for each element; a step has but one."""
+def _elementwise_states(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
+    """Return the states with one value per element: not a step."""
     return {key: state for key, state in states.items() if state.shape == shape and key not in {STEP, MODULE, MASTER}}

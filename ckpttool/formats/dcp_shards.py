@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.budget import CHUNKS, take
+from ckpttool.budget import CHUNKS, spend
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, shape_of
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.strided import Box, put_together
+from ckpttool.formats.strided import Box, merge_slices
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import CheckpointFile, ScalarState, State, tensor_number
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader, Storage
 
 METADATA = ".metadata"
-"""The file that describes all others."""
+"""The file with the metadata of a checkpoint."""
 HEAD_BYTES, TAIL_BYTES = 1 << 11, 1 << 12
-"""Bytes that the pickle and the directory of a chunk take, at its start and at its end."""
+"""Bytes of the pickle at the start of a chunk, and of the ZIP directory at its end."""
 
 ChunkKey = tuple[str, "tuple[int, ...] | None"]
-"""Name of a tensor and offset of the chunk in it; None for an object."""
+"""Name of a tensor and offset of the chunk in it; the offset is None for an object."""
 
 
 class _FilePart:
-    """A reader of a part of a file that is itself a file."""
+    """Reads a part of a file as a file."""
 
     def __init__(self, reader: Reader, start: int, nbytes: int) -> None:
         self.path = reader.path
@@ -54,11 +54,11 @@ class _FilePart:
         self._start = start
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end) of the part."""
+        """Return the bytes [start, end) of the part."""
         return self._reader.read(self._start + start, self._start + end)
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of each range."""
+        """Return the bytes of each range."""
         return self._reader.read_many([ByteRange(self._start + r.start, self._start + r.end) for r in ranges])
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class _FilePart:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Where a chunk of a tensor, or an object, is stored."""
+    """Position of a stored chunk of a tensor, or of an object."""
 
     file: str
     """The shard."""
@@ -81,10 +81,10 @@ class Shards:
     """The open files of one checkpoint.
 
     Args:
-        storage: Where they are.
+        storage: Their storage.
         directory: The checkpoint.
-        chunks: Where each chunk and object is stored.
-        metadata: The file that describes them.
+        chunks: Position of each chunk and object.
+        metadata: The file of the metadata.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Shards:
         self._chunks = chunks
         self._files = [metadata]
         self._opened: dict[str, tuple[int, Reader]] = {}
-        """By name: index of the file, and its reader."""
+        """Index and reader of each open file, by name."""
         self._records: dict[int, list[Record]] = {}
-        """Checksums in each file, by its index."""
+        """Records with checksums of each file, by its index."""
         if storage.remote:
-            self._read_ahead()
+            self._prefetch()
 
     @property
     def files(self) -> tuple[CheckpointFile, ...]:
-        """All files that were opened, with their checksums."""
+        """Return the opened files, with their checksums."""
         return tuple(replace(file, records=tuple(self._records.get(n, ()))) for n, file in enumerate(self._files))
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class Shards:
             raise LayoutError(reader.path, f"has {reader.nbytes:,} bytes, fewer than {METADATA} says", RESTORE)
         return index, _FilePart(reader, chunk.start, chunk.nbytes)
 
-    def _read_ahead(self) -> None:
-        """Read the two ends of every chunk at once: they hold its structure."""
+    def _prefetch(self) -> None:
+        """Read both ends of all chunks at once: they hold the structure."""
         ends: dict[str, list[ByteRange]] = {}
         for chunk in self._chunks.values():
             self._open(chunk)
@@ -135,20 +135,20 @@ class Shards:
             self._opened[file][1].read_ahead(ranges)
 
     def tensor(self, fqn: str, entry: Fields) -> State:
-        """Locate a tensor: its chunks are boxes of it, each a ``torch.save`` file within a file.
+        """Locate a tensor from its chunks: each is a box of the tensor, stored as a ``torch.save`` file within a file.
 
         Args:
             fqn: Its fully qualified name.
             entry: Its description in the metadata.
 
         Raises:
-            LayoutError: The chunks do not fit the tensor, or hold something else.
+            LayoutError: The chunks do not fit the tensor, or hold no tensor.
         """
         shape = shape_of(entry.get("size", object))
         if shape is None:
             raise entry.error(fqn, "has no shape")
         chunks = entry.get("chunks", list)
-        take(CHUNKS, len(chunks), entry.path)
+        spend(CHUNKS, len(chunks), entry.path)
         parts: list[tuple[State, list[Box]]] = []
         seen: set[tuple[int, ...]] = set()
         for value in chunks:
@@ -157,16 +157,16 @@ class Shards:
                 continue
             chunk = self._chunks.get((fqn, offsets))
             if chunk is None:
-                raise entry.error(fqn, f"has a chunk at {offsets} that is stored nowhere")
+                raise entry.error(fqn, f"has a chunk at {offsets} without stored bytes")
             if offsets in seen:
                 raise entry.error(fqn, f"has two chunks at {offsets}")
             seen.add(offsets)
             parts.append((self._chunk(chunk, fqn, sizes), _boxes(offsets, sizes, shape)))
         if not parts:
-            return put_together([], shape, _recorded_dtype(entry))
+            return merge_slices([], shape, _recorded_dtype(entry))
         if len({state.dtype for state, _ in parts}) > 1:
             raise entry.error(fqn, "has chunks of several types")
-        return put_together(parts, shape)
+        return merge_slices(parts, shape)
 
     def _chunk(self, chunk: StoredChunk, fqn: str, sizes: tuple[int, ...]) -> State:
         index, part = self._open(chunk)
@@ -175,7 +175,7 @@ class Shards:
         except CkptError as error:
             raise LayoutError(part.path, f"{fqn} at byte {chunk.start:,}: {error.problem}", error.hint) from error
         if not isinstance(torch.root, TensorRef) or torch.root.shape != sizes:
-            raise LayoutError(part.path, f"holds something else than {fqn} at byte {chunk.start:,}", RESTORE)
+            raise LayoutError(part.path, f"holds no chunk of {fqn} at byte {chunk.start:,}", RESTORE)
         state = whole_tensor(torch, index, torch.root)
         rows = state.extents.copy()
         rows["offset"] += chunk.start
@@ -186,7 +186,7 @@ class Shards:
         return State(state.shape, state.dtype, rows)
 
     def number(self, state: State) -> ScalarState | None:
-        """The value of a tensor of one element; None for any other tensor."""
+        """Return the value of a tensor of one element; None for any other tensor."""
         if state.numel != 1:
             return None
         row = state.extents[0]
@@ -196,7 +196,7 @@ class Shards:
         return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype, state.shape)
 
     def object(self, fqn: str, limit: int) -> Any:
-        """An object; None where it has more than ``limit`` bytes or cannot be read."""
+        """Return an object; None if it has more than ``limit`` bytes or cannot be read."""
         chunk = self._chunks.get((fqn, None))
         if chunk is None or chunk.nbytes > limit:
             return None
@@ -209,10 +209,10 @@ class Shards:
 
 
 def fields_of(path: str, value: object) -> Fields:
-    """The attributes of one of torch's dataclasses.
+    """Return the attributes of one of torch's dataclasses.
 
     Raises:
-        LayoutError: The value is no dataclass.
+        LayoutError: The value is not a dataclass.
     """
     state = (value.state or {}) if isinstance(value, Opaque) else value
     if not isinstance(state, dict):
@@ -221,16 +221,16 @@ def fields_of(path: str, value: object) -> Fields:
 
 
 def stored_chunks(path: str, metadata: Fields) -> dict[ChunkKey, StoredChunk]:
-    """Where the metadata says that each chunk and object is stored.
+    """Read the position of each chunk and object from the metadata.
 
     Raises:
-        LayoutError: A chunk was saved through an extension, or a file name leads out of the directory.
+        LayoutError: A chunk was saved through an extension, or a file name points outside the directory.
     """
     result: dict[ChunkKey, StoredChunk] = {}
     for key, value in metadata.get("storage_data", dict).items():
         index, info = fields_of(path, key), fields_of(path, value)
         if info.values.get("transform_descriptors"):
-            problem = f"{brief(index.values.get('fqn'), 200)} was saved through extensions (compressed, perhaps)"
+            problem = f"{brief(index.values.get('fqn'), 200)} was saved through extensions (perhaps compressed)"
             raise LayoutError(path, problem, "load and save it once without them")
         offset = index.values.get("offset")
         where = None if offset is None else shape_of(offset)
@@ -245,7 +245,7 @@ def stored_chunks(path: str, metadata: Fields) -> dict[ChunkKey, StoredChunk]:
 def _chunk_box(
     fqn: str, entry: Fields, chunk: Fields, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """First index and size of a chunk, in each dimension of its tensor."""
+    """Return the first index and the size of a chunk, in each dimension of its tensor."""
     offsets, sizes = shape_of(chunk.get("offsets", object)), shape_of(chunk.get("sizes", object))
     if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape) <= MAX_DIMENSIONS:
         raise entry.error(fqn, "has a chunk that does not fit it")
@@ -255,14 +255,14 @@ def _chunk_box(
 
 
 def _recorded_dtype(entry: Fields) -> str:
-    """Type of a tensor without elements, which no chunk tells."""
+    """Return the dtype of a tensor without elements, which has no chunks."""
     known = getattr(entry.values.get("properties"), "state", None)
     name = getattr(known[0], "name", "float32") if isinstance(known, tuple) and known else "float32"
     return BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "F32"
 
 
 def _boxes(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Box]:
-    """A chunk as runs of the whole tensor: one box where one dimension is cut, else one for each outer index."""
+    """Return a chunk as boxes of the whole tensor: one box if one dimension is cut, else one for each outer index."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
     if not shape:
@@ -281,7 +281,7 @@ def _boxes(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, .
 
 
 def _plain(value: Any, torch: TorchFile, part: _FilePart) -> Any:
-    """An object with numbers in the place of its 0-dim tensors, such as betas that are tensors."""
+    """Replace the 0-dim tensors in an object by numbers: torch accepts tensors for betas, for example."""
     if isinstance(value, TensorRef) and value.shape == ():
         where = torch.locate(value)
         data = part.read(where.start, where.end)

@@ -1,4 +1,4 @@
-"""Typed access to unpickled mappings: a wrong type or a missing key raises an error with its place."""
+"""Typed access to unpickled mappings: a wrong type or a missing key raises an error that names the key."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_DIMENSIONS = 64
-"""torch's own limit."""
+"""Maximum number of dimensions, as in torch."""
 MAX_ELEMENTS = 1 << 52
 """Largest size of a tensor (4 petabytes in 8 bit): sums of thousands of them still fit in 64 bits."""
 HINT = "it was written by an unknown version of DeepSpeed, or is damaged"
 
 
 class Fields:
-    """A mapping from a pickle, and its place in the file."""
+    """A mapping in a pickle, and its position in the file: the keys that lead to it."""
 
     def __init__(self, path: str, place: str, values: Mapping[Any, Any]) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Fields:
         self.values = values
 
     def error(self, key: object, problem: str) -> LayoutError:
-        """An error at a key of this mapping."""
+        """Return an error at a key of this mapping."""
         where = f"{self.place} > {key}" if self.place else str(key)
         return LayoutError(self.path, f"{where} {problem}", HINT)
 
@@ -58,7 +58,7 @@ class Fields:
     def count(self, key: object) -> int | None:
         """Return the whole number at a key, saved as an int or as a float; None if the key is missing.
 
-        Under sequence parallelism DeepSpeed counts samples in floats, for it divides by the number of ranks.
+        Under sequence parallelism DeepSpeed counts samples as floats, because it divides by the number of ranks.
 
         Source: DeepSpeed 0.19, runtime/config.py (``DeepSpeedConfig``: ``world_size``).
         """
@@ -66,18 +66,18 @@ class Fields:
         return int(value) if isinstance(value, float) and value.is_integer() else self.optional(key, int)
 
     def child(self, key: object) -> Fields:
-        """The mapping at a key."""
+        """Return the mapping at a key."""
         return Fields(self.path, f"{self.place} > {key}" if self.place else str(key), self.get(key, dict))
 
     def integers(self, key: object) -> list[int]:
-        """The list of integers at a key."""
+        """Return the list of integers at a key."""
         values = self.get(key, list)
         if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             raise self.error(key, "is not a list of integers")
         return values
 
     def tensors(self, key: object) -> list[TensorRef]:
-        """The list of tensors at a key."""
+        """Return the list of tensors at a key."""
         values = self.get(key, list)
         if not all(isinstance(v, TensorRef) for v in values):
             raise self.error(key, "is not a list of tensors")
@@ -139,5 +139,5 @@ def enum_value(value: object) -> int | None:
 
 
 def describe(value: object) -> str:
-    """The name of a value's type, for errors."""
+    """Return the name of a value's type, for errors."""
     return value.qualified_name if isinstance(value, Opaque) else type(value).__name__

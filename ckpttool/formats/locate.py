@@ -1,4 +1,4 @@
-"""Find the directory of a tag from the path that the user gave."""
+"""Find the directory of a tag from the path of a source."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints; it is read if there is no ``latest``."""
 
 RAY_INNER = ("checkpoint", "checkpoint.ckpt")
-"""Directories in which Ray Train puts the checkpoint of the Trainer or of Lightning.
+"""Subdirectories of a Ray Train checkpoint that hold the checkpoint of a Trainer or of Lightning.
 
 Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
 
 
 class NoCheckpointError(LayoutError):
-    """A directory holds no checkpoint of DeepSpeed; it may have another format."""
+    """A directory holds no DeepSpeed checkpoint; it may have another format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class Location:
     """One checkpoint on a storage."""
 
     root: str
-    """Directory that holds the tag."""
+    """The checkpoint root: the parent directory of the tag."""
     directory: str
     """Directory of the tag."""
     tag: str
-    """Its name."""
+    """Name of the tag."""
     others: tuple[str, ...] = ()
-    """Directories of the same tag on other nodes, each with the files of some ranks."""
+    """Directories of the same tag from other nodes, each with the files of some ranks."""
     trust_names: bool = False
-    """Whether a file's name counts where the file itself says that it was saved under another one."""
+    """Whether to accept files whose recorded name differs from their name."""
 
 
 def locate(storage: Storage, src: str, tag: str | None) -> Location:
@@ -97,13 +97,13 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
 
 
 def refuse_unfinished(storage: Storage, directory: str) -> None:
-    """Refuse a directory that is being written, or was left half-written by a killed run.
+    """Refuse a directory that is being written, or that a killed run left incomplete.
 
     Raises:
         LayoutError: It has ckpttool's in-progress marker.
     """
     if storage.exists(posixpath.join(directory, MARK)) and not is_commit(storage, directory):
-        problem = "is being written, or was left half-written by a run that was killed"
+        problem = "is being written, or was left half-written by a killed run"
         raise LayoutError(directory, problem, "wait for that run, or write it again")
 
 
@@ -113,7 +113,7 @@ def _is_file(storage: Storage, path: str) -> bool:
 
 def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) -> str:
     path = posixpath.join(src, latest)
-    # DeepSpeed joins what it reads to the root, so that "./TAG/" is TAG; editors put a byte order mark in front.
+    # DeepSpeed joins the text to the root, so that "./TAG/" means TAG; some editors prepend a byte order mark.
     text = storage.read_text(path).strip().removeprefix("\ufeff").strip()
     tag = "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
     if not _is_name(tag):
@@ -124,13 +124,13 @@ def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) 
 
 
 def _tags(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
-    """List all tags in a directory. Slow if there are many, so only called when no tag is given."""
+    """List all tags in a directory. Slow for many tags; called only without a tag."""
     names = (e.name for e in entries if e.is_dir)
     return sorted((n for n in names if _is_tag(storage, posixpath.join(src, n))), key=natural_order)
 
 
 def _newest_of_trainer(storage: Storage, src: str, entries: list[Entry]) -> Location | None:
-    """The newest checkpoint in the output directory of a Hugging Face Trainer whose ``latest`` was written; it is last.
+    """Return the newest checkpoint of a Hugging Face Trainer's output directory that has ``latest``, written last.
 
     Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``).
     """
@@ -147,7 +147,7 @@ def _of_trainer(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
 
 
 def trainer_directories(storage: Storage, src: str) -> list[str]:
-    """The checkpoints in the output directory of a Hugging Face Trainer, newest first; none if it is no such directory.
+    """Return the checkpoints in the output directory of a Hugging Face Trainer, newest first; else none.
 
     Raises:
         StorageError: The storage cannot be read.
@@ -169,12 +169,12 @@ def _look_elsewhere(entries: list[Entry]) -> str:
 
 def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:
     if not tags:
-        return "no other checkpoint is there: restore it from a copy", ()
+        return "there is no other checkpoint: restore it from a copy", ()
     return f"choose one with tag: {', '.join(tags)}", ("tag",)
 
 
 def _is_name(tag: str) -> bool:
-    """Whether a tag stays inside its root. DeepSpeed takes any text, so "epoch1/step5" is one."""
+    """Return whether a tag is a path inside its root. DeepSpeed accepts any text, such as "epoch1/step5"."""
     return tag.isprintable() and not any(part in {"", ".", ".."} for part in tag.split("/"))
 
 
@@ -187,11 +187,11 @@ def _is_tag(storage: Storage, directory: str) -> bool:
     try:
         return any(parse_name(e.name) for e in storage.listing(directory) if not e.is_dir)
     except StorageError:
-        return False  # a directory that may not be listed: the user did not ask for it
+        return False  # a directory without permission to list; the user did not name it
 
 
 def _is_closed(storage: Storage, directory: str) -> bool:
-    """Whether a directory may not be listed; reading it raises the error."""
+    """Return whether the permissions forbid to list a directory; reading it raises the error."""
     try:
         if storage.is_dir(directory):
             storage.listing(directory)
@@ -201,7 +201,7 @@ def _is_closed(storage: Storage, directory: str) -> bool:
 
 
 def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort global_step9 before global_step10."""
+    """Return a sort key that puts global_step9 before global_step10."""
     parts: list[tuple[int, int | str]] = []
     digits = ""
     for c in name + "\0":

@@ -1,4 +1,4 @@
-"""The source formats, and how a directory of each is known.
+"""The source formats, and the marker of each.
 
 To add a format, write a module with a function of the type of ``Format.read`` and add a line to ``FORMATS``.
 """
@@ -26,17 +26,17 @@ class Format:
     tagged: bool
     """Whether a root holds several checkpoints, each in the directory of its tag."""
     marker: str = ""
-    """A file, or with a slash at the end a directory, that only this format has; "" if its file names tell."""
+    """A file (or, with a final slash, a directory) that only this format has; "" if file names identify it."""
     last: tuple[str, ...] = ()
-    """Files to write last, because they make the others look whole."""
+    """Files to write last, because readers take them as the sign of a complete checkpoint."""
 
     def matches(self, storage: Storage, directory: str) -> bool:
-        """Whether the directory has the format's marker."""
+        """Return whether the directory has the format's marker."""
         path = posixpath.join(directory, self.marker.rstrip("/"))
         return bool(self.marker) and (storage.is_dir(path) if self.marker.endswith("/") else storage.exists(path))
 
     def read(self, storage: Storage, location: Location, report: Report) -> Checkpoint | None:
-        """Read the layout of a checkpoint; None if there is none of this format.
+        """Read the layout of a checkpoint; None if the directory has another format.
 
         Raises:
             CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
@@ -56,9 +56,9 @@ FORMATS = (
     Format("ckpttool.formats.universal:read_universal", tagged=True, marker="zero/"),
     Format("ckpttool.formats.zero.reader:read_zero", tagged=True),
 )
-"""In the order in which they are tried: a format without a marker after those with one."""
+"""In the order of the attempts: formats with a marker first."""
 
 
 def formats_with_tags(*, tagged: bool) -> list[Format]:
-    """The formats whose checkpoints have a tag, or those whose checkpoints have none."""
+    """Return the formats whose checkpoints have a tag, or the formats without tags."""
     return [f for f in FORMATS if f.tagged == tagged]

@@ -1,4 +1,4 @@
-"""Findings of the readers: who takes them, and the advice they share."""
+"""Receivers of the readers' findings, and shared advice."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NoReturn
 from ckpttool.errors import CkptError
 
 Report = Callable[[CkptError], None]
-"""Takes a finding: raises it at once, or collects it so that reading continues as far as that makes sense."""
+"""Receives a finding: raises it at once, or collects it so that reading continues as far as possible."""
 
 RESTORE = "restore it from a copy, or choose another tag"
 """Advice for a missing or damaged file."""
 
 
 def raise_at_once(error: CkptError) -> NoReturn:
-    """Report for callers that accept sound checkpoints only."""
+    """Raise the finding: for callers that accept only sound checkpoints."""
     raise error

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ckpttool.storage import Storage, StorageSpec
 
-# Source: transformers 5, what ``save_pretrained`` of models, tokenizers and processors writes.
+# Source: transformers 5, ``save_pretrained`` of models, tokenizers and processors.
 PATTERNS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -23,17 +23,17 @@ RESUME_FILES = (
     *PATTERNS, "trainer_state.json", "training_args.bin", "scheduler.pt", "scheduler.bin", "sampler*.bin",
     "custom_checkpoint_*.pkl", "adapter_config.json",
 )  # fmt: skip
-"""Sidecar files that a framework resumes from, the same for all ranks."""
+"""Sidecar files from which a framework resumes; they do not depend on the number of ranks."""
 RANDOM = ("rng_state.pth", "rng_state_*.pth", "random_states_*.pkl")
 """Random number states, one file for each rank (Hugging Face Trainer, Accelerate)."""
 POSITION = ("dl_state_dict*.bin",)
 """Positions of Accelerate's data loaders, counted in batches of all ranks."""
 STEPS_OF_RANKS = "scheduler.bin"
-"""Accelerate's scheduler, which takes a step for each rank (``AcceleratedScheduler.step``) unless it splits batches."""
+"""State of Accelerate's scheduler: one step per rank (``AcceleratedScheduler.step``), unless it splits batches."""
 OWN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", ".*")
 """Files of DeepSpeed or of the system, from which no framework resumes."""
 MAX_BYTES = 1 << 28
-"""Largest sidecar file."""
+"""Maximum size of a sidecar file in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class SidecarFile:
     name: str
     """File name."""
     path: str
-    """Where it lies."""
+    """Its full path or URL."""
     nbytes: int
     """Size in bytes."""
     version: str
-    """Differs when the file was written anew; see ``storage.Entry``."""
+    """Etag or modification time; see ``storage.Entry``."""
     storage: StorageSpec
     """Its storage, as data."""
     text: str | None

@@ -1,4 +1,4 @@
-"""Strided boxes: map the slices of a tensor to the whole tensor."""
+"""Map slices of a tensor to the whole tensor, as strided boxes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Runs of equal length at equal distances, in a slice and in the whole tensor; both flattened in C order."""
+    """Runs of equal length at equal distances, in a slice and in the whole tensor, both flattened in C order."""
 
     source: int
     """First element in the slice."""
@@ -30,9 +30,9 @@ class Box:
     numel: int
     """Elements of each run."""
     stride: int
-    """Elements of the slice from one run to the next."""
+    """Distance of the starts of two runs in the slice, in elements."""
     pitch: int
-    """Elements of the whole from one run to the next."""
+    """Distance of the starts of two runs in the whole, in elements."""
 
 
 def box(
@@ -60,7 +60,7 @@ def box(
     )
 
 
-def put_together(
+def merge_slices(
     parts: Sequence[tuple[State, Sequence[Box]]], shape: tuple[int, ...], dtype: str | None = None
 ) -> State:
     """Merge the states of slices into the state of the whole tensor.
@@ -95,7 +95,7 @@ def put_together(
 
 
 def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of EXTENT for the part of an extent inside a box: at most a cut run, whole runs, a cut run."""
+    """Yield the rows of EXTENT for the part of an extent inside a box: whole runs, and partial runs at its ends."""
     first, last = int(extent["start"]), int(extent["start"]) + int(extent["numel"])
     at = max(first, b.source)
     run, within = divmod(at - b.source, b.stride) if b.stride else (0, 0)

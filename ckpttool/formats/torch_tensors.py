@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ckpttool.containers.values import TensorRef
 
 MAX_STRIDED = 1 << 20
-"""Largest non-contiguous tensor, in elements: each element may need an extent of its own."""
+"""Maximum elements of a non-contiguous tensor: each element may need its own extent."""
 
 
 def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
-    """Locate a tensor that one file holds whole, with any strides.
+    """Locate a whole tensor of one file, with any strides.
 
     Args:
         torch: The file.
@@ -27,7 +27,7 @@ def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
         ref: The tensor.
 
     Raises:
-        LayoutError: It is not contiguous and too large.
+        LayoutError: The tensor is not contiguous, and too large.
     """
     if ref.contiguous:
         return State(ref.shape, ref.dtype, one_extent(ref.numel, index, torch.locate(ref).start))

@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 FOLDER = "zero"
-"""Directory of the states."""
+"""Directory of the parameters' states."""
 OPTIMIZER = f"{FOLDER}/optimizer_state.pt"
-"""File of the states that all parameters share."""
+"""File of the states shared by all parameters."""
 STEP = "step"
-"""The state that is one number."""
+"""Name of the step, a scalar state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,16 +68,16 @@ class _Trained:
     """The trained parameters."""
 
     states: Mapping[str, Mapping[str, State]]
-    """Name to its states."""
+    """States of each parameter, by its name."""
     steps: Mapping[str, ScalarState]
-    """Name to its step."""
+    """Step of each parameter, by its name."""
     slicings: Mapping[str, Slicing]
-    """Name to how tensor parallelism slices it."""
+    """Slicing metadata of each parameter, by its name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Module:
-    """The module side: what the model states say of parameters and buffers."""
+    """The module side: parameters and buffers by the model states."""
 
     tensors: Mapping[str, TensorRef]
     """Its state dict."""
@@ -86,17 +86,17 @@ class _Module:
     frozen: Mapping[str, State]
     """Frozen parameters whose values are partitioned (stage 3)."""
     copies: Mapping[str, State]
-    """The model's own copies, where the file has them whole."""
+    """The model's own copies, if the file has them whole."""
     aliases: Mapping[str, str]
     """Tied names."""
     duplicates: Mapping[str, State]
     """Second copies of tied tensors, by alias."""
     names: Sequence[str]
-    """All names but tied ones, in the order of the module."""
+    """All names except tied ones, in the order of the module."""
 
 
 def read_universal(storage: Storage, location: Location, report: Report) -> Checkpoint:
-    """Read the layout of a universal checkpoint; no tensor bytes but the optimizer's numbers.
+    """Read the layout of a universal checkpoint: no tensor bytes except the optimizer's scalars.
 
     Raises:
         CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
@@ -120,7 +120,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
     parameters, buffers = _place(opener, files, set(folders), trained, module, group_of)
     if opener.errors:
         raise opener.errors[0]
-    ahead = zenflow(first)
+    newer_copies = zenflow(first)
     computed = (ref.dtype for n, ref in module.tensors.items() if n in trained.states)
     return Checkpoint(
         **common_facts(first),
@@ -139,8 +139,8 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         aliases={a: n for a, n in module.aliases.items() if n in trained.states or n in module.names},
         groups=tuple(groups),
         loss_scaler=optimizer.fields.values.get("loss_scaler"),
-        replicas=tuple(_twins(trained.states, module, ahead=ahead)),
-        ahead=ahead,
+        replicas=tuple(_replicas(trained.states, module, newer_copies=newer_copies)),
+        has_newer_copies=newer_copies,
         files=tuple(opener.files),
         remarks=(*_remarks(files, first), *trusted_names(opener.renamed)),
     )
@@ -149,14 +149,14 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
 def _read_trained(
     opener: Opener, folders: Mapping[str, Sequence[str]], shapes: Sequence[list[dict[str, tuple[int, ...]]]]
 ) -> _Trained:
-    """Read the states of the trained parameters: those that the model states list, or else those with moments."""
+    """Read the states of the trained parameters: those in the model states' list, else those with moments."""
     slices = {name: shape for groups in shapes for group in groups for name, shape in group.items()}
     names = list(slices) or [name for name, keys in folders.items() if set(keys) - {MASTER}]
     masters = [f"{FOLDER}/{name}/{MASTER}.pt" for name in names if MASTER not in folders.get(name, ())]
     opener.missing(masters, "a state")
     if opener.errors:
         raise opener.errors[0]
-    opener.ahead((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in names for key in folders[name])
+    opener.prefetch((f"{FOLDER}/{name}/{key}.pt", key == STEP) for name in names for key in folders[name])
     states: dict[str, dict[str, State]] = {}
     steps: dict[str, ScalarState] = {}
     slicings: dict[str, Slicing] = {}
@@ -185,7 +185,7 @@ def _read_module_side(
     folders: Mapping[str, Sequence[str]],
     report: Report,
 ) -> _Module:
-    """Read the module from the model states: of the first model-parallel rank, and whole if there is but one."""
+    """Read the module from the model states of the first model-parallel rank."""
     first = files[0].model[0]
     tensors = read_module(first)
     buffers = {n for f in files for n in read_buffer_names(f.model[0], read_module(f.model[0]))}
@@ -208,10 +208,10 @@ def _place(
     opener: Opener, files: Sequence[ZeroFiles], folders: set[str], trained: _Trained, module: _Module,
     group_of: Mapping[str, int],
 ) -> tuple[list[Parameter], list[Buffer]]:  # fmt: skip
-    """Every parameter and buffer, with the values from the states, the model states or a converted copy.
+    """Return every parameter and buffer, with values from the states, the model states or a converted copy.
 
     Raises:
-        LayoutError: The model states name a parameter whose values are nowhere.
+        LayoutError: No file holds the values of a parameter in the model states.
     """
     first = files[0].model[0]
     parameters: list[Parameter] = []
@@ -237,15 +237,15 @@ def _place(
     return parameters, buffers
 
 
-def _twins(states: Mapping[str, Mapping[str, State]], module: _Module, *, ahead: bool) -> Iterator[Replica]:
-    """Masters and copies that must be equal, and tied tensors stored twice."""
+def _replicas(states: Mapping[str, Mapping[str, State]], module: _Module, *, newer_copies: bool) -> Iterator[Replica]:
+    """Yield pairs of states that must be equal: master and copy, and tied tensors stored twice."""
     for name in states:
-        if name in module.copies and not ahead:
+        if name in module.copies and not newer_copies:
             yield Replica(name, states[name][MASTER], module.copies[name])
     for alias, copy in module.duplicates.items():
         stored = module.aliases[alias]
         if stored in states:
-            newest = module.copies.get(stored) if ahead else None
+            newest = module.copies.get(stored) if newer_copies else None
             yield Replica(alias, newest or states[stored][MASTER], copy)
 
 
@@ -254,7 +254,7 @@ def _model_files(opener: Opener) -> list[ZeroFiles]:
     by_rank: dict[int, list[RankFile]] = {}
     partitioned = False
     names = [n for n in opener.names if n.kind == "model"]
-    # If files for both stage 1 and stage 3 are there, those without a data-parallel rank are whole.
+    # With files for both stage 1 and stage 3, those without a data-parallel rank are whole.
     names = [n for n in names if n.data_rank is None] or names
     for name in sorted(names, key=lambda n: (n.model_rank, n.data_rank or 0)):
         file = opener.open(name)
@@ -265,7 +265,9 @@ def _model_files(opener: Opener) -> list[ZeroFiles]:
         raise opener.errors[0]
     if not by_rank:
         problem = "is a universal checkpoint without model states"
-        raise LayoutError(opener.location.directory, problem, "copy the *_model_states.pt of the source beside zero/")
+        raise LayoutError(
+            opener.location.directory, problem, "copy the *_model_states.pt of the source into the directory of zero/"
+        )
     stage = 3 if partitioned else 1
     result = [ZeroFiles(opener.location, stage, rank, files, []) for rank, files in sorted(by_rank.items())]
     check_model_ranks(opener, result)
@@ -284,7 +286,7 @@ def _lists_shapes(files: ZeroFiles) -> bool:
 
 
 def _folders(opener: Opener) -> dict[str, list[str]]:
-    """Names of each parameter's states, by the names of folders and files."""
+    """Return the names of each parameter's states, from the names of folders and files."""
     result: dict[str, list[str]] = {}
     root = posixpath.join(opener.location.directory, FOLDER)
     opener.storage.list_tree(root)
@@ -298,7 +300,7 @@ def _folders(opener: Opener) -> dict[str, list[str]]:
 
 
 def _open_states(opener: Opener, name: str, keys: Sequence[str]) -> dict[str, RankFile]:
-    """Open the files of a parameter's states; those that cannot be read are left out, and reported."""
+    """Open the files of a parameter's states; report unreadable files and leave them out."""
     files = {key: opener.read(f"{FOLDER}/{name}/{key}.pt", "state", numbers=key == STEP) for key in keys}
     return {key: file for key, file in files.items() if file is not None}
 
@@ -313,10 +315,10 @@ def _step_of(file: RankFile) -> ScalarState:
 def _states_of(
     opener: Opener, name: str, files: Mapping[str, RankFile], shape: tuple[int, ...] | None
 ) -> dict[str, State]:
-    """All states of one parameter.
+    """Return all states of one parameter.
 
     Raises:
-        LayoutError: The states have different shapes, or one has a name that no optimizer gives.
+        LayoutError: The states have different shapes, or a state has a reserved name.
     """
     if MODULE in files:
         raise LayoutError(files[MODULE].path, "is not an optimizer state", "remove it")
@@ -333,10 +335,10 @@ def _states_of(
 def _without_padded(
     file: RankFile, states: Mapping[str, Mapping[str, State]], copies: Mapping[str, State]
 ) -> dict[str, State]:
-    """The model's copies, less those with padding that the states lack.
+    """Return the model's copies except those with vocabulary padding, which the states lack.
 
     Raises:
-        LayoutError: A copy has another shape than the states.
+        LayoutError: The shape of a copy differs from that of the states.
     """
     result = dict(copies)
     for name in [n for n in copies if MASTER in states.get(n, {})]:
@@ -350,7 +352,7 @@ def _without_padded(
 
 
 def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folders: Mapping[str, Sequence[str]]) -> None:
-    """Report states that only some parameters of a group have."""
+    """Report missing states: those of other parameters in the same group."""
     for group in groups:
         keys = dict.fromkeys(key for name in group.parameters for key in folders[name])
         gone = [f"{FOLDER}/{n}/{key}.pt" for n in group.parameters for key in keys if key not in folders[n]]
@@ -360,7 +362,7 @@ def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folder
 
 
 def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
-    """Locate the tensor of a file; stage 3 saves it flat, so that the model states tell its shape."""
+    """Locate the tensor of a file; stage 3 saves it flat, and the model states have its shape."""
     value = file.torch.root
     if isinstance(value, dict):
         value = value.get("param")
@@ -376,11 +378,11 @@ def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
 
 
 def _slicing(root: object) -> Slicing:
-    """Read how tensor parallelism slices a parameter; invalid values are ignored: reading does not need it."""
-    told = root if isinstance(root, dict) else {}
-    dim, parts = told.get("cat_dim"), told.get("param_n_sub_params")
+    """Read the slicing metadata of a parameter; ignore invalid values, because reading does not need them."""
+    metadata = root if isinstance(root, dict) else {}
+    dim, parts = metadata.get("cat_dim"), metadata.get("param_n_sub_params")
     view: tuple[Any, ...] = ()
-    described = getattr(told.get("sub_param_shape"), "state", None)
+    described = getattr(metadata.get("sub_param_shape"), "state", None)
     if isinstance(described, dict) and isinstance(described.get("shape"), tuple):
         dim, view = described.get("partition_dim"), described["shape"]
     sizes = [n for item in view for n in (item if isinstance(item, tuple) else (item,))]
@@ -389,13 +391,13 @@ def _slicing(root: object) -> Slicing:
     return Slicing(
         dim=dim,
         parts=parts if type(parts) is int and parts > 1 else 1,
-        view=view if view != (1,) else (),  # of a scalar; it says nothing
-        vocabulary=told.get("vocab_tensor") is True,
+        view=view if view != (1,) else (),  # the view of a scalar has no information
+        vocabulary=metadata.get("vocab_tensor") is True,
     )
 
 
 def _converted(opener: Opener, name: str) -> State:
-    """The fp32 copy that the converter kept of a tensor that is not trained."""
+    """Return the converter's fp32 copy of a tensor that is not trained."""
     file = opener.read(f"{FOLDER}/{name}/{MASTER}.pt", "state")
     if file is None:
         raise opener.errors[0]
@@ -409,12 +411,13 @@ def _groups(
     trained: _Trained,
     report: Report,
 ) -> tuple[dict[str, int], list[ParamGroup]]:
-    """Read the parameter groups, as far as the converter kept them."""
+    """Read the parameter groups that the converter kept."""
     inner = file.fields.values.get("optimizer_state_dict")
     inner = inner if isinstance(inner, dict) else {}
     listed = file.fields.values.get("param_groups", inner.get("param_groups"))
     members: list[list[str]] = [
-        [n for own in shapes for n in (own[g] if g < len(own) else ())] for g in range(max(map(len, shapes), default=0))
+        [n for groups in shapes for n in (groups[g] if g < len(groups) else ())]
+        for g in range(max(map(len, shapes), default=0))
     ]
     result: list[ParamGroup] = []
     group_of: dict[str, int] = {}
@@ -424,12 +427,12 @@ def _groups(
         numbers = values.get("params")
         numbers = numbers if files[0].stage == 3 and isinstance(numbers, list) else [g]
         if not all(isinstance(i, int) and 0 <= i < len(members) for i in numbers):
-            continue  # the converter of stage 3 wrote it, and the files are of another stage: parameters are unknown
+            continue  # the converter of stage 3 wrote it, but the files are of another stage: parameters are unknown
         names = tuple(dict.fromkeys(n for i in numbers for n in members[i]))
-        own = [trained.steps[n] for n in names if n in trained.steps] or _step(file, inner, numbers)
-        if any(step != own[0] for step in own):
+        steps = [trained.steps[n] for n in names if n in trained.steps] or _step(file, inner, numbers)
+        if any(step != steps[0] for step in steps):
             raise LayoutError(file.path, f"the parameters of group {g} took different steps", "convert again")
-        scalars = {STEP: own[0]} if own else {}
+        scalars = {STEP: steps[0]} if steps else {}
         fields = Fields(file.path, f"param_groups[{g}]", values)
         group_of |= dict.fromkeys(names, len(result))
         result.append(read_group([file], [fields], names, scalars, f"group {g}", report))
@@ -440,14 +443,14 @@ def _groups(
 
 
 def _step(file: RankFile, inner: Mapping[Any, Any], numbers: Sequence[int]) -> list[ScalarState]:
-    """The step at stage 3, which the optimizer's own state holds."""
-    kept = inner.get("state")
-    found = [kept[i].get(STEP) for i in numbers if isinstance(kept, dict) and isinstance(kept.get(i), dict)]
-    return [number for value in found if (number := file.scalar(value)) is not None]
+    """Return the step at stage 3, from the optimizer's own state."""
+    states = inner.get("state")
+    steps = [states[i].get(STEP) for i in numbers if isinstance(states, dict) and isinstance(states.get(i), dict)]
+    return [number for value in steps if (number := file.scalar(value)) is not None]
 
 
 def _configured_dtype(first: RankFile) -> str:
-    """Type of a pipeline's module by the configuration: the converter leaves out the files of its tensors."""
+    """Return the dtype of a pipeline's module from the configuration: the converter omits the files of its tensors."""
     config = first.fields.optional("ds_config", dict) or {}
     for key, dtype in (("bf16", "BF16"), ("bfloat16", "BF16"), ("fp16", "F16")):
         section = config.get(key)
@@ -463,5 +466,5 @@ def _remarks(files: Sequence[ZeroFiles], first: RankFile) -> tuple[str, ...]:
     if first.fields.values.get("module", ()) is None:
         remarks.append("frozen parameters and buffers of a pipeline are not part of a universal checkpoint")
     elif len(files) > 1:
-        remarks.append("frozen parameters are in fp32: the converter casts what is not trained")
+        remarks.append("frozen parameters are in fp32: the converter casts tensors that are not trained")
     return tuple(remarks)

@@ -61,7 +61,7 @@ KINDS = (
 
 
 def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | None:
-    """Find the files of weights: the given file, or those of a directory, by its index if there is one.
+    """Find the files of weights: the given file, or the files of a directory (those in its index, if any).
 
     Raises:
         LayoutError: An index is damaged, or names a missing file.
@@ -90,7 +90,7 @@ def _fits(src: str, kind: WeightsKind) -> bool:
 
 
 def _check_parts(src: str, names: list[str]) -> None:
-    """Check that all parts are there: each name contains the number of parts."""
+    """Check that all parts exist: each name contains the number of parts."""
     present = set(names)
     for name in names:
         match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\..*)", name)
@@ -117,20 +117,20 @@ def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
 
 
 def read_weights(storage: Storage, location: Location, _report: Report) -> Checkpoint | None:
-    """Read the layout of a file of weights, or of those in a directory; no tensor bytes.
+    """Read the layout of one file of weights, or of a directory of them, without tensor bytes.
 
     Returns:
         The layout; None if there are no weights.
 
     Raises:
-        CkptError: A file is damaged, or two hold the same tensor.
+        CkptError: A file is damaged, or two files hold the same tensor.
     """
-    found = find_weights(storage, location.directory)
-    if found is None:
+    selection = find_weights(storage, location.directory)
+    if selection is None:
         return None
     is_dir = storage.is_dir(location.directory)
     directory = location.directory if is_dir else parent(location.directory)
-    return _read_files(storage, Location(directory, directory, location.tag), *found)
+    return _read_files(storage, Location(directory, directory, location.tag), *selection)
 
 
 def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: list[str]) -> Checkpoint:
@@ -146,19 +146,19 @@ def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: 
             records: tuple[Record, ...] = ()
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
-                found = {
+                file_states = {
                     n: State(t.shape, t.dtype, one_extent(t.nbytes and _numel(t), index, where.start))
                     for n, (t, where) in entries.items()
                 }
                 aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}
             else:
                 torch = read_torch_file(reader)
-                found, records = _state_dict(index, torch, aliases), torch.records
+                file_states, records = _state_dict(index, torch, aliases), torch.records
             file = CheckpointFile(
                 name, reader.nbytes, kind_of_file, None, reader.version, container=kind.format, records=records
             )
             files.append(file)
-        for tensor, state in found.items():
+        for tensor, state in file_states.items():
             if tensor in states:
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
@@ -193,7 +193,7 @@ def _numel(tensor: safetensors.Tensor) -> int:
 
 
 def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:
-    """Read a state dict; tied tensors are one storage under several names."""
+    """Read a state dict; tied tensors share one storage."""
     root = torch.root
     if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
         root = root["state_dict"]
@@ -212,7 +212,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
 
 
 def _dtype(states: Mapping[str, State]) -> str:
-    """The type of most elements."""
+    """Return the dtype of most elements."""
     counts: dict[str, int] = {}
     for state in states.values():
         counts[state.dtype] = counts.get(state.dtype, 0) + state.numel

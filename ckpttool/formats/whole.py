@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_whole(storage: Storage, path: str) -> bool:
-    """Whether a checkpoint can be opened; tensor bytes are not read."""
+    """Return whether a checkpoint can be opened, without reading tensor bytes."""
     try:
         open_whole(storage, path)
     except CkptError:
@@ -25,17 +25,17 @@ def is_whole(storage: Storage, path: str) -> bool:
 
 
 def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False) -> Checkpoint:
-    """Open a complete checkpoint; bytes that are read later are compared with its manifest.
+    """Open a complete checkpoint; later reads are compared with its manifest.
 
     Args:
         storage: Its storage.
         path: The directory of its tag.
-        key: Its manifest must be signed with this key.
-        committed: It must have a manifest.
+        key: Require a manifest signed with this key.
+        committed: Require a manifest.
 
     Raises:
-        PlanError: It is not signed with that key, or has no manifest.
-        CkptError: It is incomplete or damaged; tensor bytes are not checked.
+        PlanError: The manifest is missing, or not signed with that key.
+        CkptError: The checkpoint is incomplete or damaged; tensor bytes are not checked.
     """
     if is_half_removed(storage, path):
         raise LayoutError(path, "is being removed", "use another tag")

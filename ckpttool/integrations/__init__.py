@@ -1,1 +1,1 @@
-"""Adapters to DeepSpeed, torch and Ray: the only package that imports a framework, and imported only on use."""
+"""Adapters to DeepSpeed, torch and Ray. No other package imports a framework, and these load only on use."""

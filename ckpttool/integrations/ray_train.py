@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed engines under Ray Train: saved once, straight to the run's storage, and committed there.
+"""Checkpoints of DeepSpeed engines under Ray Train: saved once, directly to the run's storage, and committed there.
 
     from ckpttool.integrations import ray_train
 
@@ -10,8 +10,8 @@
             ray_train.report(engine, {"loss": loss}, client_state={"step": step + 1})
 
 ``ray.train.report`` returns before the run's controller records a checkpoint, and Ray does not check that it is
-complete. So the manifest decides: ``restore`` takes the newest commit in the run's directory, whether Ray knows it or
-not, and a checkpoint is reported to Ray by reference after its commit.
+complete. Therefore the manifest decides: ``restore`` takes the newest commit in the run's directory, even if Ray does
+not know it, and ``report`` passes a reference to Ray after the commit.
 
 Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO_UPLOAD``, ``get_storage``.
 """
@@ -55,23 +55,23 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 GRACE = 900.0
-"""Seconds after which leftovers of killed workers are removed."""
+"""Default of ``grace``: seconds after which leftovers of killed workers are removed."""
 MAX_METRICS = 1000
-"""Maximum number of reported metrics that the manifest keeps."""
+"""Maximum number of reported metrics in the manifest."""
 
 
 class RayTrainCheckpoints:
     """Saves, reports and restores the checkpoints of one run; make one in each worker, in ``train_func``.
 
-    As a context manager it calls ``finish`` at the end of the block. If that, or ``train_func``, is left by an
-    exception, the running save is still committed, and a restarted run finds it.
+    As a context manager it calls ``finish`` at the end of the block. If an exception ends the block or ``train_func``,
+    the running save is still committed, and a restarted run finds it.
 
     Args:
-        blocking: Whether ``report`` returns when the checkpoint is committed and reported. If not, the state is copied
-            to the host's memory and written in the background, and the checkpoint is reported by the next call, by
-            ``finish``, or when ``train_func`` returns.
-        timeout: Seconds that a worker may be behind the others before a save is given up.
-        grace: Seconds after which a directory in which a killed worker has begun to save is removed, by the newest of
+        blocking: Whether ``report`` returns after the checkpoint is committed and reported. If not, the state is copied
+            to host memory and written in the background; the next call, ``finish``, or the end of ``train_func``
+            reports the checkpoint.
+        timeout: Seconds that a worker may be behind the others before a save fails.
+        grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.
         allow: As for ``CheckpointManager``.
         sign_key: As for ``CheckpointManager``.
@@ -119,34 +119,36 @@ class RayTrainCheckpoints:
 
     @property
     def _ranks(self) -> Ranks:
-        """The workers; they meet at the first report or restore, because a constructor may fail on one of them."""
+        """Return the workers; they agree at the first report or restore: a constructor may fail on one of them."""
         if self._met is None:
             self._met = ranks_of_process_group("Ray Train")
         return self._met
 
     def _abandon(self) -> None:
         """Wait for the running save, because an exception ends the block."""
-        self._pending = None  # not reported: the other workers may be elsewhere in the loop
+        self._pending = None  # not reported: the other workers may be at another point of the loop
         try:
             self._manager.wait()
         except CkptError as failed:
-            LOG.error("%s", failed)  # noqa: TRY400  the error that is on its way says more
+            LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block says more
 
     def report(self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
-            metrics: As for ``ray.train.report``; numbers among them go into the manifest, too.
+            metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
 
         Raises:
-            CkptError: The save failed, or the one before it that ran in the background; says which worker and why. It
-                was not committed, and not reported.
+            CkptError: The save failed, or the previous one in the background; names the worker and the cause. It
+                was neither committed nor reported.
         """
         self.finish()
         step = int(engine.global_steps)
-        name, *before = self._decided(lambda: [directory_name(step, secrets.token_hex(4)), *self._before()])
+        name, *before = self._on_first_worker(
+            lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()]
+        )
         self._manager.save_into(
             posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
             client_state={} if client_state is None else client_state, exclude_frozen=False,
@@ -156,16 +158,16 @@ class RayTrainCheckpoints:
         if not self._manager.saves_in_background:
             self.finish()
 
-    def _before(self) -> tuple[str, int]:
-        """The commit before the one that begins: attempt and number. Each has a root of its own, without a latest."""
+    def _previous_commit(self) -> tuple[str, int]:
+        """Return attempt and number of the previous commit. Each commit has its own root, without ``latest``."""
         if self._last is None:
             self._last = last_commit(self._storage, self._root)
         return self._last
 
     def _remember(self, name: str) -> None:
-        """Record the commit that the next one follows, before Ray may remove it."""
+        """Record this commit as the parent of the next one, before Ray may remove it."""
         storage, self._last = self._storage, None
-        with contextlib.suppress(CkptError):  # then it is searched for
+        with contextlib.suppress(CkptError):  # a later search finds it
             storage.refresh([])
             for directory in commits(storage, posixpath.join(self._root, name)):
                 manifest = read_manifest(storage, directory)
@@ -197,8 +199,8 @@ class RayTrainCheckpoints:
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
 
-    def _decided(self, decide: Callable[[], Any]) -> Any:
-        """The JSON result of a function on the first worker; its error is raised on all workers."""
+    def _on_first_worker(self, decide: Callable[[], Any]) -> Any:
+        """Run a function on the first worker; return its JSON result, or raise its error, on all workers."""
         return self._ranks.agree(self._root, None, lambda _: decide(), timeout=self._timeout)
 
     # ------------------------------------------------------------------------------------------- restoring
@@ -207,25 +209,24 @@ class RayTrainCheckpoints:
         self, engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False,
         require_committed: bool = False, require_signed: bool = False,
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Load a checkpoint into the engine, on every worker; their number and the ZeRO stage may be other ones.
+        """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
             checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
-                of this run: of what ``report`` has committed, whether Ray knows of it or not, and what
-                ``ray.train.get_checkpoint`` returns. To begin a run with a given one:
-                ``restore(engine) or restore(engine, given)``, which after a failure goes on with the run's own.
+                of this run: among the commits of ``report``, known to Ray or not, and the result of
+                ``ray.train.get_checkpoint``. To begin a run with a given one:
+                ``restore(engine) or restore(engine, given)``, which after a failure continues with the run's own.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
             require_committed: As for ``CheckpointManager.restore``.
             require_signed: As for ``CheckpointManager.restore``.
 
         Returns:
-            The client state of the checkpoint; None if none was given and the run has none yet.
+            The client state of the checkpoint; None without a given checkpoint, if the run has none yet.
 
         Raises:
-            CkptError: There are checkpoints, and none of them can be restored; or the one that was given cannot; the
-                same on every worker.
+            CkptError: No checkpoint of the run, or not the given one, can be restored; the same on every worker.
         """
         self.finish()
         options = LoadOptions(strict=strict, weights_only=weights_only, allow=tuple(sorted(self._allow)))
@@ -236,7 +237,7 @@ class RayTrainCheckpoints:
         opener = self._manager.opener(**required)
         state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
         if self._manager.restored is not None:
-            self._adopt(found, self._manager.restored.path)
+            self._report_unknown(found, self._manager.restored.path)
         return state
 
     def _restore_given(
@@ -258,19 +259,21 @@ class RayTrainCheckpoints:
     def _found(self) -> list[Any]:
         """Return the candidates to resume from, newest first."""
         known = ray.train.get_checkpoint()
-        return _of_run(self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path))
+        return _run_candidates(
+            self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path)
+        )
 
-    def _adopt(self, found: list[Candidate], restored: str) -> None:
+    def _report_unknown(self, found: list[Candidate], restored: str) -> None:
         """Report the restored checkpoint if Ray does not know it: a worker died between commit and report.
 
-        Earlier commits that Ray does not know are reported too, in order, so that Ray's rules apply to them; except
-        those older than a checkpoint that Ray knows: Ray would take them for the newest.
+        Earlier commits unknown to Ray are reported too, in order, so that Ray's rules apply to them; except those older
+        than a checkpoint known to Ray: Ray would take them for the newest.
         """
-        for name, metrics in self._decided(lambda: list(self._unheard_of(found, restored))):
+        for name, metrics in self._on_first_worker(lambda: list(self._unreported(found, restored))):
             self._whole.add(name)
             self._report(name, metrics)
 
-    def _unheard_of(self, found: list[Candidate], restored: str) -> list[tuple[str, dict[str, float]]]:
+    def _unreported(self, found: list[Candidate], restored: str) -> list[tuple[str, dict[str, float]]]:
         storage, unheard = self._storage, []
         reported = ray.train.get_all_reported_checkpoints(
             consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
@@ -287,24 +290,24 @@ class RayTrainCheckpoints:
                 unheard.append((name, dict(manifest.metrics)))
         return unheard[::-1]
 
-    # ------------------------------------------------------------------------------------------- clearing away
+    # ------------------------------------------------------------------------------------------- cleanup
 
     def _collect(self) -> None:
         """Remove the unfinished directories of killed workers."""
         if self._ranks.rank:
             return
         try:
-            for directory in self._abandoned():
+            for directory in self._unfinished_directories():
                 self._storage.remove_tree(directory)
                 LOG.info("removed %s", directory)
         except CkptError as error:
             LOG.warning("leftovers of killed workers were not removed: %s", error)
 
-    def _abandoned(self) -> list[str]:
+    def _unfinished_directories(self) -> list[str]:
         storage, found = self._storage, []
         storage.refresh([])
         for _, entry in own_directories(storage, self._root):
-            if entry.name in self._whole:  # known to be complete: not checked after every save
+            if entry.name in self._whole:  # known to be complete, not checked after every save
                 continue
             directory = posixpath.join(self._root, entry.name)
             if any(is_commit(storage, f"{directory}/{e.name}") for e in storage.listing(directory) if e.is_dir):
@@ -321,7 +324,7 @@ class RayTrainCheckpoints:
     # ------------------------------------------------------------------------------------------- preemption
 
     def preempted(self) -> bool:
-        """Whether a node is about to be preempted; True once for each node. Call it on every worker, once a step.
+        """Return whether a node is about to be preempted, once for each node. Call it on every worker, once a step.
 
         If so, save at once, call ``finish``, and continue training: Ray ends the workers at the deadline, and restarts
         on the remaining nodes from the newest commit.
@@ -333,8 +336,8 @@ class RayTrainCheckpoints:
         return bool(new)
 
 
-def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
-    """Candidates of a run, the newest first: commits, and the last checkpoint that was reported without ckpttool."""
+def _run_candidates(storage: Storage, run: str, reported: str) -> list[Any]:
+    """Return the candidates of a run, newest first: commits, and the last checkpoint reported without ckpttool."""
     found = [((c.step, 1, c.number, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
     if reported and not posixpath.basename(reported).startswith(PREFIX):
         others = candidates(storage, reported)
@@ -343,9 +346,9 @@ def _of_run(storage: Storage, run: str, reported: str) -> list[Any]:
 
 
 def _candidates(storage: Storage, root: str) -> list[Any]:
-    """Candidates at a path that the user names: a run, a root of checkpoints, or one checkpoint of any format."""
+    """Return the candidates at a path of the user: a run, a root of checkpoints, or one checkpoint of any format."""
     latest = latest_of_ray(storage, root)
-    found = _of_run(storage, root, posixpath.join(root, latest) if latest else "")
+    found = _run_candidates(storage, root, posixpath.join(root, latest) if latest else "")
     found = found or [list(astuple(c)) for c in candidates(storage, root)]
     return found or [list(astuple(Candidate("", root, committed=False)))]
 
@@ -353,9 +356,8 @@ def _candidates(storage: Storage, root: str) -> list[Any]:
 def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
     """Register functions to call in the thread of ``train_func`` when it returns or raises.
 
-    Ray waits for the uploads that it has begun itself when ``train_func`` returns, and ends the process after that;
-    what fails there is an error of ``train_func``. An exception ends the process as soon as it is in the queue of the
-    thread.
+    When ``train_func`` returns, Ray waits for its own uploads and then ends the process; a failure there is an error of
+    ``train_func``. An exception ends the process as soon as it is in the queue of the thread.
 
     Source: Ray 2.60, ray/train/v2/_internal/execution/worker_group/worker.py (``run_train_fn``) and thread_runner.py
     (``ThreadRunner.run``).
@@ -383,25 +385,25 @@ def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
 
 
 class _Exceptions:
-    """Wrap the queue of a worker's exceptions: pass each on to Ray after the running save has ended.
+    """Wraps the queue of a worker's exceptions: passes each to Ray after the running save has ended.
 
     Args:
         queue: Ray's own queue.
-        before: Called before an exception is put into it.
+        before: Called before an exception is put into the queue.
     """
 
     def __init__(self, queue: Any, before: Callable[[], None]) -> None:
         self._queue = queue
-        self._before = before
+        self._previous_commit = before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
     def put(self, error: BaseException | None, *arguments: Any, **options: Any) -> None:
-        """Pass on an exception, or None for no exception."""
+        """Pass an exception to Ray, or None for no exception."""
         try:
             if error is not None:
-                self._before()
+                self._previous_commit()
         finally:
             self._queue.put(error, *arguments, **options)
 
@@ -419,7 +421,7 @@ def _run_storage() -> Any:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in metrics by the names that Ray gives them: "eval/loss" for {"eval": {"loss": 0.5}}."""
+    """Return the numbers in metrics by Ray's names: "eval/loss" for {"eval": {"loss": 0.5}}."""
 
     def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in values.items():
@@ -432,10 +434,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
-"""For the functions below, by the run's storage: each run of a worker process has its own, and ends with it."""
+"""The object behind the functions below, by the run's storage: each run of a worker process has its own."""
 
 
-def _here() -> RayTrainCheckpoints:
+def _current() -> RayTrainCheckpoints:
     storage = _run_storage()
     if storage not in _OF_RUN:
         _OF_RUN[storage] = RayTrainCheckpoints()
@@ -444,16 +446,16 @@ def _here() -> RayTrainCheckpoints:
 
 def report(engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
     """Save, commit and report, on every worker; see ``RayTrainCheckpoints.report``."""
-    _here().report(engine, metrics, client_state=client_state)
+    _current().report(engine, metrics, client_state=client_state)
 
 
 def restore(
     engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False, **required: bool
 ) -> dict[str, Any] | None:
     """Load the newest commit of the run, or a given checkpoint; see ``RayTrainCheckpoints.restore``."""
-    return _here().restore(engine, checkpoint, strict=strict, weights_only=weights_only, **required)
+    return _current().restore(engine, checkpoint, strict=strict, weights_only=weights_only, **required)
 
 
 def preempted() -> bool:
-    """Whether a node is about to be preempted; see ``RayTrainCheckpoints.preempted``."""
-    return _here().preempted()
+    """Return whether a node is about to be preempted; see ``RayTrainCheckpoints.preempted``."""
+    return _current().preempted()

@@ -45,8 +45,8 @@ MASTER = "fp32"
 MODULE = "module"
 """The module's copy, with which the model computes: 16-bit under mixed precision."""
 
-AHEAD = "the module's copies are newer than the masters (ZenFlow)"
-"""Note for the user where ``Checkpoint.ahead`` is set."""
+NEWER_COPIES = "the module's copies are newer than the masters (ZenFlow)"
+"""Note for the user where ``Checkpoint.has_newer_copies`` is set."""
 UNKNOWN_GROUP = -1
 """Group index of a parameter whose group is unknown: without ZeRO an optimizer only numbers its parameters."""
 
@@ -297,6 +297,16 @@ class CheckpointFile:
     """Ranges of its bytes with the CRC-32 that the save recorded."""
 
 
+def _deprecated(old: str, name: str) -> property:
+    """Return a property with the old name of a field."""
+
+    def value(checkpoint: Checkpoint) -> Any:
+        warnings.warn(f"Checkpoint.{old} is called {name}", DeprecationWarning, stacklevel=2)
+        return getattr(checkpoint, name)
+
+    return property(value, doc=f"Deprecated name of ``{name}``.")
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Checkpoint:
     """The layout of a checkpoint.
@@ -336,7 +346,7 @@ class Checkpoint:
     """Tied names: another name of a parameter to the name it is stored under."""
     groups: tuple[ParamGroup, ...]
     """The optimizer's parameter groups."""
-    unsliceable: tuple[str, ...] = ()
+    nonpartitionable: tuple[str, ...] = ()
     """Non-partitionable optimizer states: their shape does not follow the partition, so no parameter has them."""
     scheduler: Any = None
     """State of the learning-rate scheduler."""
@@ -350,7 +360,7 @@ class Checkpoint:
     """Embedded storages: of the tensors inside ``client_state`` and ``scheduler``, by storage key."""
     replicas: tuple[Replica, ...] = ()
     """States that are stored more than once."""
-    ahead: bool = False
+    has_newer_copies: bool = False
     """Whether the module's copies are newer than the masters, as under ZenFlow. Then the copies are the weights."""
     files: tuple[CheckpointFile, ...]
     """Every file read, sizes included."""
@@ -402,19 +412,12 @@ class Checkpoint:
 
     def weights(self, parameter: Parameter) -> State:
         """A parameter's weights: the master, or the module's copy where that is newer or alone."""
-        return parameter.module_state if self.ahead else parameter.master_state
+        return parameter.module_state if self.has_newer_copies else parameter.master_state
 
-    @property
-    def twins(self) -> tuple[Replica, ...]:
-        """Deprecated name of ``replicas``."""
-        warnings.warn("Checkpoint.twins is called replicas", DeprecationWarning, stacklevel=2)
-        return self.replicas
-
-    @property
-    def carried(self) -> Mapping[str, State]:
-        """Deprecated name of ``embedded``."""
-        warnings.warn("Checkpoint.carried is called embedded", DeprecationWarning, stacklevel=2)
-        return self.embedded
+    twins = _deprecated("twins", "replicas")
+    carried = _deprecated("carried", "embedded")
+    unsliceable = _deprecated("unsliceable", "nonpartitionable")
+    ahead = _deprecated("ahead", "has_newer_copies")
 
     @property
     def native(self) -> bool:

@@ -55,7 +55,7 @@ def find(checkpoint: Checkpoint, name: str, key: str) -> State:
     held = {k: s for owner, k, s in checkpoint.states() if owner == stored}
     if not held:
         raise PlanError(checkpoint.location, f"holds no parameter {name}", "inspect lists the names")
-    order = (MODULE, MASTER, "buffer") if checkpoint.ahead else (MASTER, MODULE, "buffer")
+    order = (MODULE, MASTER, "buffer") if checkpoint.has_newer_copies else (MASTER, MODULE, "buffer")
     state = next((held[k] for k in (order if key == WEIGHTS else (key,)) if k in held), None)
     if state is None:
         raise PlanError(checkpoint.location, f"holds no {key} of {name}", f"choose one of {', '.join(held)}")

@@ -1,4 +1,4 @@
-"""Save one checkpoint from many ranks atomically: readers accept the directory only when all files are there.
+"""Save one checkpoint from many ranks atomically: readers accept only a complete directory.
 
 This package knows ranks, files and storages; neither the content of the files nor a framework.
 """

@@ -81,7 +81,7 @@ class Background:
 _running: dict[int, Background] = {}
 """Saves without a call of ``wait`` yet."""
 _process = 0
-"""Identifier of the process that has registered the exit hook."""
+"""Identifier of the process with the registered exit hook."""
 
 
 def _wait_at_end() -> None:
@@ -101,7 +101,7 @@ def _end() -> None:
     for background in list(_running.values()):
         try:
             background.wait()
-        except CkptError:  # the save has logged it
+        except CkptError:  # the save has logged the error
             _fail_process()
         except KeyboardInterrupt:
             LOG.error("interrupted: a save was still running, and may not be committed")  # noqa: TRY400

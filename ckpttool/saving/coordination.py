@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 SHORTEST_PAUSE = 0.001
-"""Least seconds between two queries of the store."""
+"""Minimum seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
-"""Most seconds between two queries of the store; many ranks query one server."""
-GRACE = 20.0
+"""Maximum seconds between two queries of the store; many ranks query one server."""
+DECISION_SECONDS = 20.0
 """Seconds that rank 0 may take to decide after the last message, or after the timeout."""
-FAREWELL = 10.0
+ACKNOWLEDGE_SECONDS = 10.0
 """Seconds that rank 0 waits until all ranks have the last decision: its process may run the store."""
 
 
@@ -55,7 +55,7 @@ class Ranks:
         rank: Number of this rank.
         size: Number of ranks.
         store: A store that all ranks reach.
-        name: Prefix of the keys; the same on all ranks, and used for nothing else.
+        name: Prefix of the keys; the same on all ranks, and unique.
     """
 
     def __init__(self, rank: int, size: int, store: Store, name: str) -> None:
@@ -64,16 +64,16 @@ class Ranks:
         self._store = store
         self._name = name
         self._round = 0
-        self._spent: list[str] = []
+        self._old_keys: list[str] = []
 
     def agree(
-        self, what: str, said: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
+        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
     ) -> Any:
         """Send a message to rank 0, and return its decision on the messages of all ranks.
 
         Args:
             what: Name of the task, for error messages.
-            said: Message of this rank: JSON data.
+            message: Message of this rank: JSON data.
             decide: Called on rank 0 with the messages of all ranks; returns JSON data. An error of ``decide`` is raised
                 on every rank.
             timeout: Seconds to wait for the other ranks.
@@ -86,48 +86,50 @@ class Ranks:
         self._round += 1
         key = f"{self._name}/{self._round}"
         began = time.monotonic()
-        self._put(f"{key}/{self.rank}", said, what)
+        self._put(f"{key}/{self.rank}", message, what)
         self._call(what, self._store.add, f"{key}/count", 1)
         if self.rank == 0:
             decision = self._decide(key, what, decide, began + timeout)
             self._put(f"{key}/decision", decision, what)
         else:
-            if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + GRACE):
-                raise RankError(what, f"rank 0 was not heard of for {timeout + GRACE:,.0f} s", _look(0))
+            if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + DECISION_SECONDS):
+                raise RankError(what, f"rank 0 was not heard of for {timeout + DECISION_SECONDS:,.0f} s", _log_hint(0))
             decision = json.loads(self._call(what, self._store.get, f"{key}/decision"))
         self._acknowledge(key, what, wait=last)
         if "error" in decision:
-            kind, arguments = decision["error"]
-            raise kinds_of_errors().get(kind, RankError)(*arguments)
+            raise error_from_data(decision["error"])
         return decision["value"]
 
     def _decide(self, key: str, what: str, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
-        if not self._wait(lambda: self._heard(key, what) >= self.size, end):
+        if not self._wait(lambda: self._message_count(key, what) >= self.size, end):
             late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
-            return {"error": _as_data(late_error(what, late))}
-        said = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
+            return {"error": error_to_data(late_error(what, late))}
+        messages = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
         try:
-            return {"value": decide(said)}
+            return {"value": decide(messages)}
         except CkptError as error:
-            return {"error": _as_data(error)}
+            return {"error": error_to_data(error)}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            return {"error": _as_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
+            return {"error": error_to_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
 
     def _acknowledge(self, key: str, what: str, *, wait: bool) -> None:
         """Count the ranks that have the decision; rank 0 deletes the keys of the previous round."""
-        heard = f"{key}/heard"
-        self._call(what, self._store.add, heard, 1)
+        acknowledged = f"{key}/acknowledged"
+        self._call(what, self._store.add, acknowledged, 1)
         if self.rank:
             return
         if wait:
-            self._wait(lambda: self._call(what, self._store.add, heard, 0) >= self.size, time.monotonic() + FAREWELL)
-        for old in self._spent:
+            self._wait(
+                lambda: self._call(what, self._store.add, acknowledged, 0) >= self.size,
+                time.monotonic() + ACKNOWLEDGE_SECONDS,
+            )
+        for old in self._old_keys:
             self._call(what, self._store.delete_key, old)
-        names = [*map(str, range(self.size)), "count", "decision", "heard"]
-        self._spent = [f"{key}/{name}" for name in names]
+        names = [*map(str, range(self.size)), "count", "decision", "acknowledged"]
+        self._old_keys = [f"{key}/{name}" for name in names]
 
-    def _heard(self, key: str, what: str) -> int:
+    def _message_count(self, key: str, what: str) -> int:
         return int(self._call(what, self._store.add, f"{key}/count", 0))
 
     def _put(self, key: str, value: Any, what: str) -> None:
@@ -141,7 +143,7 @@ class Ranks:
         try:
             return function(*arguments)
         except RuntimeError as error:  # base class of torch's DistNetworkError and DistStoreError
-            problem = "the store that the ranks meet in cannot be reached"
+            problem = "the store of the ranks cannot be reached"
             raise RankError(what, problem, "the process that holds it may have ended: see the log of rank 0") from error
 
     @staticmethod
@@ -162,10 +164,10 @@ class Alone(Ranks):
         self.rank, self.size = 0, 1
 
     def agree(
-        self, what: str, said: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
+        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
     ) -> Any:
         """Return the decision on the only message."""
-        return decide([said])
+        return decide([message])
 
 
 def agree_to_begin(
@@ -196,22 +198,22 @@ def agree_to_begin(
         check()
     except Exception as error:  # raised below, after the other ranks have the message
         own = error
-    said = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
+    message = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
 
-    def look(all_said: list[Any]) -> Any:
-        for rank, one in enumerate(all_said):
-            if one["error"]:
-                raise RankError(what, f"rank {rank}: {one['error']}", "nothing was changed")
-        first = all_said[0]["arguments"]
-        for rank, one in enumerate(all_said):
-            for name, value in one["arguments"].items():
+    def decide_to_begin(messages: list[Any]) -> Any:
+        for rank, other in enumerate(messages):
+            if other["error"]:
+                raise RankError(what, f"rank {rank}: {other['error']}", "nothing was changed")
+        first = messages[0]["arguments"]
+        for rank, other in enumerate(messages):
+            for name, value in other["arguments"].items():
                 if value != first[name]:
                     problem = f"rank 0 has {name} {brief(first[name], 200)}, rank {rank} has {brief(value, 200)}"
                     raise RankError(what, problem, "give all ranks the same")
         return None if decide is None else decide()
 
     try:
-        return ranks.agree(what, said, look, timeout=timeout)
+        return ranks.agree(what, message, decide_to_begin, timeout=timeout)
     except CkptError:
         if own is not None:
             raise own from None
@@ -226,20 +228,27 @@ def late_error(what: str, late: list[int]) -> RankError:
     """Return the error for ranks that sent no message in time."""
     names = ", ".join(map(str, late[:20])) + (" ..." if len(late) > 20 else "")
     noun = f"rank {names} was" if len(late) == 1 else f"ranks {names} were"
-    return RankError(what, f"{noun} not heard of in time", _look(late[0]))
+    return RankError(what, f"{noun} not heard of in time", _log_hint(late[0]))
 
 
-def _look(rank: int) -> str:
+def _log_hint(rank: int) -> str:
     return f"see the log of rank {rank}, or raise timeout="
 
 
-def _as_data(error: CkptError) -> list[Any]:
-    return [type(error).__name__, [error.path, error.problem, error.hint, error.options]]
+def error_to_data(error: CkptError) -> list[Any]:
+    """Convert an error to JSON data for a message between ranks: the name of its class, and its four arguments."""
+    return [type(error).__name__, error.path, error.problem, error.hint, list(error.options)]
 
 
-def kinds_of_errors(base: type[CkptError] = CkptError) -> dict[str, type[CkptError]]:
-    """Return all error classes by name."""
-    found = {base.__name__: base}
-    for kind in base.__subclasses__():
-        found |= kinds_of_errors(kind)
-    return found
+def error_from_data(data: Sequence[Any]) -> CkptError:
+    """Convert JSON data of ``error_to_data`` back to the error; a ``RankError`` if its class is unknown here."""
+    kind, path, problem, hint, options = data
+    return _error_classes(CkptError).get(kind, RankError)(path, problem, hint, tuple(options))
+
+
+def _error_classes(base: type[CkptError]) -> dict[str, type[CkptError]]:
+    """Return an error class and its subclasses, by name."""
+    classes = {base.__name__: base}
+    for subclass in base.__subclasses__():
+        classes |= _error_classes(subclass)
+    return classes

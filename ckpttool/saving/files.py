@@ -80,7 +80,7 @@ def put_new(storage: WritableStorage, path: str, data: bytes) -> None:
 
 
 def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
-    """Claim the directory of a dead save, and remove the files of that save.
+    """Claim the directory of a dead save, and remove its files.
 
     Args:
         storage: Storage of the checkpoint.
@@ -108,7 +108,7 @@ def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
     removed = bool(seen) and is_half_removed(storage, directory)
     if not storage.put_new(path, mark, over=seen):
         raise TakenError(path, "was claimed by another process meanwhile", TAKEN)
-    # From here on a save that still runs finds the marker of another save.
+    # From now on a save that still runs finds the marker of another save.
     storage.refresh([])
     if not removed and storage.exists(posixpath.join(directory, MANIFEST)):
         storage.delete([path])

@@ -20,7 +20,7 @@ READ_BYTES = 1 << 23
 """Bytes of one read of a payload."""
 
 Hashed = tuple[int, int, int]
-"""First byte in the file, size in bytes, CRC-32 of a piece that crosses no chunk boundary."""
+"""First byte in the file, size in bytes and CRC-32 of a piece inside one chunk."""
 
 
 class Payload(Protocol):
@@ -33,7 +33,7 @@ class Payload(Protocol):
         """Return the bytes [start, end), valid until the next call."""
 
 
-class Held:
+class HostPayload:
     """Bytes in the memory of the host.
 
     Args:
@@ -50,7 +50,7 @@ class Held:
 
 
 class Mapper(Protocol):
-    """``map``, or the ``map`` of an executor, which computes results ahead."""
+    """``map``, or the ``map`` of an executor, which computes results in advance."""
 
     def __call__(
         self, function: Callable[[tuple[int, Payload]], list[Hashed]], values: Iterable[tuple[int, Payload]], /
@@ -59,7 +59,7 @@ class Mapper(Protocol):
 
 
 class OutgoingFile(Protocol):
-    """A file that a rank writes."""
+    """A file of one rank."""
 
     @property
     def name(self) -> str:
@@ -159,7 +159,7 @@ class TorchFile:
         yield self._hashed_literal(end, directory, size)
 
     def _hashed_literal(self, start: int, literal: bytes, size: int) -> bytes:
-        self._hashed += _hash(size, (start, Held(literal)))
+        self._hashed += _hash(size, (start, HostPayload(literal)))
         return literal
 
     def _build(self, crcs: Mapping[str, int]) -> torch_zip.BuiltArchive:
@@ -170,7 +170,7 @@ class TorchFile:
 
 @dataclass(slots=True)
 class HashedFile:
-    """Wraps a file, and computes the SHA-256 of each chunk while its bytes stream by."""
+    """Wraps a file, and computes the SHA-256 of each chunk in the same pass."""
 
     inner: OutgoingFile
     """The wrapped file."""

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("ckpttool")
 LATEST = "latest"
-ROOM = 1.02
+SPACE_FACTOR = 1.02
 """Required free space, as a multiple of the files' bytes; directories and metadata take space too."""
 SEEN_WITHIN = 60.0
 """Seconds that a network file system may take to show a file to other nodes."""
 
 
-WATCHED = 20.0
+WATCH_SECONDS = 20.0
 """Seconds to watch the directory of another machine's save; without a change the save is dead."""
 
 
@@ -69,7 +69,7 @@ class Request:
     """``Manifest.groups``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
-    beside: Mapping[str, bytes] = field(default_factory=dict)
+    sidecars: Mapping[str, bytes] = field(default_factory=dict)
     """Sidecar files of the root, by name."""
     sign_key: bytes | None = field(default=None, repr=False)
     """Key that signs the manifest; None for no signature."""
@@ -101,24 +101,24 @@ def save(
         CkptError: The checkpoint exists, or the storage has too little space.
     """
     directory = posixpath.join(root, request.tag)
-    said = {
+    message = {
         "tag": request.tag,
         "step": request.step,
         "nbytes": sum(f.nbytes for f in files),
         "names": [f.name for f in files],
         "error": _as_text(failed),
     }
-    claimed: list[str] = []
+    attempts: list[str] = []
     try:
         attempt = ranks.agree(
             directory,
-            said,
-            lambda all_said: _claim(storage, root, directory, request, all_said, claimed),
+            message,
+            lambda messages: _claim(storage, root, directory, request, messages, attempts),
             timeout=timeout,
         )
         return _save(storage, root, ranks, request, files, attempt, timeout)
     finally:
-        ALIVE.difference_update(claimed)
+        ALIVE.difference_update(attempts)
 
 
 def _save(
@@ -127,7 +127,7 @@ def _save(
 ) -> Manifest:  # fmt: skip
     """Write the files of this rank, and commit; ``attempt`` has claimed the directory."""
     directory = posixpath.join(root, request.tag)
-    done: dict[str, Any] = {"files": {}, "error": None}
+    outcome: dict[str, Any] = {"files": {}, "error": None}
     try:
         if ranks.rank:
             _wait_for_mark(storage, directory, attempt)
@@ -136,16 +136,16 @@ def _save(
         check = partial(_check_ours, storage, directory, attempt)
         outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
         for file, sums in zip(outgoing, rank_files.write_files(storage, directory, outgoing, check), strict=True):
-            done["files"][file.name] = _to_message(sums)
+            outcome["files"][file.name] = _to_message(sums)
     except CkptError as error:
-        done["error"] = str(error)
+        outcome["error"] = str(error)
     except Exception as error:  # the other ranks wait for this rank's message
         LOG.exception("this rank's files were not written")
-        done["error"] = f"{type(error).__name__}: {error}"
+        outcome["error"] = f"{type(error).__name__}: {error}"
     fields = ranks.agree(
         directory,
-        done,
-        lambda all_said: _finish(storage, root, directory, request, attempt, all_said),
+        outcome,
+        lambda messages: _finish(storage, root, directory, request, attempt, messages),
         timeout=timeout,
         last=True,
     )
@@ -157,8 +157,8 @@ def _to_message(sums: Checksums) -> list[Any]:
     return [sums.nbytes, sums.chunk_bytes, list(sums.crcs), sums.directory, [digest.hex() for digest in sums.sha256]]
 
 
-def _from_message(said: Sequence[Any]) -> Checksums:
-    nbytes, size, crcs, directory, sha256 = said
+def _from_message(message: Sequence[Any]) -> Checksums:
+    nbytes, size, crcs, directory, sha256 = message
     return Checksums(
         nbytes, size, tuple(crcs), None if directory is None else tuple(directory), tuple(map(bytes.fromhex, sha256))
     )
@@ -168,8 +168,8 @@ def _as_text(error: CkptError | None) -> str | None:
     return None if error is None else str(error)
 
 
-def _raise_failures(directory: str, said: list[Any]) -> None:
-    failures = [(rank, one["error"]) for rank, one in enumerate(said) if one["error"]]
+def _raise_failures(directory: str, messages: list[Any]) -> None:
+    failures = [(rank, message["error"]) for rank, message in enumerate(messages) if message["error"]]
     if failures:
         rank, text = failures[0]
         more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
@@ -177,43 +177,45 @@ def _raise_failures(directory: str, said: list[Any]) -> None:
 
 
 def _claim(
-    storage: WritableStorage, root: str, directory: str, request: Request, said: list[Any], claimed: list[str]
+    storage: WritableStorage, root: str, directory: str, request: Request, messages: list[Any], attempts: list[str]
 ) -> str:
     """Check that a save can begin, and write the in-progress marker; return the identifier of the attempt."""
-    _raise_failures(directory, said)
-    for rank, one in enumerate(said):
-        if (one["tag"], one["step"]) != (request.tag, request.step):
-            problem = f"rank 0 saves it at step {request.step}, rank {rank} {one['tag']!r} at step {one['step']}"
+    _raise_failures(directory, messages)
+    for rank, message in enumerate(messages):
+        if (message["tag"], message["step"]) != (request.tag, request.step):
+            problem = (
+                f"rank 0 saves it at step {request.step}, rank {rank} {message['tag']!r} at step {message['step']}"
+            )
             raise RankError(directory, problem, "give all ranks the same tag at the same step")
-    names = [name for one in said for name in one["names"]]
+    names = [name for message in messages for name in message["names"]]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RankError(directory, f"two ranks would write {twice}", "this is a bug in ckpttool")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RankError(directory, f"two ranks would write {repeated}", "this is a bug in ckpttool")
     storage.make_directory(root)
     if is_linked(storage, root, directory):
         raise StorageError(directory, "is reached through a link", "choose another tag, or remove the link")
-    found = _look(storage, directory, request)
-    needed, free = int(ROOM * sum(one["nbytes"] for one in said)), storage.free_bytes(root)
+    state = _directory_state(storage, directory, request)
+    needed, free = int(SPACE_FACTOR * sum(message["nbytes"] for message in messages)), storage.free_bytes(root)
     if free is not None and free < needed:
         problem = f"needs {needed:,} bytes, but only {free:,} are free"
         raise StorageError(directory, problem, "free some space, keep fewer checkpoints, or choose another root")
     attempt = secrets.token_hex(8)
     mark = json.dumps({"key": f"save {attempt}", "files": [], **identity()}).encode()
-    claimed.append(attempt)
+    attempts.append(attempt)
     ALIVE.add(attempt)
-    if found == "unfinished":
+    if state == "unfinished":
         take_over(storage, directory, mark)
         return attempt
-    if found == "replaced":
-        _set_aside(storage, root, directory)
+    if state == "replaced":
+        _rename_replaced(storage, root, directory)
     try:
         storage.make_directory(directory)
         put_new(storage, posixpath.join(directory, MARK), mark)
     except TakenError:
         raise
     except CkptError:
-        if found == "replaced":
-            _try_each([partial(_remove_if_there, storage, directory), partial(_put_back, storage, directory)])
+        if state == "replaced":
+            _try_each([partial(_remove_if_there, storage, directory), partial(_restore_replaced, storage, directory)])
         raise
     return attempt
 
@@ -233,7 +235,7 @@ def _check_dead(storage: WritableStorage, directory: str) -> None:
     if alive is False:
         return
     before = _snapshot(storage, directory)
-    end = time.monotonic() + WATCHED
+    end = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < end:
         time.sleep(1.0)
         if _snapshot(storage, directory) != before:
@@ -248,7 +250,7 @@ def _snapshot(storage: WritableStorage, directory: str) -> list[tuple[Any, ...]]
         return []
 
 
-def _look(storage: WritableStorage, directory: str, request: Request) -> str:
+def _directory_state(storage: WritableStorage, directory: str, request: Request) -> str:
     """Return the state of the checkpoint's directory: "" (free), "unfinished" or "replaced"."""
     if not storage.is_dir(directory):
         if storage.exists(directory):
@@ -267,7 +269,7 @@ def _look(storage: WritableStorage, directory: str, request: Request) -> str:
     return "replaced"
 
 
-def _set_aside(storage: WritableStorage, root: str, directory: str) -> None:
+def _rename_replaced(storage: WritableStorage, root: str, directory: str) -> None:
     """Rename the checkpoint to replace, until the new one is committed."""
     aside = f"{directory}{REPLACED}"
     if storage.exists(aside):
@@ -281,7 +283,7 @@ def _set_aside(storage: WritableStorage, root: str, directory: str) -> None:
         moved = storage.rename(directory, aside)
     except StorageError:
         if not storage.exists(directory):  # the rename succeeded, but its sync failed
-            _try_each([partial(_put_back, storage, directory)])
+            _try_each([partial(_restore_replaced, storage, directory)])
         raise
     if not moved:
         if not any(c != directory for c in commits(storage, root)):
@@ -298,7 +300,7 @@ def _is_ours(storage: WritableStorage, directory: str, attempt: str) -> bool:
 
 
 def _check_ours(storage: WritableStorage, directory: str, attempt: str) -> None:
-    """Check that no other process has taken over the directory, for example because it believed this save dead.
+    """Check that no other process has taken over the directory, for example because this save seemed dead.
 
     Raises:
         TakenError: Another process has.
@@ -329,30 +331,32 @@ def _wait_for_mark(storage: Storage, directory: str, attempt: str) -> None:
 
 
 def _finish(
-    storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, said: list[Any]
+    storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, messages: list[Any]
 ) -> dict[str, Any]:  # fmt: skip
     """Commit the save, or remove its files; return the fields of the manifest without the files."""
     latest = posixpath.join(root, LATEST)
     named: str | None = None
     written = False
     try:
-        _raise_failures(directory, said)
-        files = {name: _from_message(f) for one in said for name, f in one["files"].items()}
-        bare = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
-        if request.sign_key is not None and bare is not None:
-            raise RankError(directory, f"no rank computed the SHA-256 of {bare}", "give all ranks the same sign_key")
+        _raise_failures(directory, messages)
+        files = {name: _from_message(f) for message in messages for name, f in message["files"].items()}
+        unsigned = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
+        if request.sign_key is not None and unsigned is not None:
+            raise RankError(
+                directory, f"no rank computed the SHA-256 of {unsigned}", "give all ranks the same sign_key"
+            )
         values: dict[str, Any] = {
             "tag": request.tag,
             "step": request.step,
             "created": time.time(),
             "attempt": attempt,
-            "world_size": len(said),
+            "world_size": len(messages),
             "stage": request.stage,
             "metrics": dict(request.metrics),
             "versions": dict(request.versions),
             "groups": [list(names) for names in request.groups],
         }
-        for name, data in request.beside.items():
+        for name, data in request.sidecars.items():
             if not storage.exists(posixpath.join(root, name)):
                 storage.put(posixpath.join(root, name), data)
         _check_ours(storage, directory, attempt)
@@ -367,7 +371,7 @@ def _finish(
         if not _is_still_ours(storage, directory, attempt):
             raise  # the files belong to another process
         # All ranks have sent their results: none of them writes any more.
-        undo = [partial(storage.remove_tree, directory), partial(_put_back, storage, directory)]
+        undo = [partial(storage.remove_tree, directory), partial(_restore_replaced, storage, directory)]
         if written:
             undo.append(
                 partial(storage.delete, [latest]) if named is None else partial(storage.put, latest, named.encode())
@@ -376,7 +380,7 @@ def _finish(
         raise
     # The checkpoint is committed even if a step below fails: ``tidy`` repeats these steps.
     _try_each(
-        [partial(storage.delete, [posixpath.join(directory, MARK)]), partial(_forget_replaced, storage, directory)]
+        [partial(storage.delete, [posixpath.join(directory, MARK)]), partial(_remove_replaced, storage, directory)]
     )
     return values
 
@@ -408,12 +412,12 @@ def _remove_if_there(storage: WritableStorage, directory: str) -> None:
         storage.remove_tree(directory)
 
 
-def _put_back(storage: WritableStorage, directory: str) -> None:
+def _restore_replaced(storage: WritableStorage, directory: str) -> None:
     if storage.exists(f"{directory}{REPLACED}"):
         storage.rename(f"{directory}{REPLACED}", directory)
 
 
-def _forget_replaced(storage: WritableStorage, directory: str) -> None:
+def _remove_replaced(storage: WritableStorage, directory: str) -> None:
     if storage.exists(f"{directory}{REPLACED}"):
         storage.remove_tree(f"{directory}{REPLACED}")
 

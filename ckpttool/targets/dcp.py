@@ -1,8 +1,8 @@
 """Checkpoint -> plan of a directory of ``torch.distributed.checkpoint``.
 
-It holds what ``dcp.save({"model": ..., "optim": ...})`` writes of ``get_state_dict``: weights under ``model.NAME``, the
-optimizer's states under ``optim.state.NAME.STATE``, its groups under ``optim.param_groups``. Each tensor is one chunk,
-a ``torch.save`` file within a file; any number of ranks reads the parts it needs.
+It has the content that ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``: weights under
+``model.NAME``, the optimizer's states under ``optim.state.NAME.STATE``, its groups under ``optim.param_groups``. Each
+tensor is one chunk, a ``torch.save`` file within a file; any number of ranks reads the parts it needs.
 
 Source: torch 2.13, distributed/checkpoint/filesystem.py (``FileSystemWriter``), metadata.py, default_planner.py and
 state_dict.py (``get_state_dict``).
@@ -125,7 +125,7 @@ def plan_dcp(
     return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
 
 
-# ------------------------------------------------------------------------------------------------- what is written
+# ------------------------------------------------------------------------------------------------- entries
 
 
 def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_TensorEntry]:

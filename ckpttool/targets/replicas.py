@@ -19,11 +19,11 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedTensor:
     """One tensor in the file."""
 
     name: str
-    """Key of the tensor in the argument of ``plan_packed``."""
+    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
     dtype: str
     """safetensors' spelling."""
     start: int
@@ -32,8 +32,12 @@ class Packed:
     """Size in bytes, without padding."""
 
 
-def plan_packed(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[Packed]]:
+def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[PackedTensor]]:
     """Plan a file of whole tensors, each in its own dtype.
+
+    Args:
+        checkpoint: The source.
+        tensors: The state of each tensor, by any key.
 
     Returns:
         A plan of one file, and the offset of each tensor in it.
@@ -41,7 +45,7 @@ def plan_packed(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[C
     packed, pieces, zeros, at = [], [], [], 0
     for name, state in tensors.items():
         nbytes = state.numel * itemsize(state.dtype)
-        packed.append(Packed(name, state.dtype, at, nbytes))
+        packed.append(PackedTensor(name, state.dtype, at, nbytes))
         pieces.append(Placement(state, state.dtype, at))
         end = -(-(at + nbytes) // ALIGNMENT) * ALIGNMENT
         zeros.append((at + nbytes, end - at - nbytes))

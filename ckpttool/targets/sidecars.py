@@ -32,32 +32,32 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
         ranks: Number of ranks of the target; None for a target of any number.
     """
     storage, root = connect(checkpoint.storage), checkpoint.root
-    everything = find_sidecars(storage, root, (*RESUME_FILES, *RANDOM, *POSITION))
-    random, position = ([c for c in everything if _is(c.name, kind)] for kind in (RANDOM, POSITION))
-    found = [c for c in everything if c not in random and c not in position]
-    t = checkpoint.topology
-    same = ranks == t.data_parallel and t.tensor_parallel == t.pipeline_parallel == 1
+    sidecars = find_sidecars(storage, root, (*RESUME_FILES, *RANDOM, *POSITION))
+    random, position = ([c for c in sidecars if _is(c.name, kind)] for kind in (RANDOM, POSITION))
+    copied = [c for c in sidecars if c not in random and c not in position]
+    topology = checkpoint.topology
+    same_ranks = ranks == topology.data_parallel and topology.tensor_parallel == topology.pipeline_parallel == 1
     notes = []
-    if same:
-        found += [*(random if len(random) == ranks else ()), *position]
-    kept = {sidecar.name for sidecar in found}
-    if left := [c.name for c in random if c.name not in kept]:
+    if same_ranks:
+        copied += [*(random if len(random) == ranks else ()), *position]
+    names = {sidecar.name for sidecar in copied}
+    if omitted := [c.name for c in random if c.name not in names]:
+        notes.append(f"not copied: the random number state of each rank ({_few(omitted)}); random numbers begin anew")
+    if omitted := [c.name for c in position if c.name not in names]:
+        notes.append(f"not copied: positions of data loaders, counted for the source's ranks ({_few(omitted)})")
+    if STEPS_OF_RANKS in names and not same_ranks:
         notes.append(
-            f"random number states are each rank's own and stay behind ({_few(left)}): random numbers begin anew"
+            f"{STEPS_OF_RANKS} is copied unchanged: Accelerate's scheduler takes one step for each rank, unless it "
+            "splits batches, so that its position is wrong for another number of ranks"
         )
-    if left := [c.name for c in position if c.name not in kept]:
-        notes.append(f"positions of data loaders count batches of the ranks there were and stay behind ({_few(left)})")
-    if STEPS_OF_RANKS in kept and not same:
-        notes.append(
-            f"{STEPS_OF_RANKS} comes along as it is: Accelerate's scheduler takes a step for each rank, unless it "
-            "splits batches, and stands elsewhere over another number of ranks"
-        )
-    known = {*kept, *(c.name for c in (*random, *position)), *(f.name for f in checkpoint.files)}
+    known = {*names, *(c.name for c in (*random, *position)), *(f.name for f in checkpoint.files)}
     if checkpoint.latest is not None:
-        left = [e.name for e in storage.listing(root) if not e.is_dir and e.name not in known and not _is(e.name, OWN)]
-        if left:
-            notes.append(f"what else lies beside the checkpoint stays behind: {_few(sorted(left))}")
-    return found, notes
+        omitted = [
+            e.name for e in storage.listing(root) if not e.is_dir and e.name not in known and not _is(e.name, OWN)
+        ]
+        if omitted:
+            notes.append(f"not copied: other files in the checkpoint's root ({_few(sorted(omitted))})")
+    return copied, notes
 
 
 def _is(name: str, patterns: Sequence[str]) -> bool:

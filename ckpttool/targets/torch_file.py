@@ -42,7 +42,7 @@ class TorchFileBuilder:
         return view(storage, dtype, 0, state.shape)
 
     def storage(self, dtype: str, numel: int, pieces: Iterable[Placement]) -> StorageRef:
-        """Add a storage made of ``pieces``, whose targets count from its start; the gaps stay zero."""
+        """Add a storage made of ``pieces``, whose target offsets count from its start; gaps stay zero."""
         typed = DTYPES[dtype].storage
         key = str(len(self._storages))
         nbytes = numel * itemsize(dtype)
@@ -70,7 +70,7 @@ class TorchFileBuilder:
             isinstance(v, TensorFloat | TensorInteger | list | tuple) for v in value
         ):
             return type(value)(self.hyperparameters(v) for v in value)
-        return value  # the same object, which pickle writes once for all groups
+        return value  # the same object, so that pickle writes it once for all groups
 
     def build(self, root: Any) -> TargetFile:
         """Return the file with the content ``root``: plain data, Opaque objects, and tensors of this builder."""

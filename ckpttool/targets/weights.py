@@ -29,7 +29,7 @@ class Weight:
     """Type to write."""
 
     def renamed(self, name: str) -> Weight:
-        """The same under another name."""
+        """Return the same tensor under another name."""
         return Weight(name, self.state, self.dtype)
 
     @property
@@ -43,7 +43,7 @@ class WeightSelection:
     """The tensors to write."""
 
     weights: tuple[Weight, ...]
-    """In the order of the module; tied names left out."""
+    """In the order of the module, without tied names."""
     aliases: Mapping[str, str]
     """Tied names of the written tensors: alias to the name it is stored under."""
 
@@ -60,13 +60,13 @@ def select_weights(
 ) -> WeightSelection:
     """Select the tensors to write.
 
-    Trainable parameters come from their masters, frozen ones from the module's copy, both cast to ``dtype``. Buffers
-    keep the type that the model had (narrowing a rotary table or a running variance would lose precision unasked), and
-    so do tensors of other than floating-point types.
+    Trainable parameters come from their fp32 master weights, frozen ones from the module's copy; both are cast to
+    ``dtype``. Buffers keep their dtype, because a narrower rotary table or running variance would lose precision. So do
+    tensors of other than floating-point types.
 
     Args:
         checkpoint: The source.
-        source: "masters", or "module" for the copies that the model computed with.
+        source: "masters", or "module" for the model's own copies.
         dtype: safetensors' spelling: "F32", "BF16" or "F16".
         include: Globs on full names; empty means all.
         exclude: Globs on full names; they win over ``include``.
@@ -87,7 +87,7 @@ def select_weights(
         if parameter.name in wanted:
             state = _weights_of(checkpoint, parameter, source)
             if not DTYPES[state.dtype].floating:
-                weights.append(Weight(parameter.name, state, state.dtype))  # such as codes of a quantised layer
+                weights.append(Weight(parameter.name, state, state.dtype))  # such as the codes of a quantised layer
                 continue
             if not castable(state.dtype, dtype):
                 problem = f"{parameter.name} is {state.dtype} and cannot be cast to {SHORT_NAMES[dtype]}"
@@ -117,7 +117,7 @@ def _all_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def split_into_shards(weights: Sequence[Weight], max_shard_bytes: int) -> list[list[Weight]]:
-    """Fill files one after another, none beyond the limit unless a single tensor is; the order stays."""
+    """Fill files in the given order; a file exceeds the limit only if a single tensor does."""
     shards: list[list[Weight]] = []
     room = -1
     for weight in weights:
@@ -130,7 +130,7 @@ def split_into_shards(weights: Sequence[Weight], max_shard_bytes: int) -> list[l
 
 
 def shard_names(stem: str, extension: str, count: int) -> list[str]:
-    """Hugging Face's names: one plain file, or model-00001-of-00003.safetensors and so on."""
+    """Return Hugging Face's file names: one plain file, or model-00001-of-00003.safetensors and so on."""
     if count == 1:
         return [f"{stem}.{extension}"]
     return [f"{stem}-{i:05d}-of-{count:05d}.{extension}" for i in range(1, count + 1)]

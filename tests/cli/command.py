@@ -1,4 +1,4 @@
-"""Runs the command line: here, where that is enough, or in a process of its own."""
+"""Run the command line in this process, or in a separate one."""
 
 from __future__ import annotations
 

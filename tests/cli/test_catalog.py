@@ -1,4 +1,4 @@
-"""``ls``, ``cp`` and ``prune``: what lies under a root, what is copied, and what goes."""
+"""``ls``, ``cp`` and ``prune``: the listed, copied and removed checkpoints."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_directory_of_runs_holds_no_checkpoints_of_its_own() -> None:
     assert all(d.keep for d in api.prune(os.path.dirname(source(NAME)), keep_last=1))
 
 
-def test_what_is_being_written_to_the_root_is_no_checkpoint_yet(root: Path, tmp_path: Path) -> None:
+def test_an_unfinished_root_is_not_a_checkpoint(root: Path, tmp_path: Path) -> None:
     os.rename(root / "global_step9", tmp_path / "elsewhere")
     os.mkdir(root / "global_step9")
     assert next(e.name for e in api.ls(root).entries) == "global_step10"
@@ -104,7 +104,7 @@ def test_a_root_without_checkpoints_is_an_error(tmp_path: Path, name: str) -> No
 # ------------------------------------------------------------------------------------------------- prune
 
 
-def test_what_no_rule_keeps_is_removed_and_nothing_else(root: Path) -> None:
+def test_only_checkpoints_without_a_rule_are_removed(root: Path) -> None:
     before = sorted(os.listdir(root))
     dry = ckpttool("prune", root, "--keep-last", 2, "--dry-run")
     assert sorted(os.listdir(root)) == before
@@ -123,7 +123,7 @@ def test_what_no_rule_keeps_is_removed_and_nothing_else(root: Path) -> None:
 
 
 @pytest.mark.parametrize("latest", ["last", "global_step20", ""])
-def test_what_a_link_leads_to_stays(root: Path, latest: str) -> None:
+def test_the_target_of_a_link_stays(root: Path, latest: str) -> None:
     for name in ("last", "z_best"):
         (root / name).symlink_to("global_step9" if name == "last" else root / "global_step10")
     (root / "latest").write_text(latest) if latest else (root / "latest").unlink()
@@ -175,7 +175,7 @@ def test_a_trainers_checkpoints_go_whole_and_runs_do_not(tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-20", "checkpoint-5", "runA"]
 
 
-def test_what_a_killed_prune_has_left_is_removed_by_the_next(root: Path) -> None:
+def test_leftovers_of_a_killed_prune_are_removed_by_the_next(root: Path) -> None:
     os.rename(root / "global_step9", root / ".global_step9.removed")
     (entry,) = (e for e in api.ls(root).entries if e.name.startswith("."))
     assert (entry.whole, entry.problem) == (False, "half removed by a run that was killed")
@@ -200,7 +200,7 @@ def test_without_a_rule_nothing_is_removed(root: Path) -> None:
     assert sorted(os.listdir(root)) == before
 
 
-def test_what_cannot_be_removed_is_an_error_that_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_is_an_error_that_names_the_path(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -245,7 +245,7 @@ def test_rules_keep_by_number_not_by_alphabet(rules: dict[str, object], kept: li
     assert _kept(entries, **rules) == kept
 
 
-def test_what_always_stays() -> None:
+def test_checkpoints_that_always_stay() -> None:
     entries = [_entry(1), _entry(2, latest=True), _entry(3), _entry(4, whole=False, problem="is missing")]
     entries.append(_entry(5, format="universal", stage=None))
     assert _kept(entries, last=1) == [2, 3, 4, 5]
@@ -289,7 +289,7 @@ def test_latest_names_the_newest_copy(root: Path, tmp_path: Path) -> None:
     assert [e.name for e in api.ls(tmp_path / "copies").entries] == ["global_step9", "global_step10", "global_step20"]
 
 
-def test_what_a_trainer_keeps_beside_goes_along_and_nothing_else(tmp_path: Path) -> None:
+def test_only_sidecar_files_of_a_trainer_are_copied(tmp_path: Path) -> None:
     src = tmp_path / "checkpoint-3"
     shutil.copytree(source("zero2-dp2-bf16-trainer"), src)
     for name in (".netrc", "id_rsa", "notes.txt"):
@@ -298,7 +298,7 @@ def test_what_a_trainer_keeps_beside_goes_along_and_nothing_else(tmp_path: Path)
     beside = {p.name for p in (tmp_path / "copy").iterdir() if p.is_file()}
     assert {"latest", "trainer_state.json", "scheduler.pt", "config.json"} <= beside
     assert not {".netrc", "id_rsa", "notes.txt"} & beside
-    assert "note: other files beside it are not copied: " in done.stdout
+    assert "note: not copied: other files in the checkpoint's root (" in done.stdout
     assert "id_rsa" in done.stdout
 
 
@@ -311,7 +311,7 @@ def test_a_trainers_checkpoints_are_not_mixed_in_one_root(tmp_path: Path) -> Non
     assert ckpttool("cp", tmp_path / "checkpoint-3", tmp_path / "copy").code == 0
     before = sorted(os.listdir(tmp_path / "copy"))
     error = ckpttool("cp", tmp_path / "checkpoint-10", tmp_path / "copy").error
-    assert f"{tmp_path}/copy/trainer_state.json: differs from the file of that name beside " in error
+    assert f"{tmp_path}/copy/trainer_state.json: differs from the file of that name in " in error
     assert sorted(os.listdir(tmp_path / "copy")) == before
 
 
@@ -323,7 +323,7 @@ def test_a_copy_that_lacked_only_latest_is_finished(root: Path, tmp_path: Path) 
     assert (tmp_path / "copy" / "latest").read_text() == "global_step20"
 
 
-def test_latest_that_names_nothing_is_written_anew(root: Path, tmp_path: Path) -> None:
+def test_a_dangling_latest_is_rewritten(root: Path, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "latest").write_text("global_step999")
     assert api.cp(root, tmp_path / "copy").latest
@@ -347,10 +347,10 @@ def test_a_copy_over_what_is_there_is_refused(root: Path, tmp_path: Path) -> Non
     assert (root / "global_step20" / HALF).exists()
 
 
-def test_what_was_left_half_written_is_refused_here_too(root: Path, tmp_path: Path) -> None:
+def test_a_half_written_directory_is_refused_here_too(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "global_step20", tmp_path / "out.partial" / "global_step20")
     (tmp_path / "out.partial" / MARK).write_text("")
     for name in ("inspect", "verify"):
         done = ckpttool(name, tmp_path / "out.partial")
         assert done.code == 1
-        assert "left half-written by a run that was killed" in done.stdout + done.stderr
+        assert "left half-written by a killed run" in done.stdout + done.stderr

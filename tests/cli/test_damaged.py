@@ -189,7 +189,7 @@ def test_verify_lists_every_file_that_is_wrong(checkpoint_copy: Callable[[str], 
 
 
 @pytest.mark.parametrize("name", [ZERO2, ZERO3])
-def test_leftover_of_a_larger_world_is_not_read_but_told(
+def test_leftovers_of_a_larger_world_size_are_reported_and_not_read(
     name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     root = checkpoint_copy(name)

@@ -1,4 +1,4 @@
-"""The same checkpoint gives the same bytes, however and whenever it is read."""
+"""The same checkpoint gives the same bytes in every run and on every path of reading."""
 
 from __future__ import annotations
 

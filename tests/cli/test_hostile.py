@@ -1,4 +1,4 @@
-"""Checkpoints that mean harm: refused in one line or shown as what they are, soon, and never obeyed."""
+"""Hostile checkpoints: refused in one line, or shown unchanged, in bounded time, without running their code."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ LIES = [
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda c: c.id)
-def test_lie_is_refused(lie: Lie, checkpoint_copy: Callable[[str], Path]) -> None:
+def test_a_false_size_is_refused(lie: Lie, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy(lie.checkpoint)
     lie.tell(root)
     outcomes = _assert_harmless(root, _commands(root, root.parent))

@@ -1,4 +1,4 @@
-"""What scripts and people rely on: exit codes, JSON, streams, help, and how little is imported."""
+"""The stable interface: exit codes, JSON, streams, help, and a small number of imports."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_progress_is_told_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_printed_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "SECONDS_BETWEEN_LINES", 0)
     for arguments in (["verify", ZERO3, "--deep"], ["consolidate", ZERO3, tmp_path / "out", "--to", "safetensors"]):
         done = ckpttool(*arguments, "--json")
@@ -363,6 +363,7 @@ def test_terminal_without_unicode_gets_escapes(checkpoint_copy: Callable[[str], 
         (PlanError("a", "is", "check storage_options", ("storage_options",)), "a: is; check --storage-option"),
         (PlanError("a", "is", "pass overwrite=True"), "a: is; pass overwrite=True"),
         (ArgumentError("world_size", "is missing", "give it"), "--world-size: is missing; give it"),
+        (ArgumentError("root", "is an empty name", "name a directory"), "ROOT: is an empty name; name a directory"),
     ],
 )
 def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str) -> None:
@@ -399,6 +400,14 @@ def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str)
         ("rtol", lambda untyped, out: untyped.diff(ZERO3, ZERO3, rtol=-1.0)),
         ("keep_last", lambda untyped, out: untyped.prune(out, keep_last=0)),
         ("keep_best", lambda untyped, out: untyped.prune(out, keep_best=":")),
+        ("world_size", lambda untyped, out: untyped.convert(ZERO3, out / "x", to="zero", world_size=1 << 21)),
+        ("expert_parallel", lambda untyped, out: untyped.convert(
+            ZERO3, out / "x", to="zero", world_size=2, expert_parallel=4)),
+        ("out", lambda untyped, out: untyped.consolidate(ZERO3, "", to="torch")),
+        ("dst", lambda untyped, out: untyped.cp(ZERO3, "")),
+        ("root", lambda untyped, out: untyped.ls("")),
+        ("dtype", lambda untyped, out: untyped.load_state_dict(ZERO3, dtype="int8")),
+        ("check", lambda untyped, out: untyped.load_state_dict(ZERO3, check="some")),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_one_class_of_error(name: str, call: Callable[[Any, Path], object], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where ``consolidate`` may write, and what it leaves there."""
+"""Outputs of ``consolidate``: refused destinations, permissions, leftovers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
     assert remains(tmp_path) == []
 
 
-def test_what_is_not_ours_beside_the_output_is_not_removed(tmp_path: Path) -> None:
+def test_foreign_files_next_to_the_output_are_not_removed(tmp_path: Path) -> None:
     for kind in ("directory", "plain files", "file", "link"):
         root = tmp_path / kind
         (root / "out.partial/work").mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_directory_that_is_there_stays_the_same_one(tmp_path: Path) -> None:
     assert remains(tmp_path) == ["out", "out/model.safetensors"]
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / MARK).touch()
     (tmp_path / "out.partial/model-00001-of-00002.safetensors").write_bytes(b"x" * 1000)
@@ -144,7 +144,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     assert remains(tmp_path) == ["out", "out/model.safetensors"]
 
 
-def test_another_run_to_the_same_output_is_told_so(tmp_path: Path) -> None:
+def test_another_run_to_the_same_output_is_refused(tmp_path: Path) -> None:
     import fcntl
 
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""What people save: the bundled checkpoints, and one value for each thing that torch.save treats in its own way."""
+"""Values to save: the bundled checkpoints, and one value for each special case of torch.save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.load`` gives, compared with what we read without torch: structure, types and every byte."""
+"""Compare ``torch.load`` with our reader, which uses no torch: structure, types and every byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that mean harm are refused or read as inert data: nothing runs, and time and memory stay bounded."""
+"""Hostile files are refused or read as inert data: no code runs, and time and memory stay bounded."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_lying_tensor_is_refused(lie: str) -> None:
         read(legacy_file(pickled, proto2(b"]" + text("0") + b"a"), payload))
 
 
-def test_the_same_tensor_without_a_lie_is_read() -> None:
+def test_the_same_tensor_with_true_sizes_is_read() -> None:
     pickled = proto2(tensor(storage(), 0, integers(2, 2), integers(2, 1)))
     assert read(zip_file(pickled, {"0": bytes(16)})).shape == (2, 2)
     keys = proto2(b"]" + text("0") + b"a")
@@ -332,7 +332,7 @@ def test_lying_archive_is_refused(lie: str) -> None:
         read(data)
 
 
-def test_the_same_archive_without_a_lie_is_read() -> None:
+def test_the_same_archive_with_true_sizes_is_read() -> None:
     assert read(raw_zip(GOOD)) is None
 
 
@@ -351,7 +351,7 @@ def _saved_legacy() -> bytes:
 
 @pytest.mark.parametrize("field", ["position", "start", "nbytes", "count"])
 @pytest.mark.parametrize("value", [1, 1 << 31, 1 << 63, (1 << 64) - 1])
-def test_zip64_record_that_lies_is_refused(field: str, value: int) -> None:
+def test_a_false_zip64_record_is_refused(field: str, value: int) -> None:
     data = _saved()
     locator = data.rindex(b"PK\x06\x07")
     end64 = data.rindex(b"PK\x06\x06")
@@ -360,7 +360,7 @@ def test_zip64_record_that_lies_is_refused(field: str, value: int) -> None:
         read(overwrite(data, at, struct.pack("<Q", value)))
 
 
-def test_zip64_size_that_lies_is_refused() -> None:
+def test_a_false_zip64_size_is_refused() -> None:
     entry = struct.pack("<2H2Q", 1, 16, 1 << 63, 1 << 63)
     body = b"PK\x03\x04" + bytes(22) + struct.pack("<2H", 10, 0) + b"a/data.pkl" + b"N."
     central = struct.pack(

@@ -1,4 +1,4 @@
-"""The safetensors header, held against the library."""
+"""The safetensors header, compared with the library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSORS = st.lists(
 
 
 @given(TENSORS, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
-def test_what_is_built_is_parsed_to_the_same(tensors: list[Tensor], metadata: dict[str, str]) -> None:
+def test_a_built_archive_is_parsed_to_the_same(tensors: list[Tensor], metadata: dict[str, str]) -> None:
     header, begin = build(tensors, metadata)
     data = header + b"\0" * sum(t.nbytes for t in tensors)
     entries, found = parse(BytesReader(data))
@@ -65,7 +65,7 @@ def test_the_library_reads_what_is_built(tmp_path: Path) -> None:
         assert file.get_tensor("e").shape == (0, 3)
 
 
-def test_what_the_library_writes_is_parsed() -> None:
+def test_files_of_the_library_are_parsed() -> None:
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "a": np.arange(6, dtype=np.int16).reshape(2, 3),
         "b": np.ones((), np.float32),

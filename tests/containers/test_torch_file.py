@@ -1,4 +1,4 @@
-"""Every file that ``torch.save`` writes is read without torch as ``torch.load`` reads it."""
+"""Our reader, without torch, reads every file of ``torch.save`` like ``torch.load``."""
 
 from __future__ import annotations
 

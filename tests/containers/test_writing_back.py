@@ -1,4 +1,4 @@
-"""What was read is written again, without torch and the classes, and torch loads it as it loads the original."""
+"""Files written back from their parsed structure: torch loads them like the originals."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def _nested(value: Any, depth: int) -> Any:
         (Opaque("m", "\ud800"), "holds a class named"),
     ],
 )
-def test_what_cannot_be_written_is_a_plan_error(value: Any, problem: str) -> None:
+def test_an_unwritable_tensor_is_a_plan_error(value: Any, problem: str) -> None:
     with pytest.raises(PlanError, match=rf"^out.pt: .*{problem}"):
         pickle(value, path="out.pt")
 
@@ -316,7 +316,7 @@ def _is_read(value: Any) -> bool:
         return False
 
 
-def test_what_is_read_at_the_greatest_depth_can_be_written() -> None:
+def test_values_at_the_maximum_depth_can_be_written() -> None:
     storage = StorageRef("0", "FloatStorage", "F32", "cpu", 1)
     tensor = TensorRef(storage, "F32", 0, (1,), (1,), parameter=True, attributes={})
     leaves: list[Any] = [{}, (1,), 1.5, b"x", tensor, Opaque("m", "C", "new", ())]

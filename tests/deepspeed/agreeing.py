@@ -1,4 +1,4 @@
-"""Two ranks of which one is late, fails, or asks for something else."""
+"""Two ranks: one of them is late, fails, or passes other arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine, and all that a train loop may pass by mistake."""
+"""One engine with wrong arguments of a train loop."""
 
 from __future__ import annotations
 

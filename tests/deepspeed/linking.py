@@ -1,4 +1,4 @@
-"""Engines that restore checkpoints some of whose files are symbolic links."""
+"""Engines that restore checkpoints with symbolic links among their files."""
 
 from __future__ import annotations
 

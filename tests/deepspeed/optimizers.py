@@ -1,4 +1,4 @@
-"""Engines whose optimizers are not those that were saved: other groups, another order, frozen parameters, class."""
+"""Engines whose optimizers differ from the saved ones: other groups, order, frozen parameters, class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that have accumulated a micro batch when a checkpoint is restored, and train on."""
+"""Engines with an accumulated micro batch restore a checkpoint, and continue training."""
 
 from __future__ import annotations
 

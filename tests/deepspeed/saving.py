@@ -1,4 +1,4 @@
-"""Train loops that save and resume through CheckpointManager, beside DeepSpeed's own saves of the same engines."""
+"""Train loops that save and resume through CheckpointManager, next to DeepSpeed's own saves of the same engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank alone does otherwise is named on all ranks, in time, before any engine is touched."""
+"""A rank that is late or differs is named on all ranks, in time, before any engine changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLD = {
     "bad tag": ("rank 1: tag: cannot be '../t'", "ArgumentError: tag: cannot be '../t'"),
     "client state": ("rank 1: client_state: is a list", "ArgumentError: client_state: is a list"),
     "overwrite": ("rank 0 has overwrite False, rank 1 has True",) * 2,
-    "engine": ("rank 1: engine: is a NoneType", "PlanError: engine: is a NoneType"),
+    "engine": ("rank 1: engine: is a NoneType", "ArgumentError: engine: is a NoneType"),
     "root": ("rank 0 has root ",) * 2,
     "weights only": ("rank 0 has weights_only True, rank 1 has False",) * 2,
     "strict": ("rank 0 has strict False, rank 1 has True",) * 2,

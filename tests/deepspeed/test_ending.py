@@ -1,4 +1,4 @@
-"""A save in the background is committed though the script has ended, and shows in its exit status if it is not."""
+"""A background save is committed after its script has ended; a failure sets the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of saves and resumes, on real engines: what is restored is what some engine held, and the newest of that."""
+"""Law of saves and resumes on real engines: a restore gives the newest committed state of some engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a train loop may pass by mistake is one clear error; what is accepted comes back."""
+"""A wrong argument of a train loop gives one clear error; accepted client state comes back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_predecessor_is_still_there(told: dict[str, Any]) -> None:
     assert told["steps"] == 1
 
 
-def test_what_is_accepted_comes_back(told: dict[str, Any]) -> None:
+def test_accepted_client_state_comes_back(told: dict[str, Any]) -> None:
     assert told["accepted"]
 
 
@@ -69,5 +69,5 @@ def test_signal_handlers_are_restored(told: dict[str, Any]) -> None:
     assert told["handlers"] == {"within": True, "behind": True, "noted": True, "failed": True}
 
 
-def test_gradients_that_wait_are_told(told: dict[str, Any]) -> None:
-    assert told["pending"] == ["a micro batch had been accumulated since the last step: those gradients are dropped"]
+def test_accumulated_gradients_are_noted(told: dict[str, Any]) -> None:
+    assert told["pending"] == ["a micro batch accumulated since the last step: the load drops the gradients"]

@@ -1,4 +1,4 @@
-"""Less common models and runs, converted or resumed from: real engines hold what was saved, and train on."""
+"""Less common models and runs, converted or resumed: real engines get the saved state, and continue training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What restores an engine follows no symbolic link that leaves the checkpoint's root, unless that is meant."""
+"""A restore follows no symbolic link out of the checkpoint's root, unless follow_links is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed saves is never called damaged, whatever it was configured to do."""
+"""``verify`` accepts all of DeepSpeed's own saves, in many configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
-def test_what_deepspeed_saves_is_sound_and_gives_its_values(run: Run, trained: Path) -> None:
+def test_deepspeeds_saves_are_sound_and_give_their_values(run: Run, trained: Path) -> None:
     src = trained / run.id
     assert ckpttool.verify(src).findings == ()
     assert ckpttool.verify(src, deep=True).findings == ()

@@ -1,4 +1,4 @@
-"""An engine takes the states of its own parameters by name, or is left as it is: whatever its groups and optimizer."""
+"""An engine gets the states of its own parameters by name, or stays unchanged, for any groups and optimizer."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def test_a_group_of_several_keeps_its_own_hyper_parameters(job: dict[str, Any], 
 
 
 @pytest.mark.parametrize("job", FROZEN, ids=lambda job: job["id"])
-def test_what_was_frozen_begins_without_moments(job: dict[str, Any], told: dict[str, Any]) -> None:
+def test_formerly_frozen_parameters_start_without_moments(job: dict[str, Any], told: dict[str, Any]) -> None:
     differing = _restored(told, job)
     assert {key.rpartition("/")[2].partition(".")[0] for key in differing} == {"a", "b"}
     assert not any(key.startswith("module/") for key in differing)
 
 
 @pytest.mark.parametrize("job", [*UNTOLD, *OTHERS], ids=lambda job: job["id"])
-def test_what_does_not_fit_is_refused_before_the_engine_is_touched(job: dict[str, Any], told: dict[str, Any]) -> None:
+def test_a_misfit_is_refused_before_the_engine_changes(job: dict[str, Any], told: dict[str, Any]) -> None:
     found = told[job["id"]]
     assert found["preview"] == found["restore"]
     assert "weights_only=True" in found["restore"]

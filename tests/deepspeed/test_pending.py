@@ -1,4 +1,4 @@
-"""Gradients of micro batches before a restore do not go into the step after it."""
+"""Gradients accumulated before a restore do not enter the step after it."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def told(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
 def test_accumulated_gradients_are_dropped(job: dict[str, Any], told: dict[str, Any]) -> None:
     found = told[job["id"]]
     batches = {0: "", 1: "a micro batch", 2: "2 micro batches"}[job["pending"]]
-    said = [f"{batches} had been accumulated since the last step: those gradients are dropped"] if batches else []
+    said = [f"{batches} accumulated since the last step: the load drops the gradients"] if batches else []
     assert found == {"untouched": True, "notes": said, "steps": 2, "differing": []}

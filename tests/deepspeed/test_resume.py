@@ -1,4 +1,4 @@
-"""Live engines are given a checkpoint of other ranks, another stage or other groups, with no conversion in between."""
+"""Live engines load checkpoints of other ranks, stages and groups, without a conversion."""
 
 from __future__ import annotations
 
@@ -240,20 +240,21 @@ def test_masters_are_made_of_the_16_bit_copies_where_the_configuration_says_so(l
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("shape-strict", "tiny has shape [3] there and [4] in the model; build the model as it was when it was saved"),
+        (
+            "shape-strict",
+            "tiny has shape [3], but [4] in the model; build the model with the shapes of the checkpoint",
+        ),
         (
             "more-strict",
-            "lacks extra, more of the model; pass strict=False, and these keep the model's values",
+            "lacks extra, more of the model; pass strict=False, and they keep the model's values",
         ),
-        ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and these are left out"),
+        ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and they are left out"),
         ("rank 1 fails-strict", "rank 1: Input/output error; check the disk"),
         ("no-stage", "and the engine has no ZeRO stage; configure stage 1, 2 or 3, or pass weights_only=True"),
-        ("sgd", "holds exp_avg, exp_avg_sq, and the engine's optimizer keeps sum"),
+        ("sgd", "holds exp_avg, exp_avg_sq, but the engine's optimizer keeps sum"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_error_and_touches_nothing(
-    kind: str, told: str, loaded: dict[str, Loaded]
-) -> None:
+def test_a_misfit_is_one_clear_error_and_changes_nothing(kind: str, told: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert re.match(r"(Plan|Storage)Error: ", engine.error)
     assert told in engine.error
@@ -277,7 +278,7 @@ def test_without_checks_it_is_loaded(loaded: dict[str, Loaded]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["more-lax", "more-lax-3"])
-def test_what_is_missing_keeps_its_values(kind: str, loaded: dict[str, Loaded]) -> None:
+def test_missing_parameters_keep_their_values(kind: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert engine.error == ""
     assert _differing(engine, PLAIN) == []
@@ -290,7 +291,7 @@ def test_what_is_missing_keeps_its_values(kind: str, loaded: dict[str, Loaded]) 
 
 
 @pytest.mark.parametrize("kind", ["less-lax", "less-lax-3"])
-def test_what_has_no_place_is_left_out(kind: str, loaded: dict[str, Loaded]) -> None:
+def test_unknown_tensors_are_left_out(kind: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert engine.error == ""
     assert sorted(engine.facts["report"]["unexpected"]) == ["norm.bias", "seen"]
@@ -318,8 +319,8 @@ def test_of_groups_that_differ_no_hyper_parameters_are_taken(loaded: dict[str, L
     assert _differing(engine, PLAIN) == []
     assert engine.facts["groups"][0]["weight_decay"] == 0.25
     assert engine.facts["report"]["groups_kept"] == [0]
-    note = "group 0 keeps the model's hyper-parameters: its parameters came from groups 0 and 1, which differ"
-    assert note in engine.facts["report"]["notes"]
+    why = "its parameters are in groups 0 and 1 of the checkpoint, which differ"
+    assert f"group 0 keeps the model's hyper-parameters: {why}" in engine.facts["report"]["notes"]
 
 
 def test_a_parameter_that_was_frozen_is_trained_from_what_it_was(loaded: dict[str, Loaded]) -> None:
@@ -328,7 +329,10 @@ def test_a_parameter_that_was_frozen_is_trained_from_what_it_was(loaded: dict[st
     expected = truth(PLAIN).tensors["module/frozen_proj.weight"]
     assert torch.equal(engine.tensors["fp32/frozen_proj.weight"], expected.float())
     assert not engine.tensors["exp_avg/frozen_proj.weight"].any()
-    assert "frozen_proj.weight was not trained there: it starts without moments" in engine.facts["report"]["notes"]
+    assert (
+        "frozen_proj.weight was not trained in the saved run: it starts without moments"
+        in engine.facts["report"]["notes"]
+    )
 
 
 def test_a_report_says_what_happened(loaded: dict[str, Loaded]) -> None:

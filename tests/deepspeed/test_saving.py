@@ -1,4 +1,4 @@
-"""What CheckpointManager saves is what DeepSpeed saves, bit for bit, and any number of ranks goes on from it."""
+"""Saves of CheckpointManager equal DeepSpeed's saves bit for bit, and any number of ranks resumes from them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, d
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_parameters_that_stay_gathered_are_not_gathered_anew(rank: int, done: Path) -> None:
+def test_persistent_parameters_are_not_gathered_again(rank: int, done: Path) -> None:
     facts = torch.load(done / "persistent" / f"facts-{rank}.pt", weights_only=False)
     names, values = facts["before"]
     assert set(names) == {"AVAILABLE"}
@@ -201,7 +201,7 @@ def test_the_life_of_a_manager(done: Path) -> None:
         assert facts["unpicklable"].endswith("see what client_state holds; nothing was committed")
         assert facts["tags"].startswith(f"{root}/of rank 0: rank 0 has tag 'of rank 0', rank 1 has 'of rank 1'")
         assert facts["no tag"].startswith(
-            f"{root}: holds no checkpoint of tag 'nowhere'; these are there: global_step5, "
+            f"{root}: holds no checkpoint of tag 'nowhere'; choose one of: global_step5, "
         )
         assert facts["left"] == facts["kept"]
         assert facts["blocking"] == "a/b"

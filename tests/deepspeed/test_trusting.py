@@ -1,4 +1,4 @@
-"""A restore runs nothing that a file holds; objects of the user's classes are built only where the user says so."""
+"""A restore runs no code from a file; it builds objects of the user's classes only with ``allow``."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def test_a_save_says_what_its_restore_will_need(told: dict[str, Any]) -> None:
     assert told["warned"] == [f"newer: restore needs CheckpointManager(..., allow=['{CLASS}']) to build objects"]
 
 
-@pytest.mark.parametrize("road", ["native", "planned"])
-def test_other_classes_are_refused_before_the_engine_is_touched(road: str, told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", ["native", "planned"])
+def test_other_classes_are_refused_before_the_engine_is_touched(method: str, told: dict[str, Any]) -> None:
     for what in ("restore", "preview"):
-        assert f"holds an object of {CLASS}, which ckpttool does not build" in told[road][what]
-        assert "/newer" in told[road][what], "an older checkpoint must not be taken instead"
-    assert told[road]["untouched"]
+        assert f"holds an object of {CLASS}, which ckpttool does not build" in told[method][what]
+        assert "/newer" in told[method][what], "an older checkpoint must not be taken instead"
+    assert told[method]["untouched"]
 
 
-@pytest.mark.parametrize("road", ["native", "planned"])
-def test_nothing_is_run(road: str, told: dict[str, Any]) -> None:
-    assert "holds an object of posix.system, which ckpttool does not build" in told[road]["load"]
-    assert told[road]["weights"] == ""
-    assert told[road]["restored weights"] == ""
-    assert not told[road]["obeyed"]
+@pytest.mark.parametrize("method", ["native", "planned"])
+def test_nothing_is_run(method: str, told: dict[str, Any]) -> None:
+    assert "holds an object of posix.system, which ckpttool does not build" in told[method]["load"]
+    assert told[method]["weights"] == ""
+    assert told[method]["restored weights"] == ""
+    assert not told[method]["obeyed"]
 
 
-@pytest.mark.parametrize("road", ["native", "planned"])
-def test_what_is_allowed_comes_back(road: str, told: dict[str, Any]) -> None:
-    assert told[road]["allowed"] == "Progress(epoch=3)"
-    assert told[road]["steps"] == 2
+@pytest.mark.parametrize("method", ["native", "planned"])
+def test_allowed_objects_come_back(method: str, told: dict[str, Any]) -> None:
+    assert told[method]["allowed"] == "Progress(epoch=3)"
+    assert told[method]["steps"] == 2

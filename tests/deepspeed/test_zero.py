@@ -142,7 +142,7 @@ def test_weights_alone_start_a_run(ranks: int, tmp_path: Path) -> None:
         assert answer["problems"] == []
 
 
-def test_conversions_can_be_told_apart() -> None:
+def test_conversions_have_different_names() -> None:
     """What the tests above compare with is not the same for all."""
     conversions = _all()
     assert len({(c.name, c.stage) for c in conversions}) == len(SOURCES) * 3

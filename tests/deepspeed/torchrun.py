@@ -1,4 +1,4 @@
-"""Starts a worker on so many ranks of real DeepSpeed on the CPU."""
+"""Start a worker with torchrun on several ranks of real DeepSpeed on the CPU."""
 
 from __future__ import annotations
 

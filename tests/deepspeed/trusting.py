@@ -1,4 +1,4 @@
-"""Engines that restore checkpoints whose client state holds objects of other classes, some of which mean harm."""
+"""Engines that restore checkpoints with objects of other classes in the client state, some of them hostile."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ DAMAGE = {
     _without_latest: "layout-holds-checkpoints-and-no-latest",
     _another_latest: "layout-names-which-is-not-there",
     _cut_off: "container-the-zip-directory-at-its-end-is-missing",
-    _swapped: "layout-was-saved-as-by-the-names-of-its-records-files-were-renamed-or-swapped",
-    _marked: "layout-is-being-written-or-was-left-half-written-by-a-run-that-was-killed",
+    _swapped: "layout-was-saved-as-as-its-records-show-files-were-renamed-or-swapped",
+    _marked: "layout-is-being-written-or-was-left-half-written-by-a-killed-run",
     _linked: "link-is-reached-through-a-link-that-leaves-the-checkpoint-s-root",
 }
 

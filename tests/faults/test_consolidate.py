@@ -1,4 +1,4 @@
-"""Whatever fails, and whenever: the output is whole, or the old one, or nothing that is taken for whole."""
+"""A failure at any operation: the output is complete, unchanged, or not accepted by readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions that are killed or fail: nothing looks whole, and another run goes on from there."""
+"""Killed and failed conversions: no output looks complete, and another run resumes them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_going_on_writes_only_what_is_missing_and_gives_the_same_bytes(share: fl
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
-def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_leftovers_of_another_conversion_are_not_resumed(tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"
     with Disk(writes // 2, interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
@@ -97,7 +97,7 @@ def test_without_resume_what_is_left_is_cleared_away(tmp_path: Path) -> None:
     assert _bytes(out) == _bytes(tmp_path / "whole")
 
 
-def test_what_a_proof_refused_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_refused_by_prove_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = storage.write_at
 
     def wrong(fd: int, data: bytes | memoryview, start: int, target: str) -> None:

@@ -1,4 +1,4 @@
-"""Other users of a shared disk: what they plant where ckpttool writes is refused by name, and never followed."""
+"""Other users of a shared disk: files that they plant in our directories are refused by name, and never followed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_nobody_may_enter_the_directory_before_it_is_whole(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["latest", "config.json"])
-def test_cp_does_not_write_through_a_link_beside_the_copy(name: str, tmp_path: Path, victim: Path) -> None:
+def test_cp_does_not_write_through_a_link_in_the_root_of_the_copy(name: str, tmp_path: Path, victim: Path) -> None:
     root = tmp_path / "copy"
     root.mkdir()
     (root / f"{name}.partial").symlink_to(victim)

@@ -1,4 +1,4 @@
-"""Runs that are told to stop, that are killed, and that meet each other: in processes of their own."""
+"""Runs that are interrupted or killed, and two runs at once, in separate processes."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ STAGED = ["out.partial", "out.partial/.ckpttool-staging", "out.partial/model.saf
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16", "--jobs", "3")], ids=["alone", "threads"])
-def test_run_that_is_told_to_stop_leaves_nothing(
-    number: signal.Signals, options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_leaves_nothing(number: signal.Signals, options: tuple[str, ...], tmp_path: Path) -> None:
     with slow_run(tmp_path / "out", *options) as run:
         assert remains(tmp_path) == STAGED
         run.send_signal(number)
@@ -102,7 +100,7 @@ def test_overwriting_run_that_is_killed_leaves_the_old_output(tmp_path: Path) ->
     assert (out / "pytorch_model.bin").read_bytes() == before
 
 
-def test_second_run_to_the_same_output_is_told_so_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_second_run_to_the_same_output_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with slow_run(out) as run:
         run.send_signal(signal.SIGSTOP)  # it must not be done before the others have met it

@@ -1,4 +1,4 @@
-"""Tensors laid out in files of raw bytes, as states, for tests of what puts states together."""
+"""States in files of raw bytes, for tests that merge states."""
 
 from __future__ import annotations
 

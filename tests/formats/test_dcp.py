@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch, as ``torch.distributed.checkpoint`` itself writes them, and damaged ones."""
+"""Distributed checkpoints written by ``torch.distributed.checkpoint``, and damaged ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckpttool.commit.manifest import Manifest
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.dcp_shards import _boxes
-from ckpttool.formats.strided import put_together
+from ckpttool.formats.strided import merge_slices
 from ckpttool.model import UNKNOWN_GROUP, ScalarState
 from ckpttool.storage import MANIFEST
 from tests.formats.layouts import Disk, counted
@@ -122,11 +122,11 @@ def test_groups_of_numbers_are_left_alone(model: torch.nn.Module, tmp_path: Path
     assert twice.groups == ()
 
 
-def test_steps_that_differ_in_a_group_are_told_and_not_made_one(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_different_steps_in_a_group_are_reported_and_not_merged(model: torch.nn.Module, tmp_path: Path) -> None:
     weights, states = _optimizer(model, **{"0_weight": 7})
     saved = _save({"model": weights, "optim": states}, tmp_path / "x")
     checkpoint = open_checkpoint(str(saved))
-    assert checkpoint.unsliceable == ("group 0: step, which differs among its parameters",)
+    assert checkpoint.nonpartitionable == ("group 0: step, which differs among its parameters",)
     assert len(checkpoint.groups) == 2
     with pytest.raises(PlanError, match="group 0: step, which differs among its parameters"):
         ckpttool.convert(saved, tmp_path / "out", to="zero", world_size=1, stage=1, dtype="bf16")
@@ -173,7 +173,7 @@ def test_chunks_cut_along_every_dimension_make_the_tensor(shape: tuple[int, ...]
             borders = data.draw(st.lists(st.integers(0, held.size), max_size=2))
             offsets = tuple(a for a, _ in chunk)
             parts.append((disk.store(held, "F32", borders), _boxes(offsets, held.shape, shape)))
-        state = put_together(parts, shape)
+        state = merge_slices(parts, shape)
         disk.sources().close()
         assert gathered(disk.paths, state) == tensor.tobytes()
 
@@ -263,7 +263,7 @@ HARMLESS = {"planner of junk", "planner paths of junk"}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_metadata_that_lies_is_refused(damage: str, saved: Path) -> None:
+def test_false_metadata_is_refused(damage: str, saved: Path) -> None:
     _metadata(saved, DAMAGE[damage])
     began = time.process_time()
     if damage in HARMLESS:
@@ -345,7 +345,7 @@ def test_metadata_that_is_something_else_is_refused(saved: Path) -> None:
             open_checkpoint(str(saved))
 
 
-def test_what_it_names_is_not_called(saved: Path, tmp_path: Path) -> None:
+def test_a_named_function_is_not_called(saved: Path, tmp_path: Path) -> None:
     class Attack:
         def __reduce__(self) -> Any:
             return os.system, (f"touch {tmp_path}/obeyed",)
@@ -383,7 +383,7 @@ def titan(model: torch.nn.Module, tmp_path: Path) -> tuple[Path, torch.optim.Opt
     return _save(state, tmp_path / "titan"), optimizer
 
 
-def test_a_flattened_optimizer_is_told_from_weights(
+def test_a_flattened_optimizer_is_distinguished_from_weights(
     model: torch.nn.Module, titan: tuple[Path, torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     root, optimizer = titan

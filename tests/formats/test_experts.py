@@ -1,4 +1,4 @@
-"""Experts are called by their number in the whole model, wherever they lie."""
+"""Experts have their numbers in the whole model, on any rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_layers_may_have_different_numbers_of_experts() -> None:
     assert list(global_names(own, 1).values()) == [_name("a", 1, "w"), _name("b", 2, "w"), _name("b", 3, "w")]
 
 
-def test_experts_stand_behind_what_is_nearest_to_them() -> None:
+def test_experts_are_inserted_after_their_layer() -> None:
     names = ["embed.w", "a.gate.w", "a.norm.w", "b.gate.w", "head.w"]
     experts = ["b.experts.1.w", "a.experts.0.w", "a.experts.1.w", "alone.w"]
     assert with_experts(names, experts) == [
@@ -56,11 +56,11 @@ def test_experts_stand_behind_what_is_nearest_to_them() -> None:
 
 
 @given(st.lists(st.sampled_from("abcd.0"), max_size=8).map("".join), st.integers(0, 3))
-def test_what_is_no_expert_keeps_its_name(name: str, rank: int) -> None:
+def test_other_parameters_keep_their_names(name: str, rank: int) -> None:
     assert global_names([name], rank) == local_names([name], rank, 2) == {}
 
 
-def test_further_names_beside_experts_are_told_of(checkpoint_copy: Callable[[str], Path]) -> None:
+def test_further_names_in_checkpoints_with_experts_are_noted(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("moe-zero2-dp2-bf16")
     (path,) = root.rglob("mp_rank_00_model_states.pt")
     file = torch.load(path, weights_only=False)

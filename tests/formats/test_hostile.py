@@ -1,4 +1,4 @@
-"""Structure that says what cannot be: every reader reads it, or refuses it with an error of its own, and soon."""
+"""Impossible structures: every reader reads them or raises its own error, in bounded time."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _keys(root: Any) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "name", ["megatron-zero2-tp2-dp2-bf16", "autotp-zero2-tp2-dp2-bf16-fused", "autotp-zero1-tp2-dp1-bf16-uneven"]
 )
-def test_junk_anywhere_in_what_is_said_of_slices_is_harmless(name: str, checkpoint_copy: Callable[[str], Path]) -> None:
+def test_junk_anywhere_in_the_slicing_metadata_is_harmless(name: str, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy(name)
     paths = sorted(_tag(root).glob("mp_rank_*model_states.pt"))
     found: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""What files say of themselves where their archives have no name, and where names are trusted."""
+"""Names recorded in files: archives without a name, and trusted names."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_names_are_trusted_where_the_user_says_so(checkpoint_copy: Callable[[str
         assert trusted.code == 0, trusted.stderr
         told = json.loads(trusted.stdout)
         told = [*told["notes"], *told.get("remarks", ())]
-        assert [line for line in told if line.startswith("2 files say that they were saved under other names")]
+        assert [line for line in told if line.startswith("2 files were saved under other names")]
     swapped = ckpttool.load_state_dict(copy, trust_names=True)
     assert {n: t.shape for n, t in swapped.items()} == {n: t.shape for n, t in right.items()}
     assert any(not torch.equal(swapped[n], right[n]) for n in right)

@@ -1,4 +1,4 @@
-"""What is missing of a checkpoint is named; what lies in several directories is put together."""
+"""Missing parts of a checkpoint are named; several directories of one checkpoint are merged."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_layer_is_missed_by_its_shape_where_no_file_names_its_parameters(
     name: str, checkpoint_copy: Callable[[str], Path]
 ) -> None:
     root = checkpoint_copy(name)
-    assert "no file tells how many layers there are: 0 to 4 are here" in open_checkpoint(str(root)).remarks
+    assert "no file records the number of layers: layers 0 to 4 are present" in open_checkpoint(str(root)).remarks
     for number, told in (
         (0, r"fewer parameters of shape \(29, 10\) than the optimizer in mp_rank_00"),
         (1, "layer_01"),
@@ -181,7 +181,7 @@ def test_a_node_may_count_the_ranks_of_what_it_offloaded_from_0(
     for order in ([first, second], [second, first]):
         _assert_is_the_truth(open_checkpoint([str(p) for p in order]), name)
     shutil.copytree(_tag(second) / "offloaded_tensors" / "rank00", _tag(second) / "offloaded_tensors" / "rank01")
-    with pytest.raises(LayoutError, match=r"is of rank 0, as is what lies in"):
+    with pytest.raises(LayoutError, match=r"belongs to rank 0, like the files in"):
         open_checkpoint([str(first), str(second)])
 
 
@@ -207,7 +207,7 @@ def test_directories_of_two_tags_are_no_checkpoint(checkpoint_copy: Callable[[st
     first, second = _split(checkpoint_copy("zero3-dp4-bf16"), tmp_path / "second", lambda p: "rank_3" in p.name)
     _tag(second).rename(second / "global_step4")
     (second / "latest").write_text("global_step4")
-    with pytest.raises(LayoutError, match="is of another tag than"):
+    with pytest.raises(LayoutError, match="has a tag other than"):
         open_checkpoint([str(first), str(second)])
     with pytest.raises(LayoutError, match="holds no checkpoint of tag 'global_step3'"):
         open_checkpoint([str(first), str(second)], tag="global_step3")
@@ -258,8 +258,8 @@ def test_masters_of_a_replica_that_differ_between_tensor_parallel_ranks_are_foun
     root = checkpoint_copy("autotp-zero3-tp2-dp2-bf16")
     checkpoint = open_checkpoint(str(root))
     norm = next(p for p in checkpoint.parameters if p.name == "model.norm.weight").states["exp_avg"]
-    twin = next(t for t in checkpoint.replicas if t.name == "model.norm.weight" and t.state.shape == (norm.numel,))
-    row = twin.copy.extents[0]
+    replica = next(t for t in checkpoint.replicas if t.name == "model.norm.weight" and t.state.shape == (norm.numel,))
+    row = replica.copy.extents[0]
     path = Path(checkpoint.path(int(row["file"])))
     assert "mp_rank_01" in path.name
     data = bytearray(path.read_bytes())
@@ -282,12 +282,12 @@ def test_a_whole_matrix_of_muon_that_differs_between_its_ranks_is_found(
 ) -> None:
     root = checkpoint_copy("zero1-dp2-bf16-muon")
     checkpoint = open_checkpoint(str(root))
-    (twin,) = [t for t in checkpoint.replicas if t.state.dtype == t.copy.dtype == "BF16"]
-    path = Path(checkpoint.path(int(twin.copy.extents["file"][0])))
+    (replica,) = [t for t in checkpoint.replicas if t.state.dtype == t.copy.dtype == "BF16"]
+    path = Path(checkpoint.path(int(replica.copy.extents["file"][0])))
     data = bytearray(path.read_bytes())
-    data[int(twin.copy.extents["offset"][0]) + 10] ^= 1
+    data[int(replica.copy.extents["offset"][0]) + 10] ^= 1
     path.write_bytes(data)
-    _assert_found(root, tmp_path / "out", twin.name)
+    _assert_found(root, tmp_path / "out", replica.name)
 
 
 # ------------------------------------------------------------------------------------------------- universal

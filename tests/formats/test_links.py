@@ -1,4 +1,4 @@
-"""Symbolic links in a checkpoint: those that leave its root are refused by name, unless they are meant."""
+"""Symbolic links in a checkpoint: links out of its root are refused by name, unless follow_links is set."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ def test_hugging_face_cache_is_read(src: str, tmp_path: Path) -> None:
             ckpttool.inspect(snapshot)
 
 
-def test_ls_does_not_look_behind_a_link_that_leaves_the_root(
-    checkpoint_copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_ls_does_not_follow_a_link_out_of_the_root(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
     root = checkpoint_copy(SRC)
     (tmp_path / "other").mkdir()
     (root / "global_step3").rename(tmp_path / "other/global_step3")

@@ -1,4 +1,4 @@
-"""From what the user typed to a tag."""
+"""Find the tag from the path of a source."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_a_trainers_output_directory_without_a_whole_one_names_what_is_there(tmp
 
 
 @pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt"])
-def test_a_single_file_is_told_from_its_folder(kind: str) -> None:
+def test_a_single_file_is_distinguished_from_its_folder(kind: str) -> None:
     path = next(Path(tag_directory("zero3-dp2-bf16")).glob(kind))
     with pytest.raises(CkptError, match=f"is one file of a checkpoint, not a checkpoint; pass {path.parent}"):
         locate(STORAGE, str(path), None)
 
 
 @pytest.mark.parametrize("content", ["\ufeffglobal_step3", "global_step3/", "./global_step3", "./global_step3/\r\n"])
-def test_what_deepspeed_takes_for_a_tag_in_latest_is_one(tmp_path: Path, content: str) -> None:
+def test_latest_is_read_like_deepspeed_reads_it(tmp_path: Path, content: str) -> None:
     shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / "global_step3")
     (tmp_path / "latest").write_bytes(content.encode())
     where = locate(STORAGE, str(tmp_path), None)
@@ -149,7 +149,7 @@ def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) ->
     found = ckpttool.inspect(tmp_path)
     assert found.root == str(tmp_path / "checkpoint-8")
     assert [e.whole for e in ckpttool.ls(tmp_path).entries] == [True, False, False]
-    remarks = [r for r in found.remarks if "the newest whole checkpoint was opened instead" in r]
+    remarks = [r for r in found.remarks if "the newest complete checkpoint was opened instead" in r]
     assert ["checkpoint-10" in remarks[0], "checkpoint-9" in remarks[1], len(remarks)] == [True, True, 2]
     next((tmp_path / "checkpoint-8").rglob("*rank_1*optim_states.pt")).unlink()
     with pytest.raises(CkptError, match="found only rank 0") as caught:

@@ -1,4 +1,4 @@
-"""Names dealt out to numbered tensors: only where one way exists, and then that one."""
+"""Names are assigned to numbered tensors only if exactly one assignment fits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_only_way_is_found_and_no_other(shapes: list[tuple[int, ...]], group
 
 
 @given(st.lists(st.tuples(SHAPE, st.integers(-1, 2)), max_size=6))
-def test_what_an_optimizer_was_made_of_is_among_the_ways(dealt: list[tuple[tuple[int, ...], int]]) -> None:
+def test_the_optimizer_of_the_saved_run_is_among_the_candidates(dealt: list[tuple[tuple[int, ...], int]]) -> None:
     names = {f"p{i}": shape for i, (shape, _) in enumerate(dealt)}
     truth = [[f"p{i}" for i, (_, owner) in enumerate(dealt) if owner == g] for g in range(3)]
     groups = [[names[n] for n in own] for own in truth]

@@ -1,4 +1,4 @@
-"""Whole tensors from tensor-parallel slices: each thing that a checkpoint may say of them, and lies."""
+"""Whole tensors from tensor-parallel slices: every entry of universal_checkpoint_info, and false ones."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_affine_map_of_three_dimensions_places_every_row(tmp_path: Path) -> N
     assert np.array_equal(_merged(info, np.split(whole, 2, axis=2), tmp_path), whole)
 
 
-def test_what_an_affine_map_gives_to_several_ranks_is_compared() -> None:
+def test_replicas_in_an_affine_map_are_compared() -> None:
     info = _affine(
         [_piece([6, 4], (0, [4, 1]), (0, [4, 1]), locations=[0, 1])],
         [_piece([6, 4], (0, [4, 1]), (0, [4, 1]), locations=[0, 1])],
@@ -309,7 +309,9 @@ def test_an_affine_map_of_very_many_pieces_is_read_soon() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_slices_is_refused(info: Any, shapes: list[tuple[int, ...]], message: str) -> None:
+def test_metadata_that_contradicts_the_slices_is_refused(
+    info: Any, shapes: list[tuple[int, ...]], message: str
+) -> None:
     began = time.process_time()
     with pytest.raises(LayoutError, match=message) as caught:
         _rules(info).cut("layer.weight", shapes)
@@ -320,9 +322,9 @@ def test_what_does_not_fit_the_slices_is_refused(info: Any, shapes: list[tuple[i
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (None, "nothing tells how they cut the parameters"),
-        ({}, "nothing tells how they cut the parameters"),
-        ("text", "nothing tells how they cut the parameters"),
+        (None, "no file records how parameters are sliced"),
+        ({}, "no file records how parameters are sliced"),
+        ("text", "no file records how parameters are sliced"),
         ({"universal_checkpoint_version": 0.5}, "has version 0.5"),
         ({"universal_checkpoint_version": "0.2"}, "has version '0.2'"),
         ({"universal_checkpoint_version": float("nan")}, "has version nan"),

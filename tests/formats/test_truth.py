@@ -58,10 +58,10 @@ def test_groups_are_what_the_engine_held(name: str) -> None:
     expected = truth(name)
     if expected.unassigned:
         assert checkpoint.groups == ()
-        assert checkpoint.unsliceable == ("the optimizer",)
+        assert checkpoint.nonpartitionable == ("the optimizer",)
         assert "masters and moments are left out" in checkpoint.remarks[0]
         return
-    assert checkpoint.unsliceable == ()
+    assert checkpoint.nonpartitionable == ()
     for group, held in zip(checkpoint.groups, expected.facts["groups"], strict=True):
         # Round robin stores a group in another order than the optimizer lists it.
         assert sorted(group.parameters) == sorted(held["params"])
@@ -84,7 +84,7 @@ def test_what_cannot_be_known_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [n for n in NAMES if truth(n).facts["order"][0] == "scale" and not n.endswith("-accelerate")]
 )
-def test_what_the_users_code_saved_is_there_and_nothing_of_the_engines(name: str) -> None:
+def test_client_state_has_the_users_values_only(name: str) -> None:
     checkpoint = open_checkpoint(source(name))
     assert checkpoint.client_state == {
         "epoch": 2,

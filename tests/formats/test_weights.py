@@ -1,4 +1,4 @@
-"""Weights alone: safetensors and torch's own files, one or many, with and without an index."""
+"""Weights-only sources: safetensors and torch files, one or many, with and without an index."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_file_of_any_name_is_read(tmp_path: Path) -> None:
 
 
 @KINDS
-def test_an_index_counts_and_not_what_else_lies_there(kind: str, tmp_path: Path) -> None:
+def test_the_index_selects_the_files(kind: str, tmp_path: Path) -> None:
     directory = _write(tmp_path / "w", kind, _two(), index=True)
     suffix = "safetensors" if kind == "safetensors" else "bin"
     (directory / f"model-00003-of-00003.{suffix}").write_bytes(b"junk")
@@ -160,7 +160,7 @@ def test_a_torch_file_of_something_else_is_refused(value: Any, tmp_path: Path) -
 
 @KINDS
 @pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero3-dp4-bf16"])
-def test_what_was_consolidated_is_read_again(name: str, kind: Any, tmp_path: Path) -> None:
+def test_a_consolidated_output_is_read_again(name: str, kind: Any, tmp_path: Path) -> None:
     ckpttool.consolidate(source(name), tmp_path / "out", to=kind, max_shard_size="4kB")
     checkpoint = open_checkpoint(str(tmp_path / "out"))
     assert dict(checkpoint.aliases) == truth(name).tied

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_padding_is_told_from_elements_at_stage_3() -> None:
+def test_padding_is_distinguished_from_elements_at_stage_3() -> None:
     checkpoint = open_checkpoint(source("zero3-dp4-bf16"))
     tiny = next(p for p in checkpoint.parameters if p.name == "tiny").states[MASTER].extents
     assert tiny["numel"].tolist() == [1, 1, 1, 0]
     assert tiny["padding"].tolist() == [0, 0, 0, 1]
 
 
-def test_alignment_padding_is_told_from_elements_at_stage_2() -> None:
+def test_alignment_padding_is_distinguished_from_elements_at_stage_2() -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16-aligned"))
     embed = next(p for p in checkpoint.parameters if p.name == "embed.weight").states[MASTER].extents
     assert int(embed["padding"].sum()) == 6
@@ -40,7 +40,7 @@ def test_a_small_sub_group_size_makes_more_flat_buffers_and_the_same_groups() ->
     assert len(model["param_shapes"]) > len(cut.groups)
 
 
-def test_the_round_robin_checkpoint_is_the_trap_it_is_meant_to_be() -> None:
+def test_the_round_robin_checkpoint_differs_in_its_recorded_order() -> None:
     """``param_slice_mappings`` puts parameters elsewhere: who follows it reads wrong weights."""
     checkpoint = open_checkpoint(source("zero2-dp2-bf16-round-robin"))
     file = torch.load(checkpoint.path(0), weights_only=False)["optimizer_state_dict"]
@@ -84,7 +84,7 @@ def test_a_state_that_does_not_follow_the_partition_is_named_and_left_alone(
         state["momentum_buffer"] = torch.zeros(1568)
         torch.save(file, path)
     checkpoint = open_checkpoint(str(root))
-    assert checkpoint.unsliceable == ("group 0: momentum_buffer",)
+    assert checkpoint.nonpartitionable == ("group 0: momentum_buffer",)
     assert "momentum_buffer" not in checkpoint.parameters[3].states
 
 
@@ -108,7 +108,9 @@ def test_without_zero_such_states_are_named_too(
     assert changed
     checkpoint = open_checkpoint(str(root))
     numbers = range(len(before.groups))
-    assert {*checkpoint.unsliceable} == {f"group {g}: {k}" for g in numbers for k in ("worker_error", "server_error")}
+    assert {*checkpoint.nonpartitionable} == {
+        f"group {g}: {k}" for g in numbers for k in ("worker_error", "server_error")
+    }
     assert [(p.name, [*p.states]) for p in checkpoint.parameters] == [(p.name, [*p.states]) for p in before.parameters]
     with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: worker_error"):
         ckpttool.convert(root, tmp_path / "zero", to="zero", world_size=2, stage=1)
@@ -205,9 +207,7 @@ def test_buffers_of_any_strides_are_read(name: str, checkpoint_copy: Callable[[s
 
 
 @pytest.mark.parametrize("name", ["zero1-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16"])
-def test_what_is_neither_parameter_nor_buffer_keeps_its_type(
-    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_other_tensors_keep_their_dtype(name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
     """Scales of quantised layers and ``_extra_state`` stand in state dicts, too."""
     extra = {"up.weight.absmax": torch.tensor([1.2345678]), "up._extra_state": torch.tensor([1, 2], dtype=torch.uint8)}
     root = checkpoint_copy(name)
@@ -258,7 +258,7 @@ def test_an_optimizer_state_with_a_name_that_means_something_else_poses_as_nothi
         state[key] = torch.full_like(state["exp_avg"], 7.0)
         torch.save(file, path)
     checkpoint = open_checkpoint(str(root))
-    assert checkpoint.unsliceable == (f"sub-group 0: {key} (the optimizer's)",)
+    assert checkpoint.nonpartitionable == (f"sub-group 0: {key} (the optimizer's)",)
     embed = next(p for p in checkpoint.parameters if p.name == "embed.weight")
     assert gather(checkpoint, embed.states[MASTER]) == raw_bytes(truth("zero3-dp2-bf16").tensors["fp32/embed.weight"])
     assert set(embed.states) == {"fp32", "exp_avg", "exp_avg_sq"}
@@ -268,5 +268,9 @@ def test_old_names_of_fields_warn() -> None:
     checkpoint = open_checkpoint(source("zero2-dp2-bf16"))
     with pytest.warns(DeprecationWarning, match="replicas"):
         assert checkpoint.twins == checkpoint.replicas
+    with pytest.warns(DeprecationWarning, match="nonpartitionable"):
+        assert checkpoint.unsliceable == checkpoint.nonpartitionable
+    with pytest.warns(DeprecationWarning, match="has_newer_copies"):
+        assert checkpoint.ahead is checkpoint.has_newer_copies
     with pytest.warns(DeprecationWarning, match="embedded"):
         assert checkpoint.carried == checkpoint.embedded

@@ -1,4 +1,4 @@
-"""Where two sources in a checkpoint disagree, reading stops and says which."""
+"""If two sources in a checkpoint disagree, reading stops and names them."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
     root = checkpoint_copy("zero3-dp2-bf16-sub-groups")
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, _other_sub_group_step)
-    with pytest.raises(LayoutError, match="joins sub-groups 0 and 1"):
+    with pytest.raises(LayoutError, match="has sub-groups 0 and 1"):
         open_checkpoint(str(root))
 
 

@@ -1,4 +1,4 @@
-"""What must hold of a fixture that ``make_gpu.py`` made, on whatever device: each check raises if it does not."""
+"""Checks of the fixtures of ``make_gpu.py``, on any device: each raises if it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks whose tensors must go by way of the host: here those of a set that plays the device."""
+"""Collectives through host memory for tensors of a device, played by a set of tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _rank(directory: Path) -> None:
     waited: list[str] = []
     alive: list[Any] = []
 
-    def is_distant(tensor: Any) -> bool:
+    def is_on_device(tensor: Any) -> bool:
         return isinstance(tensor, through_host._On) or tensor.untyped_storage().data_ptr() in device
 
     def on_device(tensor: Any) -> Any:
@@ -37,10 +37,10 @@ def _rank(directory: Path) -> None:
     # Gloo itself must never see one.
     for name in through_host.OUTPUTS:
         if hasattr(c10d, name):
-            own = _refusing(getattr(c10d, name), is_distant, through_host._tensors)
+            own = _refusing(getattr(c10d, name), is_on_device, through_host._tensors)
             setattr(c10d, name, own)
             setattr(dist, name, own)
-    through_host.install(is_distant, lambda: waited.append("device"))
+    through_host.install(is_on_device, lambda: waited.append("device"))
     rank = dist.get_rank()
     values = torch.arange(4.0) + 10 * rank
     total = torch.arange(4.0) * 2 + 10
@@ -87,11 +87,11 @@ def _rank(directory: Path) -> None:
     dist.barrier()
 
 
-def _refusing(function: Any, is_distant: Any, tensors: Any) -> Any:
+def _refusing(function: Any, is_on_device: Any, tensors: Any) -> Any:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            assert not any(is_distant(tensor) for tensor in tensors(value)), function
+            assert not any(is_on_device(tensor) for tensor in tensors(value)), function
         return function(*args, **kwargs)
 
     return run

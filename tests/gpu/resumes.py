@@ -1,4 +1,4 @@
-"""Goes on, on this machine's CPU, from fixtures of ``make_gpu.py``, by the jobs that it has for its own ranks."""
+"""Resume on this machine's CPU from fixtures of ``make_gpu.py``, with their recorded jobs."""
 
 from __future__ import annotations
 

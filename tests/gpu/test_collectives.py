@@ -1,4 +1,4 @@
-"""Ranks can share a GPU: collectives of its tensors go by way of the host."""
+"""Ranks can share a GPU: collectives of its tensors go through host memory."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_it_is_what_it_says(
 
 @pytest.mark.parametrize("which", FIXTURES, ids="-".join)
 @pytest.mark.parametrize("check", [checks.consolidation, checks.conversions])
-def test_what_is_made_of_it_is_what_the_engine_held(
+def test_outputs_equal_the_state_of_the_engine(
     which: tuple[str, str],
     check: Callable[[checks.Fixture, Path], None],
     fixture_of: Callable[[tuple[str, str]], checks.Fixture],
@@ -204,7 +204,7 @@ def test_how_saves_stall_is_measured_by_ranks_that_start_afresh(tmp_path: Path) 
     assert "manager.save, asynchronous: stall" in (tmp_path / "report.md").read_text()
 
 
-def test_what_takes_too_long_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_slow_parameter_is_noted_and_the_others_are_resolved(tmp_path: Path) -> None:
     code, printed = command(
         "--device", "cpu", "--only", "zero1-bf16", "--ranks", "1", "--seconds", "2", "--steps", "100000",
         "--out", str(tmp_path),
@@ -276,7 +276,7 @@ def test_another_checksum_is_seen(copy: checks.Fixture) -> None:
         checks.provenance(copy)
 
 
-def test_what_was_made_on_a_cpu_is_not_taken_for_a_gpus(copy: checks.Fixture) -> None:
+def test_a_fixture_made_on_a_cpu_is_not_accepted_as_one_of_a_gpu(copy: checks.Fixture) -> None:
     with pytest.raises(AssertionError):
         checks.provenance(checks.Fixture(copy.path, "cuda"))
 

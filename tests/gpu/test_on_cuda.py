@@ -1,4 +1,4 @@
-"""What only a GPU can show; run with ``-m gpu`` where there is one."""
+"""Tests that need a GPU; run them with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tensors_of_a_gpu_and_of_the_host_are_held_as_they_were(memory: Any) -> 
     assert memory.kinds <= {"registered", "pinned"}
 
 
-def test_what_another_stream_is_still_computing_is_waited_for(memory: Any) -> None:
+def test_copies_wait_for_other_streams(memory: Any) -> None:
     memory.begin()
     values, other = torch.zeros(50_000_000, device="cuda"), torch.cuda.Stream()
     with torch.cuda.stream(other):

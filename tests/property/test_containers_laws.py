@@ -1,4 +1,4 @@
-"""Laws of the container layer: what is written is read again, and whatever the bytes, nothing runs or breaks."""
+"""Laws of the containers: written files are read back, and no bytes run code or crash a reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``convert`` writes, ``inspect`` and ``verify --deep`` accept, whatever the source and the target."""
+"""``inspect`` and ``verify --deep`` accept every output of ``convert``, for any source and target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _law(src: Path | str, out: Path, target: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_is_accepted(name: str, tmp_path: Path) -> None:
+def test_our_output_is_accepted(name: str, tmp_path: Path) -> None:
     # All of them would last minutes; every target meets a third of the fixtures, and each kind of fixture.
     first = NAMES.index(name)
     own = [TARGETS[(first + i) % len(TARGETS)] for i in (0, 2, 5)]

@@ -1,4 +1,4 @@
-"""Laws of partitioning: what is cut up as DeepSpeed cuts it is found again, element by element."""
+"""Laws of partitioning: partitions in DeepSpeed's layout are found again, element by element."""
 
 from __future__ import annotations
 

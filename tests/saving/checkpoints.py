@@ -1,4 +1,4 @@
-"""Little real checkpoints to save, and what of a root would be loaded."""
+"""Small real checkpoints to save, and the checkpoint that a restore would choose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.whole import open_whole
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.payloads import HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
 from tests.truth import HERE
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpttool.saving.payloads import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
 
-BESIDE = {"zero_to_fp32.py": b"# a script\n"}
+SIDECARS = {"zero_to_fp32.py": b"# a script\n"}
 Version = dict[str, bytes]
 """The files of a checkpoint."""
 
@@ -56,7 +56,9 @@ def version(number: int, fixture: str = "zero2-dp2-bf16-sgd") -> Version:
 
 def part(files: Version, rank: int, size: int) -> list[OutgoingFile]:
     """What one of several ranks writes."""
-    return [PlainFile(name, Held(data)) for i, (name, data) in enumerate(sorted(files.items())) if i % size == rank]
+    return [
+        PlainFile(name, HostPayload(data)) for i, (name, data) in enumerate(sorted(files.items())) if i % size == rank
+    ]
 
 
 def save_version(
@@ -64,7 +66,7 @@ def save_version(
     timeout: float = 5.0, metrics: dict[str, float] | None = None,
 ) -> Manifest:  # fmt: skip
     """Save one as all ranks together."""
-    request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite, beside=BESIDE)
+    request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite, sidecars=SIDECARS)
     files = part(version(number), ranks.rank, ranks.size)
     return save(place, root, ranks, request, files, timeout=timeout)
 

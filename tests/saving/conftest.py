@@ -1,4 +1,4 @@
-"""What the tests of saving share."""
+"""Fixtures of the tests of saving."""
 
 from __future__ import annotations
 

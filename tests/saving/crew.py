@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which meet in a store of their own, in a time of their own."""
+"""Ranks as threads of one process, with their own store and simulated time."""
 
 from __future__ import annotations
 

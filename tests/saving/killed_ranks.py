@@ -1,4 +1,4 @@
-"""A program that forks ranks, which save together; one of them, or all, die by SIGKILL. See test_processes."""
+"""A program that forks ranks that save together; SIGKILL ends one or all of them. See test_processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main() -> None:
     """Run all points of a file at the same time."""
     with open(sys.argv[1]) as file:
         points = json.load(file)
-    ranks_module.GRACE, ranks_module.FAREWELL = 1.0, 0.5
+    ranks_module.DECISION_SECONDS, ranks_module.ACKNOWLEDGE_SECONDS = 1.0, 0.5
     children = []
     for point in points:
         point["port"] = _free_port()

@@ -1,4 +1,4 @@
-"""What saves do to a root, to be broken at each operation, and what must be found there afterwards."""
+"""Operations of saves on a root, to interrupt at each operation, and the expected state afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves, crashes, failures, prunes and users' own hands, in any order: a model knows what must be found whole."""
+"""Saves, crashes, failures, removals and manual changes in any order, against a model of the expected state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background saves and the interpreter's end, without torch: on every Python that is supported."""
+"""Background saves at the end of the interpreter, without torch, on every supported Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = """
 import logging, multiprocessing, os, sys, time
 from ckpttool.saving.background import Background
 from ckpttool.storage import LOCAL
-from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.payloads import HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.saving.coordination import Alone
 from ckpttool.errors import CkptError
@@ -31,7 +31,7 @@ def write():
     if "fails" in how:
         open(root, "w").close()
     try:
-        save(LOCAL, root, Alone(), Request("a", 1, 2), [PlainFile("x.bin", Held(b"x" * (9 << 20)))], timeout=5)
+        save(LOCAL, root, Alone(), Request("a", 1, 2), [PlainFile("x.bin", HostPayload(b"x" * (9 << 20)))], timeout=5)
     except CkptError as error:
         logging.error("%s", error)
         return error

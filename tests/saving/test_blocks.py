@@ -1,4 +1,4 @@
-"""Files arrive byte by byte as they were sent, past the page cache or through it."""
+"""Files are written byte for byte, with direct I/O or through the page cache."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ckpttool.catalog.cleanup import tidy
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import Held, PlainFile
+from ckpttool.saving.payloads import HostPayload, PlainFile
 from ckpttool.storage import MANIFEST, MARK, open_storage, retry
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
@@ -238,14 +238,16 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
     assert all(after[name] == files for name, files in before.items() if name != tag)
 
 
-def test_what_is_denied_is_not_sent_on_and_on(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denied_part_is_not_retried(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 20 * RemoteStorage.parts_at_once
     with Proxy(bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.add(ACCESS_DENIED, "upload_part", times=None)
         url = bucket.url("run")
         with pytest.raises(StorageError, match="access denied"):
-            write_files(open_remote(url, {}), url, [PlainFile("file", Held(bytes(parts * PART_BYTES)))], lambda: None)
+            write_files(
+                open_remote(url, {}), url, [PlainFile("file", HostPayload(bytes(parts * PART_BYTES)))], lambda: None
+            )
         assert len(proxy.requests("upload_part")) <= 3 * RemoteStorage.parts_at_once
     assert bucket.uploads() == []
 

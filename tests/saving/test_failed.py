@@ -1,4 +1,4 @@
-"""Whatever fails: all ranks say so, and what was there before is found; or the save succeeds nevertheless."""
+"""A failure at any operation: all ranks report it and the previous checkpoint stays, or the save succeeds."""
 
 from __future__ import annotations
 

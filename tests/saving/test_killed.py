@@ -1,4 +1,4 @@
-"""Whatever dies, and whenever: what is found afterwards is the old checkpoint or the new one, whole."""
+"""A death at any operation: a restore finds the old checkpoint or the new one, complete."""
 
 from __future__ import annotations
 

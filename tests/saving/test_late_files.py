@@ -1,4 +1,4 @@
-"""Files of a run that was thought dead, and come when another has saved the same: they replace none of its files."""
+"""Late files of a run that seemed dead do not replace the files of another save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a disk may hold after a power failure is the old checkpoint or the new one, whole."""
+"""Any state of a disk after a power failure: the old checkpoint or the new one, complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As in test_killed, with processes that SIGKILL ends and the stores of torch.distributed."""
+"""Like test_killed, with real processes, SIGKILL and the stores of torch.distributed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_killed_processes(store: str, everything: list[Ended], crash_points: Cal
     crash_points(len(points))
 
 
-def test_failure_is_told_by_every_process(everything: list[Ended], crash_points: Callable[[int], None]) -> None:
+def test_every_process_reports_the_failure(everything: list[Ended], crash_points: Callable[[int], None]) -> None:
     points = [e for e in everything if e.fault["how"] == "ENOSPC"]
     assert [e.fault["rank"] for e in points] == [0, 1]
     for ended in points:

@@ -1,4 +1,4 @@
-"""Two runs that save the same at once: at most one commits, and what is committed is its own."""
+"""Two runs save the same tag at once: at most one commits, and the commit has only its own files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_live_save_is_not_cleared_away(root: str) -> None:
     assert chosen(root, open_storage(root)) == ("a", version(1))
 
 
-def test_who_was_thought_dead_commits_nothing(root: str) -> None:
+def test_a_save_that_seemed_dead_commits_nothing(root: str) -> None:
     def other() -> None:
         _seems_dead()
         save_version(open_storage(root), root, Alone(), "a", 2)
@@ -88,7 +88,7 @@ def test_who_was_thought_dead_commits_nothing(root: str) -> None:
     assert chosen(root, open_storage(root)) == ("a", version(2))
 
 
-def test_who_was_thought_dead_writes_into_what_was_taken_over(root: str) -> None:
+def test_a_save_that_seemed_dead_writes_into_a_directory_taken_over(root: str) -> None:
     errors: list[CkptError] = []
 
     def other() -> None:
@@ -143,10 +143,8 @@ def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_what_another_machine_has_begun_is_watched(
-    changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(two_phase, "WATCHED", 2.0)
+def test_a_save_of_another_machine_is_watched(changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_phase, "WATCH_SECONDS", 2.0)
     (tmp_path / "a").mkdir()
     mark = {"key": "save 1", "files": [], "host": "elsewhere", "machine": "another", "process": 1, "began": "1"}
     (tmp_path / "a" / MARK).write_text(json.dumps(mark))

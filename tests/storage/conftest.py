@@ -1,4 +1,4 @@
-"""What the tests of storage stand on: a server, a bucket of their own on it, and a proxy before it."""
+"""Fixtures of the tests of storage: a server, a bucket for each test, and a proxy in front of the server."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def s3(s3_server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def proxy(s3: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy before the server, which clients of the test go through."""
+    """A proxy in front of the server; clients of the test use it."""
     with Proxy(s3.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         yield proxy
 
 
 @pytest.fixture(params=["s3fs", "obstore"])
-def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How ranges come: through s3fs alone, as where obstore is not installed; or through obstore, small ones too."""
+def read_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Client of ranged reads: s3fs only, as without obstore; or obstore, also for small ranges."""
     if request.param == "s3fs":
         monkeypatch.setitem(sys.modules, "obstore", None)
     else:
@@ -50,7 +50,7 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(autouse=True)
 def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attempts follow each other at once, and no test sees what another has left in memory or its clients."""
+    """No pauses between attempts; no test sees the memory storage or the clients of another."""
     import fsspec
 
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)

@@ -1,4 +1,4 @@
-"""Weights large enough to be uploaded in parts, made without training anything."""
+"""Weights large enough for multipart uploads, made without training."""
 
 from __future__ import annotations
 

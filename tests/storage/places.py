@@ -1,4 +1,4 @@
-"""Storages to read from and write to, each filled and looked into without the code under test."""
+"""Storages to read from and to write to, filled and inspected without the code under test."""
 
 from __future__ import annotations
 

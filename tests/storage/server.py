@@ -1,4 +1,4 @@
-"""An S3 server in a process of its own, and a bucket on it to fill and look into without the code under test."""
+"""An S3 server in a separate process, with a bucket that is filled and inspected without the code under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every storage that ckpttool brings does what the save protocol and the executors need."""
+"""Every storage of ckpttool has the properties that the save protocol and the executors need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command from every storage to every other: what it says and writes is what it says and writes on local disk."""
+"""Every command between all storages: the same output and messages as on local disk."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_same_bytes_are_written_of_each_layout(name: str, s3: Bucket) -> Non
     assert place.files(out) == written_locally("universal", name)
 
 
-def test_what_is_written_is_what_the_engine_held(place: Place) -> None:
+def test_written_values_equal_the_state_of_the_engine(place: Place) -> None:
     import torch
 
     out = place.new()
@@ -304,7 +304,7 @@ def test_a_directory_of_thousands(s3: Bucket) -> None:
     assert ckpttool.digest(src) == ckpttool.digest(source(NAME))
 
 
-def test_nodes_may_lie_in_buckets_of_their_own(s3: Bucket, tmp_path: Path) -> None:
+def test_each_node_may_have_its_own_bucket(s3: Bucket, tmp_path: Path) -> None:
     """Each holds the files of some ranks. Nothing but these is listed, however much lies beside."""
     other = f"{s3.name}-other"
     s3.boto.create_bucket(Bucket=other)
@@ -330,7 +330,7 @@ def test_nothing_is_written_over_its_source(out: str, s3: Bucket) -> None:
     assert s3.sizes() == before
 
 
-def test_a_directory_beside_its_source_is_no_source(s3: Bucket) -> None:
+def test_a_sibling_directory_of_the_source_is_not_the_source(s3: Bucket) -> None:
     s3.upload(Path(source(NAME)), "run-1")
     ckpttool.consolidate(s3.url("run-1"), s3.url("run"), to="torch")
     ckpttool.consolidate(s3.url("run-1"), s3.url("run-12"), to="torch")

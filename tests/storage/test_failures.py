@@ -1,4 +1,4 @@
-"""What errors of stores mean, and which of them are worth another attempt."""
+"""Errors of stores: their messages, and whether a request is retried."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _name(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("error", "problem"), GOOD, ids=_name)
-def test_what_is_for_good_is_said_at_once(error: Exception, problem: str) -> None:
+def test_a_permanent_error_is_reported_at_once(error: Exception, problem: str) -> None:
     tries = []
 
     def fail() -> None:
@@ -141,7 +141,7 @@ def test_what_is_for_good_is_said_at_once(error: Exception, problem: str) -> Non
 
 
 @pytest.mark.parametrize("error", PASSING, ids=_name)
-def test_what_may_pass_is_tried_again(error: Exception) -> None:
+def test_a_temporary_failure_is_retried(error: Exception) -> None:
     assert explain("s3://b/k", error) is None
     tries = []
 
@@ -164,7 +164,7 @@ def test_what_may_pass_is_tried_again(error: Exception) -> None:
     assert call("s3://b/k", fail_at_first, Tally()) == "done"
 
 
-def test_who_waits_long_in_each_attempt_makes_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_attempts_are_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     tries = []
@@ -232,20 +232,20 @@ def picky() -> None:
 
 
 @pytest.mark.usefixtures("picky")
-def test_who_wants_credentials_at_once_is_understood() -> None:
+def test_an_immediate_credentials_error_is_recognised() -> None:
     with pytest.raises(StorageError, match=r"picky://b: there are no credentials; sign in again"):
         open_storage("picky://b")
 
 
 @pytest.mark.usefixtures("picky")
-def test_what_has_no_place_to_lie_in_is_told() -> None:
+def test_states_without_a_parameter_are_noted() -> None:
     storage = open_storage("picky://b", {"key": 1})
     assert isinstance(storage, RemoteStorage)
     with pytest.raises(StorageError, match="b/x: cannot be written: its bucket or directory does not exist; create"):
         storage.put("picky://b/x", b"")
 
 
-def test_what_libraries_log_does_not_hide_the_line_that_says_what_is_wrong() -> None:
+def test_logs_of_libraries_do_not_hide_the_error() -> None:
     script = (
         "import sys; from tests.storage.test_failures import _Picky; import fsspec; from ckpttool.cli import main;"
         "fsspec.register_implementation('picky', _Picky);"

@@ -1,4 +1,4 @@
-"""A bit that flipped in a bucket, or on the way from it, is noticed by the command that reads it."""
+"""A flipped bit in a bucket, or in transfer, is reported by the reading command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of objects that are no paths of files: read past, or refused in one clear line."""
+"""Object keys that are not file paths are ignored, or refused in one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a torch file without reading it must be what reading it says."""
+"""Facts inferred about a torch file, without reading it, equal those read from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is at a path of a bucket, and what it takes to know that."""
+"""Listings of a bucket: their entries, and the number of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _storage(s3: Bucket) -> RemoteStorage:
 
 
 @pytest.mark.parametrize("above", ["", "runs/"])
-def test_a_free_name_is_known_without_looking_at_what_lies_beside_it(above: str, s3: Bucket, proxy: Proxy) -> None:
+def test_a_free_name_is_found_without_listing_the_root(above: str, s3: Bucket, proxy: Proxy) -> None:
     for name in BESIDE:
         s3.put(above + name, b"x")
     proxy.clear()
@@ -56,7 +56,7 @@ def test_an_object_is_found_by_its_name_alone(s3: Bucket, proxy: Proxy) -> None:
     assert {r.operation for r in proxy.requests()} == {"list_objects_v2", "get_object"}
 
 
-def test_what_lies_below_a_name_counts_more_than_an_object_of_that_name(s3: Bucket) -> None:
+def test_a_prefix_takes_precedence_over_an_object_of_the_same_name(s3: Bucket) -> None:
     for name in ["out", "out/latest", *BESIDE]:
         s3.put(name, b"x")
     storage, out = _storage(s3), s3.url("out")
@@ -72,7 +72,7 @@ def test_a_marker_as_consoles_leave_it_is_an_empty_directory(s3: Bucket) -> None
     assert storage.listing(s3.url("out")) == []
 
 
-def test_a_bucket_that_is_not_there_is_said_to_be_missing(s3: Bucket) -> None:
+def test_a_missing_bucket_is_named(s3: Bucket) -> None:
     storage = _storage(s3)
     for ask in (storage.is_dir, storage.exists, storage.listing):
         with pytest.raises(StorageError, match="bucket"):

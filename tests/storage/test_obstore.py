@@ -1,4 +1,4 @@
-"""Large ranges through obstore: which requests it makes, with whose credentials, and when s3fs is asked instead."""
+"""Large ranges through obstore: its requests, its credentials, and the fallback to s3fs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_obstore_s3fs_does_it_all(object_url: str, proxy: Proxy, monkeyp
 
 
 @pytest.mark.parametrize("options", server.OF_THEIR_OWN, ids=lambda o: next(iter(o)))
-def test_what_may_change_requests_is_left_to_s3fs(options: dict[str, Any], object_url: str, proxy: Proxy) -> None:
+def test_options_that_change_requests_are_left_to_s3fs(options: dict[str, Any], object_url: str, proxy: Proxy) -> None:
     assert _read(object_url, **options) == EXPECTED
     assert not _reads(proxy)[0]
     assert _reads(proxy)[1]
@@ -91,7 +91,7 @@ def test_options_that_are_known_are_followed(object_url: str, proxy: Proxy, monk
     assert "/eu-north-1/s3/" in fast[0].headers["authorization"]
 
 
-def test_who_is_nobody_signs_nothing(s3: Bucket, object_url: str, proxy: Proxy) -> None:
+def test_an_empty_key_signs_nothing(s3: Bucket, object_url: str, proxy: Proxy) -> None:
     s3.boto.put_object_acl(Bucket=s3.name, Key="object", ACL="public-read")
     s3.boto.put_bucket_acl(Bucket=s3.name, ACL="public-read")
     assert _read(object_url, anon=True) == EXPECTED
@@ -186,7 +186,7 @@ def test_a_refusal_after_success_is_put_to_s3fs_once(object_url: str, proxy: Pro
     assert (len(fast), len(slow)) == (3, 1)
 
 
-def test_what_passes_is_tried_again_through_obstore(object_url: str, proxy: Proxy) -> None:
+def test_a_passing_failure_is_retried_through_obstore(object_url: str, proxy: Proxy) -> None:
     with open_storage(object_url, {}).open(object_url) as reader:
         assert reader.read(0, BULK_BYTES) == EXPECTED
         proxy.add(Cut("answer"), "get_object", "object")

@@ -1,4 +1,4 @@
-"""Reading from a bucket: how often it is asked, what happens when it fails or changes, and what is said then."""
+"""Reads from a bucket: number of requests, failures, changes meanwhile, and messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NAME = "zero3-dp4-bf16"
 OPTIONS = {"config_kwargs": {"read_timeout": 0.7}}
 SHORT = ("--storage-option", "config_kwargs.read_timeout=1")
-pytestmark = pytest.mark.usefixtures("road")
+pytestmark = pytest.mark.usefixtures("read_client")
 PAYLOADS = "optim_states"
 """The files that weights are read from."""
 
@@ -138,7 +138,7 @@ def _rewrite(s3: Bucket, match: str) -> None:
     s3.put(key, data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_an_object_written_anew_after_it_was_looked_at(run: str, s3: Bucket) -> None:
+def test_an_object_rewritten_after_its_listing(run: str, s3: Bucket) -> None:
     checkpoint = ckpttool.inspect(run)
     name = checkpoint.parameters[0].name
     for rank in range(4):
@@ -158,7 +158,7 @@ def test_an_object_removed_after_it_was_looked_at(run: str, s3: Bucket) -> None:
 
 @pytest.mark.parametrize("nth", [1, 5, 9, 13])
 @pytest.mark.parametrize("out", ["local", "s3"])
-def test_an_object_written_anew_while_it_is_read(
+def test_an_object_rewritten_while_it_is_read(
     out: str, nth: int, run: str, s3: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:
     rule = proxy.add(Before(lambda _: _rewrite(s3, "rank_2_mp_rank_00_optim")), "get_object", PAYLOADS, nth=nth)
@@ -174,7 +174,7 @@ def test_an_object_written_anew_while_it_is_read(
     assert s3.keys("out") == []
 
 
-def test_an_object_that_changes_behind_the_reads_is_noticed(run: str, s3: Bucket, tmp_path: Path) -> None:
+def test_an_object_that_changes_between_reads_is_noticed(run: str, s3: Bucket, tmp_path: Path) -> None:
     """All was read of what was there before: what is written would still be a mixture of two moments."""
     from ckpttool.execution.output.directory import _LocalTarget
 
@@ -228,7 +228,7 @@ def test_a_read_that_hangs_is_made_again(fault: Hang, run: str, proxy: Proxy) ->
 
 
 def test_a_server_that_knows_no_ranges_is_not_read_whole(
-    run: str, road: str, s3: Bucket, proxy: Proxy, tmp_path: Path
+    run: str, read_client: str, s3: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:
     from tests.storage.large import write_weights
 
@@ -241,7 +241,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     assert "large/model.safetensors: the store failed 7 times, last with 22,4" in error
     assert "bytes instead of " in error
     assert rule.fired == 0 or proxy.requests("get_object")
-    assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (road == "obstore")  # which is then given up
+    assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (read_client == "obstore")  # which is then given up
 
 
 @pytest.mark.parametrize("fault", [k for k in READS if k != "timeout"])
@@ -290,8 +290,8 @@ def _assert_no_secret(text: str) -> None:
     ids=lambda v: v.code if isinstance(v, faults.Answer) else "",
 )
 @pytest.mark.parametrize("operation", ["list_objects_v2", "get_object"])
-def test_what_does_not_pass_is_said_at_once(
-    operation: str, fault: faults.Answer, problem: str, run: str, road: str, proxy: Proxy,
+def test_a_permanent_failure_is_reported_at_once(
+    operation: str, fault: faults.Answer, problem: str, run: str, read_client: str, proxy: Proxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for name, value in SECRETS.items():
@@ -303,7 +303,7 @@ def test_what_does_not_pass_is_said_at_once(
     _assert_no_secret(error)
     asked = collections.Counter((r.target, r.range) for r in proxy.requests(operation))
     # None was made twice, but for s3fs to say what obstore does not know.
-    assert max(asked.values()) <= 1 + (road == "obstore")
+    assert max(asked.values()) <= 1 + (read_client == "obstore")
 
 
 def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
@@ -431,9 +431,7 @@ def test_a_short_answer_is_never_taken_for_a_whole_one(in_memory: str, monkeypat
         ckpttool.inspect(in_memory)
 
 
-def test_what_is_written_anew_while_it_is_inspected_is_an_error(
-    in_memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_rewritten_during_inspect_is_an_error(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = RemoteStorage.get
 
     def rewritten(storage: RemoteStorage, path: str, *arguments: Any) -> bytes | memoryview:
@@ -456,7 +454,7 @@ def test_a_read_is_of_the_version_that_was_listed(s3: Bucket) -> None:
             reader.read(10, 20)
 
 
-def test_what_could_not_be_put_back_is_not_overwritten_on_trial(in_memory: str) -> None:
+def test_files_that_could_not_be_restored_are_not_overwritten(in_memory: str) -> None:
     error = command("consolidate", in_memory, in_memory, "--to", "torch", "--prove", "--overwrite").error
     assert "replaced files could not be put back" in error
 

@@ -1,4 +1,4 @@
-"""Parts of uploads that botocore sends from the thread that holds them."""
+"""Parts of uploads sent by botocore from the thread that has the bytes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_options_that_are_known_are_followed(s3: Bucket, proxy: Proxy, monkeypat
 
 
 @pytest.mark.parametrize("options", server.OF_THEIR_OWN, ids=lambda o: next(iter(o)))
-def test_what_may_change_requests_is_left_to_s3fs(options: dict[str, Any], s3: Bucket, proxy: Proxy) -> None:
+def test_options_that_change_requests_are_left_to_s3fs(options: dict[str, Any], s3: Bucket, proxy: Proxy) -> None:
     _write(s3, **options)
     assert _stored(s3) == DATA
     sent, by_s3fs = _parts(proxy)
@@ -87,7 +87,7 @@ def test_what_may_change_requests_is_left_to_s3fs(options: dict[str, Any], s3: B
 
 
 @pytest.mark.parametrize("fault", [faults.ACCESS_DENIED, faults.EXPIRED_TOKEN], ids=lambda f: f.code)
-def test_what_is_denied_is_denied_to_s3fs_as_well(fault: faults.Answer, s3: Bucket, proxy: Proxy) -> None:
+def test_a_denied_request_is_denied_to_s3fs_too(fault: faults.Answer, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(fault, "upload_part", "partNumber=2", times=None)
     with pytest.raises(StorageError, match=r"access denied|the credentials have expired"):
         _write(s3)
@@ -96,7 +96,7 @@ def test_what_is_denied_is_denied_to_s3fs_as_well(fault: faults.Answer, s3: Buck
 
 
 @pytest.mark.parametrize("fault", [faults.SLOW_DOWN, faults.INTERNAL_ERROR], ids=lambda f: f.code)
-def test_what_passes_is_tried_again(fault: faults.Answer, s3: Bucket, proxy: Proxy) -> None:
+def test_a_passing_failure_is_retried(fault: faults.Answer, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(fault, "upload_part", times=3)
     storage = _write(s3)
     assert _stored(s3) == DATA
@@ -105,7 +105,7 @@ def test_what_passes_is_tried_again(fault: faults.Answer, s3: Bucket, proxy: Pro
     assert storage.retries.count == 3
 
 
-def test_what_is_gone_is_said(s3: Bucket, proxy: Proxy) -> None:
+def test_a_missing_object_is_reported(s3: Bucket, proxy: Proxy) -> None:
     proxy.add(faults.NO_SUCH_UPLOAD, "upload_part", "partNumber=2", times=None)
     with pytest.raises(StorageError, match="another process aborted its upload"):
         _write(s3)

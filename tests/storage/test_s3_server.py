@@ -1,4 +1,4 @@
-"""The S3 server of the benchmarks: what is measured before it must be what S3 would have done."""
+"""The S3 server of the benchmarks behaves like S3."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_errors(bucket: Bucket) -> None:
     assert bucket.get("k") == b"0123"
 
 
-def test_what_is_served_in_place_is_not_removed(bucket: Bucket, tree: Path) -> None:
+def test_a_checkpoint_used_in_place_is_not_removed(bucket: Bucket, tree: Path) -> None:
     bucket.boto.delete_object(Bucket="served", Key="e/4")
     bucket.boto.put_object(Bucket="served", Key="a", Body=b"new")
     assert (tree / "e" / "4").read_bytes() == b"e/4"

@@ -1,4 +1,4 @@
-"""What is written to a bucket appears whole or not at all, whatever the network and the user do meanwhile."""
+"""Outputs in a bucket appear complete or not at all, whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.execution.output.bucket import uploaded
+from ckpttool.execution.output.bucket import bucket_output
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
@@ -70,9 +70,7 @@ def _assert_nothing_is_left(s3: Bucket) -> None:
 # ------------------------------------------------------------------------------------------------- in order
 
 
-def test_what_makes_it_look_whole_comes_last(
-    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
-) -> None:
+def test_the_index_is_written_last(weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy) -> None:
     refused = []
 
     def look(_: Request) -> None:
@@ -82,7 +80,7 @@ def test_what_makes_it_look_whole_comes_last(
     proxy.add(Before(look), "put_object", match=INDEX)
     ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
     assert Remote(s3).files(s3.url("out")) == expected
-    problem = "is being written, or was left half-written by a run that was killed"
+    problem = "is being written, or was left half-written by a killed run"
     assert [s3.name in said for said in refused] == [True, True]
     assert problem in refused[1]
     changes = [r for r in proxy.log if r.method != "GET"]
@@ -109,7 +107,7 @@ def test_parts_are_sent_at_once(weights: str, s3: Bucket, proxy: Proxy) -> None:
     assert proxy.most_in_flight("upload_part") >= 4
 
 
-def test_out_is_made_ready_beside_the_first_reads(
+def test_the_output_is_prepared_in_parallel_with_the_first_reads(
     weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:
     s3.upload(Path(weights), "run")
@@ -145,7 +143,7 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
             seen.append(error)
 
     def write() -> None:
-        with uploaded(storage, "memory://out", plan, replaces=lambda _: False) as output:
+        with bucket_output(storage, "memory://out", plan, replaces=lambda _: False) as output:
             target = output.begin(plan.files[0])
             target.fail(gone)
             second = threading.Thread(target=write_the_second, args=(target,), daemon=True)
@@ -207,7 +205,7 @@ def test_a_completion_that_fails_late_is_made_again(
         ("complete_multipart_upload", ""), ("complete_multipart_upload", LARGE),
     ],
 )  # fmt: skip
-def test_what_fails_always_leaves_nothing(
+def test_a_permanent_failure_leaves_nothing(
     operation: str, match: str, fault: str, weights: str, s3: Bucket, proxy: Proxy
 ) -> None:
     rule = proxy.add(ONCE[fault], operation, match, times=None)
@@ -220,7 +218,7 @@ def test_what_fails_always_leaves_nothing(
 
 @pytest.mark.parametrize("operation", ["put_object", "create_multipart_upload", "upload_part"])
 @pytest.mark.parametrize("fault", [faults.ACCESS_DENIED, faults.EXPIRED_TOKEN], ids=lambda f: f.code)
-def test_what_is_denied_is_said_at_once(
+def test_a_denied_request_is_reported_at_once(
     operation: str, fault: faults.Answer, weights: str, s3: Bucket, proxy: Proxy
 ) -> None:
     proxy.add(fault, operation, times=None)
@@ -246,14 +244,14 @@ def test_where_cleaning_up_fails_too_the_mark_stays(
     assert s3.uploads() == []
 
 
-def test_an_upload_that_somebody_else_aborted_is_said(weights: str, s3: Bucket, proxy: Proxy) -> None:
+def test_an_upload_aborted_by_another_process_is_reported(weights: str, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(faults.NO_SUCH_UPLOAD, "complete_multipart_upload", times=None)
     with pytest.raises(StorageError, match="another process aborted its upload"):
         ckpttool.consolidate(weights, s3.url("out"), **SHARDS)  # type: ignore[arg-type]
     _assert_nothing_is_left(s3)
 
 
-def test_what_others_upload_beside_is_left_alone(weights: str, s3: Bucket, proxy: Proxy) -> None:
+def test_uploads_of_others_are_left_alone(weights: str, s3: Bucket, proxy: Proxy) -> None:
     mine = s3.boto.create_multipart_upload(Bucket=s3.name, Key="out/theirs")["UploadId"]
     proxy.add(faults.ACCESS_DENIED, "upload_part", times=None)
     with pytest.raises(StorageError):
@@ -363,7 +361,7 @@ def test_failed_run_may_be_gone_on_with(s3: Bucket, proxy: Proxy) -> None:
 # ------------------------------------------------------------------------------------------------- what was there
 
 
-def test_what_is_there_is_refused_before_any_work(s3: Bucket, proxy: Proxy) -> None:
+def test_an_existing_output_is_refused_before_any_work(s3: Bucket, proxy: Proxy) -> None:
     s3.put("out/theirs", b"theirs")
     s3.put("file", b"theirs")
     for to in (["consolidate", "--to", "torch"], ["convert", "--to", "dcp"]):
@@ -464,9 +462,7 @@ def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["consolidate", "convert"])
-def test_what_was_written_wrongly_is_removed(
-    to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_output_is_removed(to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpttool.storage.s3 import S3Writer
 
     right = S3Writer.write
@@ -531,7 +527,7 @@ def _within(seconds: float, function: Callable[[], object]) -> BaseException | N
 @pytest.mark.parametrize("memory", ["1KB", "9KB", "256MB"])
 @pytest.mark.parametrize("jobs", [1, 2, 16])
 @pytest.mark.parametrize("at", [None, 0, 1024, 5120])
-def test_windows_wait_for_each_other_and_for_memory_but_not_for_ever(
+def test_parts_wait_for_each_other_and_for_memory_but_not_forever(
     at: int | None, jobs: int, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "PART_BYTES", 1024)
@@ -636,11 +632,9 @@ def test_less_memory_than_a_window_needs_will_do(
         ckpttool.consolidate(weights, s3.url("none"), to="torch", memory=0)
 
 
-def test_what_has_only_just_been_begun_is_told_as_that(s3: Bucket) -> None:
+def test_a_new_save_is_listed_as_being_saved(s3: Bucket) -> None:
     s3.put(f"out/{MARK}", b'{"key": "", "files": ["latest"]}')
-    problem = (
-        "is being written, or was left half-written by a run that was killed; wait for that run, or write it again"
-    )
+    problem = "is being written, or was left half-written by a killed run; wait for that run, or write it again"
     assert command("inspect", s3.url("out")).error == f"Error: {s3.url('out')}: {problem}"
 
 
@@ -669,7 +663,7 @@ def test_parts_of_other_storages_are_as_many_as_azure_takes_and_as_large_as_goog
         assert -(-nbytes // part) <= remote.MAX_PARTS
 
 
-def test_what_is_written_is_held_back_no_longer_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_held_back_for_at_most_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.implementations.memory as implementation
 
     asked: list[Any] = []

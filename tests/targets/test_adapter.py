@@ -1,4 +1,4 @@
-"""The adapter that is written equals what PEFT gives on the live model."""
+"""The written adapter equals PEFT's adapter of the live model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_peft_loads_the_adapter(tmp_path: Path) -> None:
             assert torch.equal(state[name.removeprefix("fp32/")], tensor), name
 
 
-def test_a_checkpoint_without_an_adapter_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"holds no PEFT adapter: no parameter is named like one"):
         ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "out", to="safetensors", adapter_only=True)
     with pytest.raises(PlanError, match="writes the whole adapter, as safetensors"):

@@ -1,4 +1,4 @@
-"""Consolidated weights equal what the live engine held, and load with the libraries people load them with."""
+"""Consolidated weights equal the state of the live engine, and load with the usual libraries."""
 
 from __future__ import annotations
 
@@ -200,18 +200,18 @@ def test_companions_are_carried_byte_for_byte_and_other_files_are_not(
     checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     root = checkpoint_copy("zero1-dp1-bf16")
-    carried = {
+    copied = {
         "tokenizer.model": b"\0\xff" * 5000,
         "merges.txt": b"",
         "modeling_x.py": b"raise SystemExit",
         "vocab.json": b"{}",
     }
-    for name, data in {**carried, "zero_to_fp32.py": b"x", "optimizer.pt": b"x", "trainer_state.json": b"{}"}.items():
+    for name, data in {**copied, "zero_to_fp32.py": b"x", "optimizer.pt": b"x", "trainer_state.json": b"{}"}.items():
         (root / name).write_bytes(data)
     report = ckpttool.consolidate(str(root), str(tmp_path / "out"), to="torch")
-    assert set(report.companions) == set(carried)
-    assert {name: (tmp_path / "out" / name).read_bytes() for name in carried} == carried
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {*carried, "pytorch_model.bin"}
+    assert set(report.companions) == set(copied)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in copied} == copied
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*copied, "pytorch_model.bin"}
 
 
 # ------------------------------------------------------------------------------------------------- choosing
@@ -348,7 +348,7 @@ def test_an_output_inside_a_missing_directory_is_made(tmp_path: Path) -> None:
     assert _names(tmp_path / "a" / "b")
 
 
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="choose safetensors or torch"):
         ckpttool.consolidate(source("zero1-dp1-bf16"), str(tmp_path / "out"), to="gguf")  # type: ignore[arg-type]
     shutil.rmtree(tmp_path)

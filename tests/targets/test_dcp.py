@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint: torch loads them bit for bit, sharded or not, and we read them back."""
+"""DCP outputs: torch loads them bit for bit, sharded or not, and our reader reads them back."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_torch_turns_it_into_one_file(tmp_path: Path) -> None:
 
 
 @ONE_PROCESS
-def test_what_torch_would_write_is_described_the_same_way(tmp_path: Path) -> None:
+def test_a_description_equals_the_file_of_torch_save(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import Metadata
 

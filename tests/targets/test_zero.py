@@ -1,4 +1,4 @@
-"""Native ZeRO files for another number of ranks, looked at without DeepSpeed."""
+"""Native ZeRO files for another number of ranks, inspected without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 REFUSED = {
     "ds0.3.16-zero3-dp2-fp16": "lists its parameters without their groups",
-    "pipeline-zero0-pp2-dp1-fp32": "does not say what the optimizer trains",
-    "pipeline-zero0-pp2-dp2-fp16": "does not say what the optimizer trains",
+    "pipeline-zero0-pp2-dp1-fp32": "does not record the trained parameters",
+    "pipeline-zero0-pp2-dp2-fp16": "does not record the trained parameters",
 } | dict.fromkeys((n for n in NAMES if truth(n).elastic), "holds no hyper-parameters (lr, betas, ...) of group 0")
 CONVERTED = [n for n in NAMES if n not in REFUSED and not n.startswith(("moe", "autoep", "universal-autoep"))]
 
@@ -61,7 +61,7 @@ def test_nothing_changes_but_where_it_lies(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_converted_is_told(name: str, tmp_path: Path) -> None:
+def test_states_that_cannot_be_converted_are_noted(name: str, tmp_path: Path) -> None:
     error = command(
         "convert", source(name), tmp_path / "out", "--to", "zero", "--world-size", "2", "--stage", "1"
     ).error
@@ -97,7 +97,7 @@ def test_a_state_of_one_element_that_all_ranks_have_alike_is_carried(
             state["tensor_step"] = torch.tensor([3], dtype=torch.int32)
         torch.save(file, path)
     before = ckpttool.inspect(root)
-    assert not before.unsliceable
+    assert not before.nonpartitionable
     assert {g.scalars["tensor_step"] for g in before.groups} == {ScalarState(3, "I32", (1,))}
     ckpttool.convert(root, tmp_path / "dcp", to="dcp", prove=True)
     for i, src in enumerate((root, tmp_path / "dcp")):
@@ -112,9 +112,9 @@ def test_a_state_of_one_element_that_all_ranks_have_alike_is_carried(
             assert torch.equal(state["tensor_step"], torch.tensor([3], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("road", ["1", "2", "3", "universal,2", "dcp,1", "3,dcp,2"])
+@pytest.mark.parametrize("route", ["1", "2", "3", "universal,2", "dcp,1", "3,dcp,2"])
 def test_hyper_parameters_that_are_tensors_stay_tensors(
-    road: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+    route: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """With a learning rate of another type the next steps give other masters."""
     src = checkpoint_copy("zero2-dp2-bf16")
@@ -125,12 +125,12 @@ def test_hyper_parameters_that_are_tensors_stay_tensors(
         for group in file["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
             group |= given
         torch.save(file, path)
-    for i, to in enumerate(road.split(",")):
+    for i, to in enumerate(route.split(",")):
         out = tmp_path / str(i)
         if to in {"universal", "dcp"}:
             ckpttool.convert(src, out, to=to)  # type: ignore[arg-type]  # the same
         else:
-            dtype: Any = "bf16" if "dcp" in road.split(",")[:i] else None
+            dtype: Any = "bf16" if "dcp" in route.split(",")[:i] else None
             ckpttool.convert(src, out, to="zero", world_size=2, stage=int(to), dtype=dtype)
         src = out
     assert ckpttool.inspect(src).groups[0].hyperparameters["lr"] == torch.tensor(1e-2).item()
@@ -183,7 +183,7 @@ def test_experts_are_spread_as_asked_and_back_again(name: str, tmp_path: Path) -
     assert [g.parameters for g in held.groups] == [g.parameters for g in own.groups]
 
 
-def test_experts_in_an_order_of_the_users_own_are_not_spread_otherwise(
+def test_experts_in_a_custom_order_keep_their_expert_parallel_size(
     checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     copy = checkpoint_copy("moe-zero2-dp2-bf16")
@@ -191,7 +191,7 @@ def test_experts_in_an_order_of_the_users_own_are_not_spread_otherwise(
     groups = [dataclasses.replace(g, parameters=g.parameters[::-1]) for g in checkpoint.groups]
     backwards = dataclasses.replace(checkpoint, groups=tuple(groups))
     plan_zero(backwards, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
-    with pytest.raises(PlanError, match="in another order than the model has them; leave them"):
+    with pytest.raises(PlanError, match="in an order other than the model's; keep the expert-parallel size"):
         plan_zero(backwards, Shape(2, 1, 10**9, False, "BF16", expert_parallel=2), tag="tag")
 
 
@@ -208,7 +208,7 @@ def test_experts_that_cannot_be_shared_out_are_refused(name: str, parallel: int,
         ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=6, stage=1, expert_parallel=parallel)
 
 
-def test_a_missing_expert_is_told() -> None:
+def test_a_missing_expert_is_reported() -> None:
     checkpoint = ckpttool.inspect(source("moe-zero2-dp2-bf16"))
     name = "first.deepspeed_moe.experts.deepspeed_experts.1."
     kept = tuple(p for p in checkpoint.parameters if not p.name.startswith(name))
@@ -246,7 +246,7 @@ def test_experts_have_the_files_that_deepspeed_gives_them(name: str, tmp_path: P
                 assert ours == {key: value for key, value in theirs.items() if key != "affine_maps"}
 
 
-def test_stage_3_records_who_shares_the_experts(tmp_path: Path) -> None:
+def test_stage_3_records_the_ranks_of_the_experts(tmp_path: Path) -> None:
     name = "autoep-zero3-dp4-ep2-bf16"
     ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=4, prove=True)
     for rank in range(4):
@@ -350,7 +350,7 @@ FROM_DCP = ["zero2-dp2-bf16", "zero3-dp4-bf16", "zero2-dp2-bf16-sgd", "zero2-dp2
 
 
 @pytest.mark.parametrize("name", FROM_DCP)
-def test_what_went_through_dcp_is_the_same(name: str, tmp_path: Path) -> None:
+def test_values_are_unchanged_after_dcp(name: str, tmp_path: Path) -> None:
     own = ckpttool.inspect(source(name))
     ckpttool.convert(source(name), tmp_path / "dcp", to="dcp", prove=True)
     report = ckpttool.convert(
@@ -368,15 +368,15 @@ def test_what_went_through_dcp_is_the_same(name: str, tmp_path: Path) -> None:
     assert any("load_lr_scheduler_states=False" in note for note in report.notes)
 
 
-def test_what_dcp_does_not_say_is_asked_for(tmp_path: Path) -> None:
+def test_facts_missing_in_dcp_are_requested(tmp_path: Path) -> None:
     ckpttool.convert(source("zero2-dp2-bf16"), tmp_path / "dcp", to="dcp")
-    with pytest.raises(PlanError, match="does not say what the run computes in; choose dtype"):
+    with pytest.raises(PlanError, match="but no compute dtype; choose dtype"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=2)
     with pytest.raises(PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=3, dtype="bf16")
 
 
-def test_what_was_not_saved_is_not_looked_for(tmp_path: Path) -> None:
+def test_states_that_were_not_saved_are_not_required(tmp_path: Path) -> None:
     """An engine with frozen parameters looks each up where a mapping of them is there, even an empty one."""
     for stage, file in ((2, "mp_rank_00"), (3, "zero_pp_rank_0_mp_rank_00")):
         out = tmp_path / str(stage)
@@ -390,7 +390,7 @@ def test_what_was_not_saved_is_not_looked_for(tmp_path: Path) -> None:
     ("name", "said"),
     [("megatron-zero1-tp2-dp2-bf16", "embed.weight has 29 rows"), ("autotp-zero1-tp2-dp1-bf16-uneven", "")],
 )
-def test_a_vocabulary_without_its_padding_is_told(name: str, said: str, tmp_path: Path) -> None:
+def test_a_vocabulary_without_its_padding_is_noted(name: str, said: str, tmp_path: Path) -> None:
     report = ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=2, stage=1, dry_run=True)
     notes = [note for note in report.notes if "vocabulary" in note]
     assert bool(notes) == bool(said)
@@ -414,7 +414,7 @@ def test_latest_is_written_last_and_names_the_tag(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["global_step3", "latest"]
 
 
-def test_what_a_trainer_keeps_beside_comes_along(tmp_path: Path) -> None:
+def test_sidecar_files_of_a_trainer_are_copied(tmp_path: Path) -> None:
     ckpttool.convert(source("zero2-dp2-bf16-trainer"), tmp_path / "out", to="zero", world_size=3)
     held = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"config.json", "tokenizer.json", "trainer_state.json", "latest", "global_step3"} <= held
@@ -428,16 +428,16 @@ def _beside(out: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("to", ["zero", "universal"])
-def test_random_number_states_stay_behind_and_are_named(to: Any, tmp_path: Path) -> None:
+def test_random_number_states_are_not_copied_but_named(to: Any, tmp_path: Path) -> None:
     ranks = 3 if to == "zero" else None
     report = ckpttool.convert(source("zero2-dp2-bf16-trainer"), tmp_path / "out", to=to, world_size=ranks)
     assert not {name for name in _beside(tmp_path / "out") if "rng" in name}
     assert [note for note in report.notes if "(rng_state_0.pth, rng_state_1.pth)" in note]
-    assert [note for note in report.notes if note.endswith("stays behind: model.safetensors")]
+    assert "not copied: other files in the checkpoint's root (model.safetensors)" in report.notes
     assert {"scheduler.pt", "trainer_state.json"} <= _beside(tmp_path / "out")
 
 
-def test_random_number_states_come_along_to_as_many_ranks(tmp_path: Path) -> None:
+def test_random_number_states_are_copied_for_the_same_number_of_ranks(tmp_path: Path) -> None:
     report = ckpttool.convert(source("zero2-dp2-bf16-trainer"), tmp_path / "out", to="zero", world_size=2, stage=3)
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= _beside(tmp_path / "out")
     for name in ("rng_state_0.pth", "rng_state_1.pth"):
@@ -446,20 +446,22 @@ def test_random_number_states_come_along_to_as_many_ranks(tmp_path: Path) -> Non
     assert not [note for note in report.notes if "random" in note]
 
 
-def test_what_accelerate_keeps_of_its_ranks_is_told(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_files_of_accelerate_that_depend_on_ranks_are_noted(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
     copy = checkpoint_copy("zero2-dp2-bf16-accelerate")
     (copy / "dl_state_dict.bin").write_bytes(b"x")
     (copy / "random_states_1.pkl").write_bytes(b"x")
     other = ckpttool.convert(copy, tmp_path / "other", to="zero", world_size=4)
     assert _beside(tmp_path / "other") == {"latest", "scheduler.bin"}
-    for words in ("(random_states_0.pkl, random_states_1.pkl)", "(dl_state_dict.bin)", "a step for each rank"):
+    for words in ("(random_states_0.pkl, random_states_1.pkl)", "(dl_state_dict.bin)", "one step for each rank"):
         assert [note for note in other.notes if words in note], words
     same = ckpttool.convert(copy, tmp_path / "same", to="zero", world_size=2, stage=1)
     assert _beside(tmp_path / "same") == _beside(copy)
     assert not same.notes
 
 
-def test_random_number_states_of_some_ranks_alone_stay_behind(
+def test_random_number_states_of_only_some_ranks_are_not_copied(
     checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     copy = next(checkpoint_copy("zero2-dp2-bf16-trainer").glob("checkpoint-*"))

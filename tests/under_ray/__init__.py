@@ -1,1 +1,1 @@
-"""What needs Ray: in processes of its own, so that nothing of it reaches pytest's."""
+"""Tests that need Ray, in separate processes, so that Ray does not enter pytest's process."""

@@ -1,4 +1,4 @@
-"""What workers of Ray Train run in the tests, and what they write down of it."""
+"""Train functions of Ray Train workers for the tests, and the facts that they record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consolidation and conversion spread over a real Ray cluster: the bytes, and what happens when some of it is lost."""
+"""Consolidation and conversion on a real Ray cluster: the bytes, and lost nodes and processes."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_killed_worker_s_task_is_done_again(
     assert (done.code, _beside_progress(done.stderr)) == (0, [])
     told = done.stdout.splitlines()
     assert [line.split()[0] for line in told] == [f"{out}:", "file", "model.safetensors", "note:"]
-    assert told[-1].startswith("note: 1 files carry no checksum")
+    assert told[-1].startswith("note: 1 files have bytes without a checksum")
     assert len(killed) == 1
     if there == "bucket":
         bucket.download("out", tmp_path / "out")
@@ -348,7 +348,7 @@ def test_damaged_sources_give_the_error_of_a_local_run(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_a_store_refuses_a_task_is_one_line(
+def test_a_task_refused_by_the_store_is_one_line(
     weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy
 ) -> None:
     bucket.upload(weights, "run")
@@ -359,7 +359,7 @@ def test_what_a_store_refuses_a_task_is_one_line(
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_fails_leaves_nothing_in_a_bucket(weights: Path, bucket: server.Bucket, proxy: Proxy) -> None:
+def test_a_failure_leaves_nothing_in_a_bucket(weights: Path, bucket: server.Bucket, proxy: Proxy) -> None:
     proxy.add(faults.ACCESS_DENIED, "upload_part", nth=3, times=None)
     with pytest.raises(StorageError, match="access denied"):
         ckpttool.consolidate(
@@ -404,7 +404,7 @@ def test_a_directory_that_is_not_shared_is_an_error_that_names_the_node(
 ) -> None:
     """Nodes of one machine see the same files: that the second node sees others is put on by what is in the file."""
     _small_tasks(monkeypatch, 1000)
-    monkeypatch.setattr(ray_tasks, "_home", lambda: "another")
+    monkeypatch.setattr(ray_tasks, "_own_node", lambda: "another")
 
     def hide(_: int, __: int) -> None:
         (tmp_path / "out.partial" / SHARED).write_text("another directory's")
@@ -422,7 +422,7 @@ def test_a_source_that_a_node_does_not_see_is_an_error_that_names_both(
     checkpoint_copy: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _small_tasks(monkeypatch, 1000)
-    monkeypatch.setattr(ray_tasks, "_home", lambda: "another")
+    monkeypatch.setattr(ray_tasks, "_own_node", lambda: "another")
     root = checkpoint_copy("zero3-dp2-bf16")
 
     def hide(_: int, __: int) -> None:
@@ -582,7 +582,7 @@ def test_an_address_in_the_environment_is_probed_as_well(tmp_path: Path) -> None
     assert done.error.startswith(f"Error: {address}: no Ray cluster answers there; ")
 
 
-def test_what_is_no_address_is_told(tmp_path: Path) -> None:
+def test_an_invalid_address_is_reported(tmp_path: Path) -> None:
     done = command("convert", "--to", "universal", "--ray", source("zero3-dp2-bf16"), "x", tmp_path / "out")
     assert "not the address of a Ray cluster; write --ray=HOST:PORT" in done.error
 

@@ -1,4 +1,4 @@
-"""Runs of Ray Train that save through ckpttool: workers die, others go on, and Ray's own ways stay as they are."""
+"""Runs of Ray Train that save through ckpttool: workers die, others resume, and Ray's own behaviour is unchanged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_ray_alone_would_have_lost_some_of_it(done: Path) -> None:
     assert behind
 
 
-def test_ray_hears_of_every_commit_and_of_nothing_else(done: Path) -> None:
+def test_ray_gets_every_commit_and_nothing_else(done: Path) -> None:
     run, told = done / "deaths", _facts(done, "deaths.json")
     commits = {path.parent.parent.name for path in run.glob("ckpttool_*/*/ckpttool.json")}
     names = [os.path.basename(path) for path, _ in told["best"]]
@@ -71,7 +71,7 @@ def test_ray_hears_of_every_commit_and_of_nothing_else(done: Path) -> None:
         assert (Path(path) / "latest").read_text() == f"global_step{int(step)}"
 
 
-def test_what_the_dead_have_left_is_no_checkpoint(done: Path) -> None:
+def test_leftovers_of_killed_saves_are_not_checkpoints(done: Path) -> None:
     run = done / "deaths"
     whole = {path.parent.parent for path in run.glob("ckpttool_*/*/ckpttool.json")}
     torn = [path for path in run.glob("ckpttool_*") if path not in whole]
@@ -133,7 +133,7 @@ def test_restore_in_mid_run_goes_back_and_tells_ray_nothing_twice(done: Path) ->
     assert [name.startswith("ckpttool_") for name in names] == [False, False, True, True]
 
 
-def test_what_fails_on_one_worker_is_told_on_all_and_nothing_is_reported(done: Path) -> None:
+def test_a_failure_on_one_worker_is_raised_on_all_and_not_reported(done: Path) -> None:
     found = _facts(done, "resumed.json")
     assert found["unlisted"] == ["the storage: cannot be reached; injected"] * 3
     assert len(set(found["unwritten"])) == 1
@@ -141,7 +141,7 @@ def test_what_fails_on_one_worker_is_told_on_all_and_nothing_is_reported(done: P
     assert [metrics["loss"] for _, metrics in _facts(done, "second.json")["best"]][2:] == [0.25, 0.125]
 
 
-def test_what_killed_workers_have_left_goes_when_it_is_old_enough(done: Path) -> None:
+def test_old_leftovers_of_killed_workers_are_removed(done: Path) -> None:
     told = {os.path.basename(path) for path, _ in _facts(done, "second.json")["best"]}
     assert {p.name for p in (done / "documented").iterdir() if p.is_dir()} == told
 

@@ -1,4 +1,4 @@
-"""What is made of a run directory of Ray Train's without Ray: commits, what its snapshot lists, and other storages."""
+"""Run directories of Ray Train, read without Ray: commits, the snapshot's list, and other storages."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_commits_of_one_step_are_in_the_order_of_commits_whatever_the_clock_says
     assert last_commit(LOCAL, str(tmp_path / "nowhere")) == ("", 0)
 
 
-def test_what_ray_removes_meanwhile_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_removed_by_ray_meanwhile_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone, stays = _commit(tmp_path, 1, "aa", 1.0), _commit(tmp_path, 2, "bb", 2.0)
     listing = LOCAL.listing
 
@@ -113,7 +113,7 @@ def test_a_run_is_listed_with_what_it_was_reported_with(tmp_path: Path) -> None:
     assert entries[own].metrics["loss"] == 0.2
 
 
-def test_a_file_that_the_manifest_has_and_the_disk_has_not_is_told(tmp_path: Path) -> None:
+def test_a_file_in_the_manifest_but_not_on_disk_is_reported(tmp_path: Path) -> None:
     name = _commit(tmp_path, 5, "aa", 1.0)
     manifest = tmp_path / name / "global_step5" / MANIFEST
     told = json.loads(manifest.read_text())
@@ -133,7 +133,7 @@ def test_prune_never_removes_what_rays_snapshot_lists(tmp_path: Path) -> None:
     assert [(tmp_path / n).exists() for n in names] == [True, False, False, True]
 
 
-def test_what_ray_would_go_on_from_is_what_its_snapshot_names_last(tmp_path: Path) -> None:
+def test_ray_resumes_from_the_last_checkpoint_of_its_snapshot(tmp_path: Path) -> None:
     assert latest_of_ray(LOCAL, str(tmp_path)) == ""
     _list(tmp_path, OF_RAY, "deep/er")
     assert latest_of_ray(LOCAL, str(tmp_path)) == "deep/er"
@@ -159,9 +159,7 @@ def test_prune_refuses_where_the_snapshot_cannot_be_read(tmp_path: Path, text: s
     ("inner", "fixture"),
     [("checkpoint", "zero3-dp2-bf16-trainer/checkpoint-3"), ("checkpoint.ckpt", "zero3-dp2-bf16-lightning")],
 )
-def test_what_rays_callbacks_report_of_trainers_is_read_by_every_command(
-    tmp_path: Path, inner: str, fixture: str
-) -> None:
+def test_every_command_reads_the_checkpoints_of_rays_callbacks(tmp_path: Path, inner: str, fixture: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(HERE / "checkpoints" / fixture, run / OF_RAY / inner)
     _list(run, OF_RAY)

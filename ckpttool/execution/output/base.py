@@ -49,7 +49,7 @@ class Target(Protocol):
         """
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Record the result of a part that another process wrote.
+        """Record the result of a part written by another process.
 
         Raises:
             StorageError: The storage rejects the part.
@@ -84,7 +84,7 @@ class Place:
     directory: str
     """Its full path."""
     token: str
-    """Content of the file SHARED in it: a node's own directory of the same path holds another one, or none."""
+    """Content of the file SHARED in it; another directory with the same path has other content, or no such file."""
 
     def is_here(self) -> bool:
         """Whether this process sees the shared directory."""

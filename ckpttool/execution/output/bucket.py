@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.concurrency import Once
+from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, StorageError
 from ckpttool.execution.output.staging import not_empty
 from ckpttool.storage import MARK
@@ -32,8 +32,8 @@ def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) ->
     """Refuse an OUT that cannot or must not be written, before any work is done.
 
     Raises:
-        StorageError: OUT is a file; or holds files that no killed run left, and ``overwrite`` is not True; or the store
-            cannot be reached.
+        StorageError: OUT is a file; or holds files other than those of a killed run, and ``overwrite`` is not True; or
+            the store cannot be reached.
     """
     if not storage.exists(out):
         return
@@ -71,7 +71,7 @@ def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
 
 
 @contextlib.contextmanager
-def uploaded(
+def bucket_output(
     storage: RemoteStorage,
     out: str,
     plan: CopyPlan,
@@ -80,7 +80,7 @@ def uploaded(
     last: Sequence[str] = (),
     key: str = "",
     resume: bool = False,
-) -> Iterator[RemoteOutput]:
+) -> Iterator[BucketOutput]:
     """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not.
 
     Args:
@@ -95,7 +95,7 @@ def uploaded(
     Raises:
         StorageError: Writing failed.
     """
-    output = RemoteOutput(storage, out, plan, replaces=replaces, last=last, key=key, resume=resume)
+    output = BucketOutput(storage, out, plan, replaces=replaces, last=last, key=key, resume=resume)
     try:
         yield output
         output.commit()
@@ -105,8 +105,8 @@ def uploaded(
         raise
 
 
-class RemoteOutput:
-    """The output of a plan in a bucket; see ``uploaded``."""
+class BucketOutput:
+    """The output of a plan in a bucket; see ``bucket_output``."""
 
     def __init__(
         self, storage: RemoteStorage, out: str, plan: CopyPlan, *, replaces: Callable[[str], bool],
@@ -119,7 +119,7 @@ class RemoteOutput:
         self._key = key
         self._resume = resume
         self._lock = threading.Lock()
-        self._marked = False
+        self._has_marker = False
         self._begun = False
         self._uploads: list[Writer] = []
         self._written: list[str] = []
@@ -127,8 +127,8 @@ class RemoteOutput:
         self._pending: dict[str, str] = {}
         self._done: dict[str, int] = {}
         self._names = [f.name for f in plan.files]
-        self.claimed = Once(self._claim)
-        """Names in OUT that no run of this tool left. Computed before the first write, in parallel with reads."""
+        self.existing_names = Lazy(self._claim)
+        """Names in OUT except those of killed runs. Computed before the first write, in parallel with reads."""
 
     def path(self, name: str) -> str:
         """URL of a file of OUT."""
@@ -136,10 +136,10 @@ class RemoteOutput:
 
     def _claim(self) -> set[str]:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
-        before = self._take_over()
-        self._marked = True  # set first: if the request fails, the store may still have written it
+        existing = self._take_over()
+        self._has_marker = True  # set first: if the request fails, the store may still have written it
         self._storage.put(self.path(MARK), json.dumps({"key": self._key, "files": self._names}).encode())
-        return before
+        return existing
 
     def _take_over(self) -> set[str]:
         self._storage.forget()
@@ -150,20 +150,20 @@ class RemoteOutput:
         if self._resume and left_key == self._key:
             self._pending = self._storage.uploads(self._out)
             self._storage.list_tree(self._out)
-            self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._is_there(name)}
+            self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._exists(name)}
         else:
             self._storage.abort_uploads(self._out, left)
             self._storage.delete([self.path(name) for name in left])
         return names - {MARK} - {name.split("/")[0] for name in left}
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         return self._storage.exists(self.path(name))
 
     def has(self, file: TargetFile) -> bool:
         """Whether an earlier run completed the file."""
         if not self._resume:
             return False
-        self.claimed()
+        self.existing_names()
         return file.name not in self._last and self._done.get(file.name) == file.nbytes
 
     def begin(self, file: TargetFile) -> Target:
@@ -174,14 +174,14 @@ class RemoteOutput:
         """
         part = self._storage.part_bytes(file.nbytes)
         if file.nbytes <= part:
-            return _Small(self, file.name, part)
-        target = _Large(partial(self._create, file), part)
+            return _SmallFile(self, file.name, part)
+        target = _LargeFile(partial(self._create, file), part)
         if self._resume:
             target.open()  # list the uploaded parts before their sources are read
         return target
 
     def _create(self, file: TargetFile) -> Writer:
-        self.claimed()
+        self.existing_names()
         path = self.path(file.name)
         number = self._pending.get(self._storage.object_name(path), "")
         self._begun = True
@@ -191,8 +191,8 @@ class RemoteOutput:
         return upload
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file; hold back until the commit a file that replaces another or is one of ``last``."""
-        if self._comes_last(name):
+        """Write a small file; a file that replaces another, or is one of ``last``, is held back until the commit."""
+        if self._is_held_back(name):
             self._held_back[name] = data
             return
         with self._lock:
@@ -201,26 +201,26 @@ class RemoteOutput:
 
     def part_writer(self, name: str) -> PartWriter:
         """Return the part writer of a small file; one that is held back returns its bytes to this process."""
-        if self._comes_last(name):
-            return _Returned()
+        if self._is_held_back(name):
+            return _ReturningWriter()
         with self._lock:
             self._written.append(name)
-        return _Put(self._storage, self.path(name))
+        return _SmallFileWriter(self._storage, self.path(name))
 
-    def _comes_last(self, name: str) -> bool:
-        return name in self.claimed() or name in self._last
+    def _is_held_back(self, name: str) -> bool:
+        return name in self.existing_names() or name in self._last
 
     def place(self) -> None:
         """Return None: all nodes see the same bucket."""
 
     def commit(self) -> None:
         """Make all files visible, those of ``last`` at the end."""
-        before = self.claimed()
-        self._storage.delete([self.path(name) for name in self._last if name in before])
+        existing = self.existing_names()
+        self._storage.delete([self.path(name) for name in self._last if name in existing])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
         new = {*self._written, *self._held_back, *self._last, *self._done}
         written = {upload.path for upload in self._uploads}
-        old = (n for n in before if self._replaces(n) and n not in new and self.path(n) not in written)
+        old = (n for n in existing if self._replaces(n) and n not in new and self.path(n) not in written)
         self._storage.delete([self.path(name) for name in old])
         for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
             self._written.append(name)
@@ -229,27 +229,27 @@ class RemoteOutput:
 
     def discard(self) -> None:
         """Remove all written files; if the store fails, the in-progress marker stays for a later run."""
-        if not self._marked:
+        if not self._has_marker:
             return
         with contextlib.suppress(CkptError):
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
             self._storage.delete([self.path(name) for name in self._written])
             if self._begun:
-                # The store may have begun uploads whose id never arrived.
+                # The store may have started uploads whose id never arrived.
                 self._storage.abort_uploads(self._out, self._names)
             self._storage.delete([self.path(MARK)])
 
 
-class _Small:
+class _SmallFile:
     """A file written by one request."""
 
-    def __init__(self, output: RemoteOutput, name: str, part_bytes: int) -> None:
+    def __init__(self, output: BucketOutput, name: str, part_bytes: int) -> None:
         self.part_bytes = part_bytes
         self._output = output
         self._name = name
 
     def open(self) -> None:
-        self._output.claimed()
+        self._output.existing_names()
 
     def has(self, start: int, nbytes: int) -> bool:
         return False
@@ -269,8 +269,8 @@ class _Small:
 
 
 @dataclass(frozen=True, slots=True)
-class _Put:
-    """Write a small file by one request."""
+class _SmallFileWriter:
+    """Part writer of a small file: one request."""
 
     storage: RemoteStorage
     path: str
@@ -280,34 +280,34 @@ class _Put:
 
 
 @dataclass(frozen=True, slots=True)
-class _Returned:
-    """Return the bytes to the process that commits, which writes them."""
+class _ReturningWriter:
+    """Part writer of a file that is held back: returns the bytes, and the committing process writes them."""
 
     def write(self, start: int, data: memoryview) -> bytes:
         return bytes(data)
 
 
-class _Large:
+class _LargeFile:
     """A multipart upload, begun on first use."""
 
     def __init__(self, create: Callable[[], Writer], part_bytes: int) -> None:
         self.part_bytes = part_bytes
-        self._begun = Once(create)
+        self._writer = Lazy(create)
         self._failed: BaseException | None = None
 
     def open(self) -> None:
         self._upload()
 
     def has(self, start: int, nbytes: int) -> bool:
-        return self._begun.made is not None and self._begun.made.has(start, nbytes)
+        return self._writer.value is not None and self._writer.value.has(start, nbytes)
 
     def write(self, start: int, data: memoryview) -> None:
         self._upload().write(start, data)
 
     def fail(self, error: BaseException) -> None:
         self._failed = error
-        if self._begun.made is not None:
-            self._begun.made.fail(error)
+        if self._writer.value is not None:
+            self._writer.value.fail(error)
 
     def part_writer(self) -> PartWriter:
         return self._upload().part_writer()
@@ -316,7 +316,7 @@ class _Large:
         self._upload().accept(start, nbytes, result)
 
     def _upload(self) -> Writer:
-        upload = self._begun()
+        upload = self._writer()
         if self._failed is not None:  # ``fail`` may have run before the upload began
             upload.fail(self._failed)
         return upload

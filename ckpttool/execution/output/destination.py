@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import check_path
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import staging
@@ -38,19 +39,18 @@ class Destination:
         parent_mode: Permissions of OUT's parent directory on local disk, if this creates it, before the umask.
 
     Raises:
+        ArgumentError: The path is empty.
         StorageError: The URL is invalid.
     """
 
     def __init__(self, out: str, options: Mapping[str, Any] | None, parent_mode: int = 0o777) -> None:
+        check_path("out", out)
         self.out = without_credentials(local_path(out))
         self._remote: RemoteStorage | None = None
         if is_url(out):
             from ckpttool.storage.opening import open_remote
 
             self._remote = open_remote(out, options or {})
-        elif not out:
-            raise StorageError("OUT", "is an empty name", "name a directory to write")
-
         self._options = options
         self._parent_mode = parent_mode
 
@@ -138,7 +138,7 @@ class Destination:
             options: Threads, memory, progress, checks and workers of the run.
             last: Names of the files to commit last (``latest``, an index), in this order.
             check: Called with the written directory before the commit; raises if the output is wrong.
-            resume: Whether to resume from the files of an interrupted run; None for outputs that never resume.
+            resume: Whether to resume from the files of an interrupted run; None if the command cannot resume.
 
         Returns:
             Number of finite elements cast to infinity.
@@ -171,7 +171,7 @@ class Destination:
                 check(directory.path)
             except (LayoutError, ChecksumError):
                 if journal is not None:
-                    journal.forget()  # a resumed run must not keep wrong files
+                    journal.clear()  # a resumed run must not keep wrong files
                 raise
             return overflowed
 
@@ -179,9 +179,9 @@ class Destination:
         self, remote: RemoteStorage, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
         check: Callable[[str], None], key: str, *, resume: bool,
     ) -> int:  # fmt: skip
-        from ckpttool.execution.output.bucket import uploaded
+        from ckpttool.execution.output.bucket import bucket_output
 
-        with uploaded(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
+        with bucket_output(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
             overflowed = work(plan, output)
         try:
             check(self.out)

@@ -31,7 +31,7 @@ class DirectoryOutput:
     """A directory on local disk.
 
     Args:
-        directory: An existing directory that nobody reads yet.
+        directory: An existing directory, not yet visible to readers.
         journal: Lists the files that an earlier run completed; completed files are added to it.
     """
 

@@ -11,6 +11,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.arguments import check_path
 from ckpttool.checksums import crc32
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import StorageError
@@ -25,7 +26,7 @@ SUFFIX = ".partial"
 JOURNAL = ".ckpttool-done"
 """Name of the journal: it lists completed files, one a line, so that another run can resume."""
 SHARED = ".ckpttool-shared"
-"""Name of a file that lets workers on other nodes recognize this directory by its content."""
+"""Name of a file whose content identifies this directory to workers on other nodes."""
 ASIDE = ".ckpttool-replaced"
 """Name of the directory that holds replaced files of an existing OUT until the commit is done."""
 READ_BYTES = 1 << 20
@@ -33,7 +34,7 @@ READ_BYTES = 1 << 20
 _ENTRY = re.compile(r"[0-9a-f]{8} \d{1,20} [^\n]+\n")
 """A line of the journal: CRC-32, bytes, name."""
 ATTEMPTS = 10
-"""Maximum attempts to lock the staging directory while other runs create and remove it."""
+"""Maximum number of attempts to lock the staging directory while other runs create and remove it."""
 
 
 def not_empty(out: str, *, overwrite: bool | None) -> StorageError:
@@ -54,8 +55,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
     Raises:
         StorageError: OUT is not a directory, is not empty, or its parent cannot be written.
     """
-    if not out:
-        raise StorageError("OUT", "is an empty name", "name a directory to write")
+    check_path("out", out)
     check_link(out)
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
@@ -109,8 +109,8 @@ def staged(
 ) -> Iterator[Directory]:  # fmt: skip
     """Context manager: yield a staging directory; move it to ``out`` if the body succeeds, remove it if not.
 
-    One rename creates a new OUT. Into an existing OUT the commit moves files one by one: first new files, then those
-    that ``replaces`` selects, then ``last`` (an index, say), so that no reader takes a mixture for a complete output.
+    One rename creates a new OUT. Into an existing OUT the commit moves files one by one: first new files, then files
+    selected by ``replaces``, then ``last`` (an index, say), so that no reader takes a mixture for a complete output.
     If a move fails, the commit restores the old files.
 
     Only this user may enter the staging directory, so that no other user can put a link or a file into it.
@@ -139,7 +139,7 @@ def staged(
             with contextlib.suppress(FileExistsError):
                 os.mkdir(above, parent_mode | 0o700)
     try:
-        directory = _enter(staging, key if resume else None)
+        directory = _open_staging(staging, key if resume else None)
     except BaseException:
         _remove_empty(os.path.dirname(out), existing)
         raise
@@ -154,7 +154,7 @@ def staged(
             raise
         with translate_os_errors(out):
             _commit(directory, out, replaces, last, mode)
-    except _NotPutBackError:
+    except _NotRestoredError:
         keep = True
         raise
     finally:
@@ -192,7 +192,7 @@ def _remove_empty(path: str, existing: str) -> None:
             path = os.path.dirname(path)
 
 
-class _NotPutBackError(StorageError):
+class _NotRestoredError(StorageError):
     """Replacing files of OUT failed, and so did restoring them: the staging directory holds the only copies."""
 
 
@@ -214,7 +214,7 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _enter(staging: str, key: str | None) -> Directory:
+def _open_staging(staging: str, key: str | None) -> Directory:
     """Create and lock the staging directory, private and empty except for the files of a run with the same ``key``.
 
     Files of another killed run are removed. A directory without the in-progress marker, or one that another user may
@@ -222,7 +222,7 @@ def _enter(staging: str, key: str | None) -> Directory:
     """
     for _ in range(ATTEMPTS):
         with translate_os_errors(staging):
-            made = _make(staging)
+            made = _create(staging)
         try:
             with translate_os_errors(staging):
                 directory = _lock(staging)
@@ -239,7 +239,7 @@ def _enter(staging: str, key: str | None) -> Directory:
     try:
         with translate_os_errors(staging):
             check_own(directory)
-            _claim(directory, key, made=made)
+            _take_over(directory, key, made=made)
     except BaseException:
         if made:
             _discard(staging)
@@ -256,7 +256,7 @@ def _discard(staging: str) -> None:
         os.rmdir(staging)
 
 
-def _make(staging: str) -> bool:
+def _create(staging: str) -> bool:
     try:
         os.mkdir(staging, 0o700)
     except FileExistsError:
@@ -276,7 +276,7 @@ def _lock(staging: str) -> Directory:
     return directory
 
 
-def _claim(directory: Directory, key: str | None, *, made: bool) -> None:
+def _take_over(directory: Directory, key: str | None, *, made: bool) -> None:
     held = directory.names()
     mark = directory.stat(MARK)
     if held and not made and mark is None:
@@ -315,7 +315,7 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
         kept = os.fstat(directory.fd).st_mode & 0o7000
         os.fchmod(directory.fd, kept | 0o700 | (mode & ~umask()))
         return
-    # The files that make OUT look complete come last: weights after their sidecar files, an index after the weights.
+    # Readers take the last files as the sign of a complete OUT: weights after sidecar files, an index after weights.
     order = {name: i for i, name in enumerate(last)}
     new = [n for n in directory.names() if n not in {MARK, JOURNAL, SHARED}]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
@@ -338,11 +338,11 @@ def _move(directory: Directory, moves: Sequence[tuple[Directory, Directory, str]
             done.append((source, target, name))
             os.replace(name, name, src_dir_fd=source.fd, dst_dir_fd=target.fd)
     except BaseException:
-        _put_back(directory, done)
+        _restore_moved(directory, done)
         raise
 
 
-def _put_back(directory: Directory, done: Sequence[tuple[Directory, Directory, str]]) -> None:
+def _restore_moved(directory: Directory, done: Sequence[tuple[Directory, Directory, str]]) -> None:
     try:
         for source, target, name in reversed(done):
             with contextlib.suppress(FileNotFoundError):  # the failed move
@@ -352,7 +352,7 @@ def _put_back(directory: Directory, done: Sequence[tuple[Directory, Directory, s
         with contextlib.suppress(OSError):
             directory.remove(MARK)
         problem = "holds files of OUT that could be neither replaced nor restored"
-        raise _NotPutBackError(directory.path, problem, f"move those in {ASIDE} back to OUT by hand") from error
+        raise _NotRestoredError(directory.path, problem, f"move those in {ASIDE} back to OUT by hand") from error
 
 
 class Journal:
@@ -413,7 +413,7 @@ class Journal:
             self._directory.remove(name)
         return False
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Remove the journal, so that no file counts as complete."""
         with translate_os_errors(self._path), contextlib.suppress(FileNotFoundError):
             self._directory.remove(JOURNAL)

@@ -1,1 +1,1 @@
-"""What DeepSpeed saves: ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism."""
+"""Reader of DeepSpeed's own checkpoints: ZeRO stages 0 to 3, with tensor, pipeline and expert parallelism."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_model_ranks(opener: Opener, slices: Sequence[ZeroFiles]) -> None:
-    """Report tensor- and pipeline-parallel ranks that are missing or were saved by another run."""
+    """Report tensor- and pipeline-parallel ranks that are missing or belong to another run."""
     first = slices[0]
     if not first.model:
         return
@@ -29,9 +29,9 @@ def check_model_ranks(opener: Opener, slices: Sequence[ZeroFiles]) -> None:
     if not 0 < size <= MAX_RANKS:
         raise first.model[0].fields.error("mp_world_size", "is not a number of ranks")
     stem = posixpath.basename(first.model[0].path)
-    own = f"mp_rank_{first.model_rank:02d}"
-    gone = [stem.replace(own, f"mp_rank_{r:02d}") for r in range(size) if r not in present]
-    opener.missing(gone, f"the model is spread over {size} model-parallel ranks")
+    first_name = f"mp_rank_{first.model_rank:02d}"
+    missing = [stem.replace(first_name, f"mp_rank_{r:02d}") for r in range(size) if r not in present]
+    opener.missing(missing, f"the model is spread over {size} model-parallel ranks")
     for s in slices[1:]:
         if s.model and (s.stage, s.ranks) != (first.stage, first.ranks):
             ours, theirs = (f"is of ZeRO-{x.stage} over {x.ranks} ranks" for x in (s, first))
@@ -42,7 +42,7 @@ def check_model_ranks(opener: Opener, slices: Sequence[ZeroFiles]) -> None:
 
 
 def single_prefix(location: Location, optimizer: list[ZeroName]) -> str:
-    """The prefix of all optimizer files. It follows the engine's dtype, so two prefixes mean two saves.
+    """Return the prefix of all optimizer files. It depends on the engine's dtype: two prefixes mean two saves.
 
     Raises:
         LayoutError: The files have different prefixes.
@@ -55,7 +55,7 @@ def single_prefix(location: Location, optimizer: list[ZeroName]) -> str:
 
 
 def partition_counts(file: RankFile) -> list[int]:
-    """Number of ranks over which each group was partitioned; one number where it is the same for all groups.
+    """Return the number of ranks over which each group was partitioned; one number if it is equal for all groups.
 
     Source: DeepSpeed 0.19, runtime/zero/stage3.py (an int) and stage_1_and_2.py (a list, one for each group).
     """
@@ -69,12 +69,12 @@ def partition_counts(file: RankFile) -> list[int]:
 
 
 def partition_count(file: RankFile) -> int:
-    """Number of data-parallel ranks: the largest count, for experts may be partitioned over fewer."""
+    """Return the number of data-parallel ranks: the largest count, because experts may be partitioned over fewer."""
     return max(partition_counts(file))
 
 
 def stage_of(file: RankFile) -> int:
-    """The ZeRO stage, by the keys of the optimizer's state dict.
+    """Return the ZeRO stage, from the keys of the optimizer's state dict.
 
     Raises:
         LayoutError: The file was not written by a supported stage.
@@ -83,7 +83,7 @@ def stage_of(file: RankFile) -> int:
     if "fp32_flat_groups" in states:
         return 3
     if "single_partition_of_fp32_groups" in states:
-        # BF16_Optimizer, which partitions as stage 1 does, records no stage.
+        # BF16_Optimizer records no stage; it partitions like stage 1.
         return 2 if enum_value(states.values.get("zero_stage")) == 2 else 1
     if "local_sub_partitions_of_fp32_groups" in states:
         hint = "load and save it once with a later DeepSpeed"
@@ -92,7 +92,7 @@ def stage_of(file: RankFile) -> int:
 
 
 def configured_stage(model: Sequence[RankFile], stage: int) -> int:
-    """Stage 1 or 2 by the configuration: one class serves both, and some releases record 2 for either."""
+    """Return stage 1 or 2 from the configuration: both have one class, and some releases record 2 for both."""
     config = model[0].fields.optional("ds_config", dict) if model else None
     zero = (config or {}).get("zero_optimization")
     configured = zero.get("stage") if isinstance(zero, dict) else None
@@ -100,14 +100,14 @@ def configured_stage(model: Sequence[RankFile], stage: int) -> int:
 
 
 def model_names(stage: int, ranks: int, model_rank: int) -> list[str]:
-    """Names of the model-states files of one model-parallel rank."""
+    """Return the names of the model-states files of one model-parallel rank."""
     if stage == 3:
         return [f"zero_pp_rank_{r}_mp_rank_{model_rank:02d}_model_states.pt" for r in range(ranks)]
     return [f"mp_rank_{model_rank:02d}_model_states.pt"]
 
 
 def shards_within(file: RankFile, ranks: int, size: int) -> bool:
-    """Whether MiCS was on: the model is partitioned over some of the ranks, and the others hold replicas.
+    """Return whether MiCS was on: the model is partitioned over some of the ranks, and the other ranks hold replicas.
 
     Source: DeepSpeed 0.9 to 0.19.7, runtime/zero/mics.py (``mics_shard_size``).
     """
@@ -117,18 +117,18 @@ def shards_within(file: RankFile, ranks: int, size: int) -> bool:
 
 
 def two_world_sizes(file: RankFile, theirs: int, ranks: int, first: RankFile) -> LayoutError:
-    """The finding that two files name different numbers of ranks."""
+    """Return the finding that two files record different numbers of ranks."""
     return two_saves(file, f"was saved by {theirs} ranks", f"by {ranks}", first)
 
 
 def two_saves(file: RankFile, ours: str, theirs: str, first: RankFile) -> LayoutError:
-    """The finding that a file and the first file of the checkpoint contradict each other."""
+    """Return the finding that a file contradicts the first file of the checkpoint."""
     name = posixpath.basename(first.path)
     return LayoutError(file.path, f"{ours}, but {name} {theirs}: two saves are mixed", RESTORE)
 
 
 def stale_file(path: str, what: str) -> LayoutError:
-    """The finding that a file is no part of the checkpoint."""
+    """Return the finding that a file is not part of the checkpoint."""
     return LayoutError(
         path, f"is left over from another save (this checkpoint is {what}) and was not read", "remove it"
     )

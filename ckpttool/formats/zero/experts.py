@@ -1,4 +1,4 @@
-"""Mixtures of experts in a source: the ranks of each expert, and its place in the whole model.
+"""Mixtures of experts in a source: the ranks of each expert, and its name in the whole model.
 
 Source: DeepSpeed 0.19, moe/layer.py, moe/experts.py, utils/groups.py (``_create_expert_and_data_parallel``),
 runtime/engine.py (``_save_moe_checkpoint``) and, for AutoEP, module_inject/auto_ep.py.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.strided import box, put_together
+from ckpttool.formats.strided import box, merge_slices
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.partitions import Partitions, check_same_group
 from ckpttool.model import ParamGroup, State
@@ -36,7 +36,7 @@ class Experts:
             for layer in _autoep_layers(files)
             if isinstance(path := layer.get("expert_key_prefix"), str) and (placement := _placement(layer))
         }
-        """Experts of each expert-parallel rank, by prefix of the names of an AutoEP layer's experts."""
+        """Expert numbers of each expert-parallel rank, by the name prefix of an AutoEP layer's experts."""
 
     def ranks(self, count: int) -> list[list[int]]:
         """List the data-parallel ranks that share each part of the experts, in the order of their partitions.
@@ -74,7 +74,7 @@ class Experts:
                 elif self._experts_of(name) is not None:
                     stacked.setdefault(name, []).append(states)
                 else:
-                    problem = f"partitions {name} over some of the ranks, but it belongs to no expert"
+                    problem = f"partitions {name} over some of the ranks, but {name} belongs to no expert"
                     raise LayoutError(self._files.optimizer[0].path, problem, RESTORE)
         for name, ranks in stacked.items():
             joined[name] = {key: self._stacked(name, [states[key] for states in ranks]) for key in ranks[0]}
@@ -82,7 +82,7 @@ class Experts:
         return Partitions(
             states=joined,
             groups=(ParamGroup(tuple(joined), group.hyperparameters, group.scalars),),
-            unsliceable=parts[0].unsliceable,
+            nonpartitionable=parts[0].nonpartitionable,
             replicas=tuple(twin for part in parts for twin in part.replicas),
         )
 
@@ -107,7 +107,7 @@ class Experts:
             each = [State((1, *s.shape), s.dtype, s.extents) for _, s in sorted(experts.items())]
             shape = (len(each), *each[0].shape[1:])
             placed = [(s, [box(s.shape, shape, 0, source=0, target=i)]) for i, s in enumerate(each)]
-            result[stem] = put_together(placed, shape)
+            result[stem] = merge_slices(placed, shape)
         return result
 
     def own(self, name: str) -> bool:
@@ -115,10 +115,10 @@ class Experts:
         return NATIVE.fullmatch(name) is not None or self._experts_of(name) is not None
 
     def router_aliases(self, module: Iterable[str], trained: Container[str]) -> dict[str, str]:
-        """Find the second name of each AutoEP router; no other part of the checkpoint records that it is tied.
+        """Find the second name of each AutoEP router; the checkpoint does not record that it is tied.
 
-        Source: DeepSpeed 0.19.8, module_inject/auto_ep_layer.py (``AutoEPMoELayer``), which keeps the router under the
-        name it had in the original model too.
+        Source: DeepSpeed 0.19.8, module_inject/auto_ep_layer.py (``AutoEPMoELayer``), which keeps the router under
+        its name in the original model too.
         """
         result = {}
         for name in module:
@@ -132,7 +132,7 @@ class Experts:
         return result
 
     def _experts_of(self, name: str) -> list[list[int]] | None:
-        """The numbers of the experts on each expert-parallel rank, of a parameter that stacks experts."""
+        """Return the expert numbers of each expert-parallel rank, for a parameter that stacks experts."""
         return next((p for prefix, p in self._placement.items() if name.startswith(prefix)), None)
 
     def _stacked(self, name: str, parts: Sequence[State]) -> State:
@@ -147,13 +147,13 @@ class Experts:
         for state, experts in zip(parts, placement, strict=True):
             boxes = [box(state.shape, shape, 0, source=i, target=expert, count=1) for i, expert in enumerate(experts)]
             placed.append((state, boxes))
-        return put_together(placed, shape)
+        return merge_slices(placed, shape)
 
 
 def global_names(names: Iterable[str], expert_rank: int) -> dict[str, str]:
     """Map the names that an expert-parallel rank uses for its experts to names in the whole model.
 
-    Each rank counts its experts from 0; in the whole model, those of rank e follow those of rank e - 1.
+    Each rank numbers its experts from 0; in the whole model, the experts of rank e follow those of rank e - 1.
 
     Args:
         names: All names of the rank; names of other parameters are left out.
@@ -194,7 +194,7 @@ def _autoep_layers(files: ZeroFiles) -> list[Mapping[str, Any]]:
 
 
 def _placement(layer: Mapping[str, Any]) -> list[list[int]]:
-    """Numbers of the experts on each expert-parallel rank."""
+    """Return the expert numbers of each expert-parallel rank."""
     placement = layer.get("expert_placement")
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
     if isinstance(ranks, list) and all(isinstance(r, dict) and isinstance(r.get("experts"), list) for r in ranks):

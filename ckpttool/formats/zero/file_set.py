@@ -1,4 +1,4 @@
-"""All files of a checkpoint, opened and compared with each other.
+"""Open all files of a checkpoint, and compare them with each other.
 
 ``stage0``, ``stage12`` and ``stage3`` interpret their content.
 """
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 def read_zero_files(storage: Storage, location: Location, report: Report) -> AllFiles:
-    """Open every file of a checkpoint, and check that they are complete and of one save.
+    """Open every file of a checkpoint, and check that the files are complete and from one save.
 
     Raises:
-        CkptError: The files are damaged or of two saves, unless ``report`` collects that and reading can continue.
+        CkptError: Files are damaged or from two saves, unless ``report`` collects the finding and reading can continue.
     """
     opener = Opener(storage, location, report)
     by_rank: dict[int, list[ZeroName]] = {}
@@ -70,7 +70,7 @@ def read_zero_files(storage: Storage, location: Location, report: Report) -> All
 def _renumbered(
     opener: Opener, slices: Sequence[ZeroFiles], layers: Sequence[LayerFile], notes: tuple[LayoutError, ...]
 ) -> AllFiles:
-    """Number the files that are part of the checkpoint, and leave out other opened files."""
+    """Number the files of the checkpoint, and leave out other opened files."""
     files: list[CheckpointFile] = []
 
     def kept(file: RankFile) -> RankFile:
@@ -150,7 +150,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
 
 
 def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> ZeroFiles:
-    """Read the files of stage 0: one holds model and optimizer, except for the experts of a mixture.
+    """Read the files of stage 0: one file holds model and optimizer, except for the experts of a mixture.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
     """
@@ -163,7 +163,7 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     if file is None:
         raise opener.errors[0]
     if file.fields.values.get("param_shapes") is not None:
-        # Stages 1 and 2 list their parameters here, and keep the optimizer in files of its own.
+        # Stages 1 and 2 list their parameters here, and keep the optimizer in separate files.
         of_others = [n for n in opener.names if n.kind == "optimizer"]
         own = f"mp_rank_{model_rank:02d}"
         opener.missing(
@@ -173,7 +173,7 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
         if opener.errors:
             raise opener.errors[0]
         problem = "holds no ZeRO optimizer files"
-        hint = "the masters are in them: restore them from a copy, or choose another tag"
+        hint = "they hold the fp32 master weights: restore them from a copy, or choose another tag"
         raise LayoutError(opener.location.directory, problem, hint)
     optimizers = sorted((p for p in named if p.kind == "expert optimizer"), key=lambda p: p.expert)
     gone = sorted(set(range(max((p.expert for p in optimizers), default=-1) + 1)) - {p.expert for p in optimizers})
@@ -189,7 +189,7 @@ def _experts(opener: Opener, named: Sequence[ZeroName]) -> tuple[ExpertFile, ...
     for name in names:
         numbers.setdefault(name.layer, []).append(name.expert)
     for layer, experts in numbers.items():
-        # The highest number present gives the least number of experts.
+        # The highest number gives a lower bound of the number of experts.
         gone = sorted(set(range(max(len(e) for e in numbers.values()))) - set(experts))
         stem = names[0].name.replace(f"layer_{names[0].layer}_", f"layer_{layer}_")
         opener.missing([stem.replace(f"expert_{names[0].expert}_", f"expert_{e}_") for e in gone], "an expert")

@@ -1,7 +1,7 @@
-"""Identity of files: compare the names, slices and checksums that files recorded with their names and each other.
+"""Identify files: compare their recorded names, slices and checksums with their file names and each other.
 
-A file that was renamed, swapped with another rank's or copied over it still has the expected shapes. Its archive's
-name, its recorded slices and its checksums tell which rank it belongs to.
+A file that was renamed, swapped with another rank's file or copied over it still has the expected shapes. The name of
+its archive, its recorded slices and its checksums identify its rank.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 
 VERSION, CONFIG = "ds_version", "ds_config"
 CONFIGURED = (("zero_optimization", "stage"), ("bf16", "enabled"), ("fp16", "enabled"), ("train_batch_size",))
-"""Parts of the configuration that are equal on all ranks; others, such as the path of an NVMe drive, may differ."""
+"""Parts of the configuration that are equal on all ranks; others (the path of an NVMe drive) may differ."""
 UNNAMED = "archive"
-"""torch's name for an archive that it wrote to a buffer."""
+"""torch's name for an archive written to a buffer."""
 SAMPLE_BYTES = 1 << 12
-"""Bytes of a tensor that are read to tell whether all its values are equal."""
+"""Bytes of a tensor to read, to find out whether all its values are equal."""
 HINT = "restore the files from a copy; after a deliberate rename, set trust_names=True"
 OPTIONS = ("trust_names",)
 
 
 def archive_name(file: TorchFile) -> str | None:
-    """The name that a file was saved under, without its suffix; None if not recorded.
+    """Return the recorded name of a file, without its suffix; None if not recorded.
 
     Source: torch 2.13, caffe2/serialize/inline_container.cc (PyTorchStreamWriter): every record's name begins with the
-    archive's, which is the file's own unless it was written to a buffer.
+    archive's name, which is the file's name unless it was written to a buffer.
     """
     prefix = file.records[0].name.split("/")[0] if file.records else UNNAMED
     return None if prefix == UNNAMED else prefix
 
 
 def renamed(name: str, kind: str, file: TorchFile) -> LayoutError | None:
-    """Make the error for a file that was saved under another of DeepSpeed's names; None if it was not.
+    """Return the error of a file that was saved under another of DeepSpeed's names; else None.
 
     Args:
         name: The file, relative to the checkpoint.
@@ -60,21 +60,21 @@ def renamed(name: str, kind: str, file: TorchFile) -> LayoutError | None:
     if saved_as is None or saved_as == posixpath.basename(name).removesuffix(".pt"):
         return None
     if kind != "state" and parse_name(f"{saved_as}.pt") is None:
-        return None  # it was written under a temporary name
-    problem = f"was saved as {brief(saved_as, 200)}, by the names of its records: files were renamed or swapped"
+        return None  # a temporary name
+    problem = f"was saved as {brief(saved_as, 200)}, as its records show: files were renamed or swapped"
     return LayoutError(file.path, problem, HINT, OPTIONS)
 
 
 def trusted_names(names: Sequence[str]) -> list[str]:
-    """Remarks on files whose names were trusted."""
+    """Return remarks on files whose names were trusted."""
     if not names:
         return []
     shown = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    return [f"{len(names)} files say that they were saved under other names; their names were trusted: {shown}"]
+    return [f"{len(names)} files were saved under other names; their present names were trusted: {shown}"]
 
 
 def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
-    """Make the error for an optimizer file that was copied over another rank's; None if there is none.
+    """Return the error of an optimizer file that was copied over another rank's; else None.
 
     Equal checksums alone are no evidence: before the first step two partitions may be equal. If two tensors of a rank
     vary and equal another rank's (such as a master and a moment), one file was copied over the other.
@@ -93,7 +93,7 @@ def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
 
 
 def _varying(storage: Storage, file: RankFile) -> int:
-    """Number of tensors with several different values, by the first bytes of each."""
+    """Return the number of tensors with several different values, by the first bytes of each."""
     count = 0
     refs = {v.storage.key: v for v in walk(file.torch.root) if isinstance(v, TensorRef) and v.shape and v.numel > 1}
     with storage.open(file.path) as reader:
@@ -105,9 +105,9 @@ def _varying(storage: Storage, file: RankFile) -> int:
 
 
 def copied_states(storage: Storage, files: Sequence[tuple[str, str, RankFile]]) -> LayoutError | None:
-    """Make the error for a parameter's moment that was copied over another parameter's; None if there is none.
+    """Return the error of a parameter's moment that was copied over another parameter's; else None.
 
-    Masters may be equal before the first step, and if layers are copies of each other; moments that vary are not.
+    Masters may be equal before the first step, and if layers are copies of each other; moments are not.
 
     Args:
         storage: Storage of the files.
@@ -128,20 +128,20 @@ def copied_states(storage: Storage, files: Sequence[tuple[str, str, RankFile]]) 
 
 
 def check_listed(file: RankFile, module: Mapping[str, TensorRef], names: Iterable[str]) -> None:
-    """Compare the optimizer's parameters with a module whose file lists no shapes.
+    """Compare the optimizer's parameters with a module if the file has no list of shapes.
 
     Raises:
         LayoutError: The module lacks one of them.
     """
-    odd = next((name for name in names if module and name not in module), None)
-    if odd is not None:
-        problem = f"lists no param_shapes, and its module lacks {brief(odd, 200)}, which the optimizer has"
+    unknown = next((name for name in names if module and name not in module), None)
+    if unknown is not None:
+        problem = f"lists no param_shapes, and its module lacks {brief(unknown, 200)}, which the optimizer has"
         raise LayoutError(file.path, f"{problem}: two saves are mixed", "restore it from a copy")
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A value that all files of one save record alike."""
+    """A value that is equal in all files of one save."""
 
     name: str
     """Name, for errors."""
@@ -152,7 +152,7 @@ class Fact:
 
 
 def agreed_facts(slices: Sequence[ZeroFiles]) -> Iterator[Fact]:
-    """The values that all files of one save record alike, of every rank.
+    """Yield the values that are equal in all files of one save, for every rank.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_zero_checkpoint``).
     """
@@ -188,17 +188,17 @@ def _configured(file: RankFile, path: Sequence[str]) -> object:
 
 
 def mixed_types(files: Sequence[RankFile]) -> LayoutError | None:
-    """Make the error for layers or experts whose matrices have no floating type in common; None if they have.
+    """Return the error of layers or experts whose matrices have no common floating dtype; else None.
 
-    Vectors do not count: buffers keep their own type.
+    Vectors do not count: buffers keep their own dtype.
     """
     tensors = [(f, [v for v in walk(f.torch.root) if isinstance(v, TensorRef) and len(v.shape) > 1]) for f in files]
-    held = [(file, {v.dtype for v in refs if DTYPES[v.dtype].floating}) for file, refs in tensors]
-    held = [(file, types) for file, types in held if types]
-    for file, types in held[1:]:
-        if not types & held[0][1]:
-            ours, theirs = ("/".join(sorted(SHORT_NAMES.get(t, t) for t in s)) for s in (types, held[0][1]))
-            problem = f"holds {ours}, but {posixpath.basename(held[0][0].path)} {theirs}: two saves are mixed"
+    dtypes_of = [(file, {v.dtype for v in refs if DTYPES[v.dtype].floating}) for file, refs in tensors]
+    dtypes_of = [(file, types) for file, types in dtypes_of if types]
+    for file, types in dtypes_of[1:]:
+        if not types & dtypes_of[0][1]:
+            ours, theirs = ("/".join(sorted(SHORT_NAMES.get(t, t) for t in s)) for s in (types, dtypes_of[0][1]))
+            problem = f"holds {ours}, but {posixpath.basename(dtypes_of[0][0].path)} {theirs}: two saves are mixed"
             return LayoutError(file.path, problem, "restore it from a copy, or choose another tag")
     return None
 
@@ -206,7 +206,7 @@ def mixed_types(files: Sequence[RankFile]) -> LayoutError | None:
 def check_recorded_slices(
     states: Sequence[Fields], group: int, fragments: Mapping[str, NDArray[np.void]], *, trust_names: bool
 ) -> None:
-    """Compare the slices that each rank recorded with those that its position gives it.
+    """Compare the recorded slices of each rank with the slices that its position gives it.
 
     Source: DeepSpeed 0.7 to 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
     (``_create_param_mapping``): elements of each parameter that lie in the rank's partition.
@@ -218,22 +218,22 @@ def check_recorded_slices(
         trust_names: Skip the comparison.
 
     Raises:
-        LayoutError: A rank's file has recorded the slices of another rank.
+        LayoutError: A rank's file has the slices of another rank.
     """
     if trust_names:
         return
     for rank, fields in enumerate(states):
         groups = fields.values.get("param_slice_mappings")
-        own = groups[group] if isinstance(groups, list) and group < len(groups) else None
-        if not isinstance(own, dict) or not own:
+        mapping = groups[group] if isinstance(groups, list) and group < len(groups) else None
+        if not isinstance(mapping, dict) or not mapping:
             continue
-        recorded = {name: _numel(fragment) for name, fragment in own.items()}
+        recorded = {name: _numel(fragment) for name, fragment in mapping.items()}
         expected = {n: sum(int(row["numel"]) for row in rows if row["rank"] == rank) for n, rows in fragments.items()}
-        odd = next((n for n, numel in recorded.items() if numel is not None and expected.get(n, 0) != numel), None)
-        if odd is not None:
+        wrong = next((n for n, numel in recorded.items() if numel is not None and expected.get(n, 0) != numel), None)
+        if wrong is not None:
             problem = (
-                f"recorded {recorded[odd]:,} elements of {brief(odd, 200)} for its rank, but rank {rank} holds "
-                f"{expected.get(odd, 0):,}: files were renamed or swapped"
+                f"recorded {recorded[wrong]:,} elements of {brief(wrong, 200)} for its rank, but rank {rank} holds "
+                f"{expected.get(wrong, 0):,}: files were renamed or swapped"
             )
             raise LayoutError(fields.path, problem, HINT, OPTIONS)
 

@@ -1,4 +1,4 @@
-"""Match names to numbered tensors, if their shapes and order leave one possibility."""
+"""Match names to numbered tensors, if shapes and order allow exactly one assignment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_STATES = 200_000
-"""Positions to examine before the search stops."""
+"""Maximum number of positions to examine."""
 
 
 def match_names(
@@ -16,7 +16,7 @@ def match_names(
 ) -> list[list[str]] | None:
     """Assign names to groups so that shapes match and every group keeps the order of the names.
 
-    Names may be left over (frozen parameters); places must all be filled.
+    Names may be left over (frozen parameters); every place gets a name.
 
     Args:
         names: Name to shape, in order.
@@ -29,7 +29,7 @@ def match_names(
     spare = len(ordered) - sum(map(len, groups))
     if spare < 0:
         return None
-    # Backwards: number of ways (0, 1, more) in which the names from i on fill the groups from these places on.
+    # Backwards: number of ways (0, 1, more) to fill the groups from these places on with the names from i on.
     ways: dict[tuple[int, ...], int] = {tuple(map(len, groups)): 1}
     steps: list[dict[tuple[int, ...], int]] = [ways]
     looked_at = 0
@@ -65,7 +65,7 @@ def match_names(
 
 
 def _filled(places: tuple[int, ...], groups: Sequence[Sequence[object]]) -> int:
-    """Number of places that remain for the later names."""
+    """Return the number of places that remain for the later names."""
     return sum(len(group) - at for group, at in zip(groups, places, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The part of the model that one model-parallel rank holds."""
+"""Read the part of the model that one model-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpttool.formats.zero.module import (
     zenflow,
 )
 from ckpttool.formats.zero.partitions import Partitions
-from ckpttool.model import AHEAD, MASTER, MODULE, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
+from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpttool.formats.zero.rank_files import ZeroFiles
 
 PIPELINE_STAGE0 = (
-    "the optimizer only numbers its parameters, and no file tells which layer each belongs to: masters and moments are "
+    "the optimizer only numbers its parameters, and no file assigns the numbers to layers: masters and moments are "
     "left out, and weights are the model's own copies"
 )
 """Remark on a pipeline without ZeRO."""
@@ -50,12 +50,12 @@ class ModelPart:
     """Tied names."""
     groups: list[ParamGroup]
     """Parameter groups, of this part only."""
-    unsliceable: list[str]
+    nonpartitionable: list[str]
     """States that cannot be assigned to parameters."""
     replicas: list[Replica]
-    """States that are stored more than once."""
+    """Pairs of states that must be equal."""
     dtype: str
-    """Type that the module computes in."""
+    """Compute dtype of the module."""
     remarks: list[str]
     """Remarks for the user."""
 
@@ -71,9 +71,9 @@ def read_model_rank(
 
     Args:
         files: Its files.
-        layers: In a pipeline, the tensors of its layers, which have files of their own.
+        layers: In a pipeline, the tensors of its layers, which are in separate files.
         pipeline: In a pipeline, shapes of the tensors of all its stages.
-        tied: Ties of the first tensor-parallel rank: only the first of all ranks records them.
+        tied: Ties of the first tensor-parallel rank: only the first rank records them.
         report: Takes findings.
     """
     first = files.model[0]
@@ -97,15 +97,15 @@ def read_model_rank(
     lost = _lost(files, module, others, buffer_names, excluded=excluded)
     others = [n for n in others if n not in set(lost)]
     _check_values_are_there(files, module, others, buffer_names)
-    ahead = zenflow(first) and files.stage != 3
+    newer_copies = zenflow(first) and files.stage != 3
     return ModelPart(
         files,
         parameters,
         {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others},
         aliases,
         list(partitions.groups),
-        list(partitions.unsliceable),
-        [*_twins(parameters, aliases, duplicates, ahead=ahead), *partitions.replicas],
+        list(partitions.nonpartitionable),
+        [*_replicas(parameters, aliases, duplicates, newer_copies=newer_copies), *partitions.replicas],
         dtype,
         [
             *partitions.remarks,
@@ -117,7 +117,7 @@ def read_model_rank(
 
 
 def _lost_remarks(lost: Sequence[str], *, excluded: bool) -> list[str]:
-    """Remarks on frozen parameters that were not saved."""
+    """Return remarks on frozen parameters that were not saved."""
     names = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
     if not excluded:
         return [f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {names}"] if lost else []
@@ -131,8 +131,8 @@ def _zenflow_remarks(files: ZeroFiles) -> list[str]:
     if not zenflow(files.model[0]):
         return []
     if files.stage == 3:
-        return ["at stage 3 ZenFlow's masters alone are saved: they are the weights"]
-    return [f"{AHEAD}: the copies are the weights"]
+        return ["at stage 3 only ZenFlow's masters are saved: they are the weights"]
+    return [f"{NEWER_COPIES}: the copies are the weights"]
 
 
 def _partitions(
@@ -144,13 +144,13 @@ def _partitions(
     buffer_names: set[str],
     report: Report,
 ) -> Partitions:
-    """The optimizer's part, read by the reader of its stage."""
+    """Read the optimizer's part with the reader of its stage."""
     if files.stage == 3:
         return stage3.read_partitions(files, report)
     if files.stage:
         return stage12.read_partitions(files, module, pipeline, report)
     if pipeline:
-        return Partitions(unsliceable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
+        return Partitions(nonpartitionable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
     from ckpttool.formats.zero import stage0  # imported only for the few checkpoints that need it
 
     return stage0.read_partitions(files, module, copies, experts, buffer_names, report)
@@ -164,7 +164,7 @@ def _aliases(
     buffer_names: set[str],
     tied: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, State]]:
-    """Tied names, and the second copies that are stored under them; see ``read_aliases``."""
+    """Return tied names, and second copies stored under them; see ``read_aliases``."""
     found = read_aliases(
         files.model[0],
         module,
@@ -187,10 +187,10 @@ def _aliases(
 def _stored_names(
     files: ZeroFiles, module: Mapping[str, TensorRef], partitions: Partitions, buffer_names: set[str]
 ) -> set[str]:
-    """Names under which a tensor is stored, so that another name can be tied to it."""
+    """Return the names under which tensors are stored, so that other names can be tied to them."""
     shared = files.model[0].fields.optional("shared_params", dict)
     own = set(partitions.states) | set(partitions.frozen) | buffer_names
-    # Other ranks write an empty one, and at stage 3 an old release's may lack ties that its placeholders show.
+    # Other ranks write an empty mapping; at stage 3 that of an old release may lack ties that its placeholders show.
     if shared is not None and files.model_rank == 0:
         own |= {name for name in module if name not in shared}
     return own
@@ -204,11 +204,11 @@ def _frozen_names(
     others: set[str],
     dtype: str,
 ) -> set[str]:
-    """Names of the frozen parameters.
+    """Return the names of the frozen parameters.
 
-    Stages 2 and 3 list them (since 0.9.1, unless they were left out); stages 0 and 1 keep them in the module unmarked.
-    There, tensors of the model's own type count as frozen parameters: a state dict may hold other tensors (scales of a
-    quantised layer, ``_extra_state``), which must keep their type.
+    Stages 2 and 3 list them (since 0.9.1, unless the save left them out); stages 0 and 1 have them in the module
+    unmarked. There, tensors of the model's dtype count as frozen parameters: other tensors of a state dict (scales of a
+    quantised layer, ``_extra_state``) must keep their dtype.
     """
     listed = files.model[0].fields.optional("frozen_param_shapes", dict)
     if files.stage in {1, 2} and without_groups(files) and "buffer_names" not in files.model[0].fields:
@@ -220,7 +220,7 @@ def _frozen_names(
 
 
 def _untied(files: ZeroFiles, names: Sequence[str], buffer_names: set[str]) -> list[str]:
-    """Remarks on further names of modules that are registered several times, in a mixture of experts.
+    """Return remarks on further names of modules that are registered several times, in a mixture of experts.
 
     DeepSpeed clones every tensor that it saves with expert files, so that storages do not show ties.
 
@@ -231,9 +231,9 @@ def _untied(files: ZeroFiles, names: Sequence[str], buffer_names: set[str]) -> l
         return []
     shown = f"{', '.join(stray[:3])}{', ...' if len(stray) > 3 else ''}"
     return [
-        f"{len(stray)} tensors are neither parameters that the run listed nor buffers, such as other names of a module "
-        f"that is registered several times: beside experts nothing tells what they are tied to, and they are kept as "
-        f"they are, experts of other ranks left out: {shown}"
+        f"{len(stray)} tensors are neither listed parameters nor buffers, such as other names of a module that is "
+        f"registered several times: checkpoints with experts do not record their ties, so they are kept unchanged, "
+        f"without the experts of other ranks: {shown}"
     ]
 
 
@@ -245,12 +245,12 @@ def _lost(
     *,
     excluded: bool,
 ) -> list[str]:
-    """Frozen parameters of which stage 3 saved only a placeholder (of one element, up to 0.5.10).
+    """Return the frozen parameters for which stage 3 saved only a placeholder (of one element, up to 0.5.10).
 
-    Releases before 0.9.1 did. With ``exclude_frozen_parameters`` one name of each is taken out of the state dict, and
-    the other names of a module that is registered several times under one parent stay.
+    Releases before 0.9.1 did so. With ``exclude_frozen_parameters`` DeepSpeed removes one name of each from the state
+    dict; further names of a module that is registered several times under one parent stay.
 
-    Source: DeepSpeed 0.19, runtime/engine.py (``module_state_dict``, which goes by ``named_parameters``).
+    Source: DeepSpeed 0.19, runtime/engine.py (``module_state_dict``, by ``named_parameters``).
     """
     if files.stage != 3 or ("frozen_param_shapes" in files.model[0].fields and not excluded):
         return []
@@ -261,23 +261,23 @@ def _lost(
 def _check_values_are_there(
     files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]
 ) -> None:
-    """Check that the ranks hold the values of every parameter: at stage 3 the module has only placeholders."""
+    """Check that the ranks hold values of every parameter: at stage 3 the module has only placeholders."""
     for name in names:
         if files.stage == 3 and name not in buffer_names and module[name].numel == 0:
             raise LayoutError(
                 files.model[0].path,
                 f"names parameter {name}, but no rank holds its values",
-                f"its weights were left out when it was saved; {RESTORE}",
+                f"the save left out its weights; {RESTORE}",
             )
 
 
 def _parameters(
     files: ZeroFiles, names: Iterable[str], copies: Mapping[str, State], partitions: Partitions, frozen: set[str]
 ) -> dict[str, Parameter]:
-    """Every parameter once, in the order of the module."""
+    """Return every parameter once, in the order of the module."""
     first = files.model[0]
     group_of = {name: g for g, group in enumerate(partitions.groups) for name in group.parameters}
-    # A parameter that the module does not name was excluded: its masters are still its weights.
+    # A parameter without a name in the module was excluded: its masters are still its weights.
     ordered = [n for n in names if n in partitions.states or n in frozen]
     placed = set(ordered)
     ordered += [n for n in partitions.states if n not in placed]
@@ -299,25 +299,29 @@ def _parameters(
     return result
 
 
-def _twins(
-    parameters: Mapping[str, Parameter], aliases: Mapping[str, str], duplicates: Mapping[str, State], *, ahead: bool
+def _replicas(
+    parameters: Mapping[str, Parameter],
+    aliases: Mapping[str, str],
+    duplicates: Mapping[str, State],
+    *,
+    newer_copies: bool,
 ) -> Iterator[Replica]:
-    """Replicas that must be equal; a copy that is newer than its master equals only copies under other names."""
+    """Yield pairs of states that must be equal; a copy newer than its master equals only copies under other names."""
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
-        if master is not None and copy is not None and not ahead:
+        if master is not None and copy is not None and not newer_copies:
             yield Replica(name, master, copy)
     for alias, copy in duplicates.items():
         if aliases[alias] in parameters:
             states = parameters[aliases[alias]].states
-            own = states.get(MODULE) if ahead else None
+            own = states.get(MODULE) if newer_copies else None
             yield Replica(alias, own or next(iter(states.values())), copy)
 
 
 def _module_dtype(
     module: Mapping[str, TensorRef], copies: Mapping[str, State], partitions: Partitions, buffer_names: set[str]
 ) -> str:
-    """Type of the module's trained weights; at stage 3 their placeholders have it."""
+    """Return the dtype of the module's trained weights; at stage 3 that of their placeholders."""
     dtypes = {name: ref.dtype for name, ref in module.items()} | {name: s.dtype for name, s in copies.items()}
     for name in partitions.states:
         if name in dtypes:

@@ -30,10 +30,10 @@ ENGINE_KEYS = frozenset(
 
 
 def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes of the trainable parameters, a mapping for each flat buffer, in the order of the buffer.
+    """Return names and shapes of the trainable parameters: one mapping per flat buffer, in the order of the buffer.
 
-    Source: DeepSpeed 0.19, runtime/engine.py (``_get_zero_param_shapes``); up to 0.5.10 they are in the optimizer
-    files, and up to 0.5.3 in one mapping.
+    Source: DeepSpeed 0.19, runtime/engine.py (``_get_zero_param_shapes``); up to 0.5.10 the optimizer
+    files have them, and up to 0.5.3 in one mapping.
     """
     file = _lists_shapes(files)
     value = file.fields.get("param_shapes", object)
@@ -57,19 +57,19 @@ def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _lists_shapes(files: ZeroFiles) -> RankFile:
-    """The file that holds ``param_shapes``."""
+    """Return the file with ``param_shapes``."""
     return files.model[0] if "param_shapes" in files.model[0].fields else files.optimizer[0]
 
 
 def without_groups(files: ZeroFiles) -> bool:
-    """Whether all parameters, frozen ones too, are listed in one mapping, as up to 0.5.3."""
+    """Return whether one mapping lists all parameters, also frozen ones, as up to 0.5.3."""
     return isinstance(_lists_shapes(files).fields.values.get("param_shapes"), dict)
 
 
 def mapped_sizes(files: ZeroFiles) -> list[dict[str, int]]:
-    """Names and elements of the trainable parameters by ``param_slice_mappings``, a mapping for each group.
+    """Return names and elements of the trainable parameters from ``param_slice_mappings``, one mapping per group.
 
-    They are in the order of the flat buffer unless ``round_robin_gradients`` is on. Empty where nothing is recorded.
+    They are in the order of the flat buffer unless ``round_robin_gradients`` is on. Empty without such a record.
 
     Source: DeepSpeed 0.19, runtime/bf16_optimizer.py (``_create_param_mapping``).
     """
@@ -89,19 +89,19 @@ def mapped_sizes(files: ZeroFiles) -> list[dict[str, int]]:
 
 
 def read_module(file: RankFile) -> dict[str, TensorRef]:
-    """The module's state dict: name to tensor, in the order of the module; empty in a pipeline's, which has layers."""
+    """Return the module's state dict: name to tensor, in the order of the module; empty for a pipeline."""
     return {} if file.fields.get("module", object) is None else file.fields.tensor_mapping("module")
 
 
 def read_buffer_names(file: RankFile, module: Mapping[str, TensorRef] | None = None) -> set[str]:
-    """Names of the persistent buffers.
+    """Return the names of the persistent buffers.
 
-    ``buffer_names`` has one name of a module that is registered several times under one parent, the state dict has all:
-    the others share the bytes and the last part of the name.
+    For a module that is registered several times under one parent, ``buffer_names`` has one name and the state dict all
+    names: the others share the bytes and the last part of the name.
 
     Args:
         file: The model-states file.
-        module: Its state dict; None for a pipeline's, whose layers are in other files.
+        module: Its state dict; None for a pipeline, whose layers are in other files.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_get_buffer_names``, which follows ``named_children``).
     """
@@ -114,7 +114,7 @@ def read_buffer_names(file: RankFile, module: Mapping[str, TensorRef] | None = N
 
 
 def own_name(name: str) -> str:
-    """The last part of a tensor's name: its name in its own module."""
+    """Return the last part of a tensor's name: its name in its own module."""
     return name.rpartition(".")[2]
 
 
@@ -123,13 +123,13 @@ class TensorNames:
     """Names of tensors, by the part of the checkpoint that stores their values."""
 
     stored: Container[str]
-    """Names under which a tensor is stored, so that another name can be tied to it."""
+    """Names under which tensors are stored, so that other names can be tied to them."""
     trained: Container[str]
-    """Names that the optimizer holds."""
+    """Names of the parameters in the optimizer."""
     frozen: Container[str]
     """Names of the frozen parameters whose values are partitioned (stage 3)."""
     buffers: Container[str]
-    """Names of buffers, which may share bytes and yet be stored each."""
+    """Names of buffers: several may share bytes, and each is stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,25 +137,25 @@ class Aliases:
     """Tied names."""
 
     names: Mapping[str, str]
-    """Alias to the name that the tensor is stored under."""
+    """Alias to the stored name of the tensor."""
     copies: Mapping[str, State]
-    """Alias to its own copy of the tensor, which must equal the other."""
+    """Alias to its own copy of the tensor, which must equal the tensor."""
 
 
 def read_aliases(file: RankFile, module: Mapping[str, TensorRef], known: TensorNames, *, placeholders: bool) -> Aliases:
-    """Tied names, and the places where a tied tensor is stored a second time.
+    """Return tied names, and second copies of tied tensors.
 
-    ``shared_params`` has them since 0.9.2, though not on every rank. Two names of one tensor also share its bytes, or
+    ``shared_params`` records ties since 0.9.2, but not on every rank. Two names of one tensor also share its bytes, or
     at stage 3 its placeholder.
 
     Args:
         file: The model-states file.
         module: Its state dict.
-        known: Names of tensors by the part that stores them.
+        known: Names of tensors, by the part that stores them.
         placeholders: Whether the module holds an empty tensor for each parameter (stage 3).
 
     Raises:
-        LayoutError: ``shared_params`` ties tensors of different shapes, or names that are nowhere.
+        LayoutError: ``shared_params`` ties tensors of different shapes, or unknown names.
     """
     recorded = _recorded_ties(file, module, known, placeholders=placeholders)
     names = dict(recorded.names)
@@ -169,7 +169,7 @@ def read_aliases(file: RankFile, module: Mapping[str, TensorRef], known: TensorN
 def _recorded_ties(
     file: RankFile, module: Mapping[str, TensorRef], known: TensorNames, *, placeholders: bool
 ) -> Aliases:
-    """The ties in ``shared_params``."""
+    """Return the ties in ``shared_params``."""
     excluded = file.fields.values.get("frozen_param_shapes") is None
     names: dict[str, str] = {}
     copies: dict[str, State] = {}
@@ -178,7 +178,7 @@ def _recorded_ties(
             raise file.fields.error("shared_params", "ties keys that are not names")
         ours, theirs = module.get(alias), module.get(name)
         if excluded and ours is None and theirs is None and name not in known.trained:
-            continue  # both were left out when it was saved
+            continue  # the save left out both
         if name not in known.stored:
             raise file.fields.error("shared_params", f"ties {brief(alias)} to {brief(name)}, which is not there")
         if alias in known.trained:
@@ -188,7 +188,7 @@ def _recorded_ties(
             names[alias] = name
             continue
         if not placeholders and ours.numel == theirs.numel == 0:
-            continue  # DeepSpeed ties by address, and tensors without elements all have the same one
+            continue  # DeepSpeed ties by address, and all tensors without elements have the same address
         names[alias] = name
         if ours == theirs:
             continue
@@ -200,7 +200,7 @@ def _recorded_ties(
 
 
 def _ties_by_storage(module: Mapping[str, TensorRef], known: TensorNames, aliases: Container[str]) -> dict[str, str]:
-    """Names that share the bytes of another name; to the trained one of them, or the first."""
+    """Map names that share bytes to one of them: the trained one, or else the first."""
     stored: dict[tuple[object, ...], list[str]] = {}
     for name, ref in module.items():
         if ref.numel and name not in aliases and name not in known.buffers:
@@ -215,11 +215,11 @@ def _ties_by_storage(module: Mapping[str, TensorRef], known: TensorNames, aliase
 def _ties_by_placeholder(
     module: Mapping[str, TensorRef], trained: Container[str], frozen: Container[str]
 ) -> dict[str, str]:
-    """Names that share the placeholder of a parameter whose values are on the ranks; to that parameter's name.
+    """Map names that share the placeholder of a partitioned parameter to the name of that parameter.
 
-    ``shared_params`` lacks the further names of a module that is registered several times under one parent, for it is
-    gathered with ``named_children``, which yields such a module once. The module's state dict has all of them, and the
-    tensors of a tied parameter share a storage, though it is empty.
+    ``shared_params`` lacks further names of a module that is registered several times under one parent, because
+    DeepSpeed walks ``named_children``, which yields such a module once. The module's state dict has all names, and the
+    tensors of a tied parameter share one (empty) storage.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_get_shared_params``).
     """
@@ -247,7 +247,7 @@ def embedded_storages(file: RankFile, *values: object) -> dict[str, State]:
 
 
 def zenflow(file: RankFile) -> bool:
-    """Whether the run used ZenFlow, which updates the module's copies of selected columns before their masters.
+    """Return whether the run used ZenFlow, which updates the module's copies of selected columns before their masters.
 
     Source: DeepSpeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py (``selective_optimizer_step``,
     ``sync_fp32_param_from_gpu``).
@@ -258,12 +258,12 @@ def zenflow(file: RankFile) -> bool:
 
 
 def client_state(file: RankFile) -> dict[str, Any]:
-    """Values that the user's code saved with the model."""
+    """Return the values that the user's code saved with the model."""
     return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
 
 
 class CommonFacts(TypedDict):
-    """Fields of ``Checkpoint`` that a model-states file holds in every format of DeepSpeed."""
+    """Fields of ``Checkpoint`` in the model-states files of all DeepSpeed formats."""
 
     deepspeed_version: str | None
     samples: int | None
@@ -275,7 +275,7 @@ class CommonFacts(TypedDict):
 
 
 def common_facts(first: RankFile) -> CommonFacts:
-    """Read the fields of a checkpoint that only the first model-states file tells.
+    """Read the fields of a checkpoint that only the first model-states file has.
 
     Args:
         first: The file of the first model-parallel rank.

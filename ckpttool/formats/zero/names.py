@@ -1,4 +1,4 @@
-"""The file names that DeepSpeed gives to the files of a checkpoint.
+"""Parse the names of DeepSpeed's checkpoint files.
 
 Source: DeepSpeed 0.19, runtime/engine.py (``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_get_expert_ckpt_name``) and
 runtime/pipe/module.py (``ckpt_layer_path``).
@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 MAX_DIGITS = 6
-"""Most digits of the number of a rank, layer or expert."""
+"""Maximum number of digits in the number of a rank, layer or expert."""
 _NAMES = (
-    # In the number behind "pp_rank" DeepSpeed counts data-parallel ranks; up to 0.3.13 there was no "_" before "optim".
+    # The number after "pp_rank" is the data-parallel rank; up to 0.3.13 there was no "_" before "optim".
     (
         "optimizer",
         re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
@@ -34,26 +34,26 @@ class ZeroName:
     kind: str
     """"optimizer", "model", "layer", "expert" or "expert optimizer"."""
     data_rank: int | None
-    """Data-parallel rank; None where one file serves all."""
+    """Data-parallel rank; None if one file serves all ranks."""
     model_rank: int
     """Tensor- and pipeline-parallel rank."""
     prefix: str
     """"bf16_", "fp16_" or nothing."""
     layer: int = 0
-    """Number of the pipeline's or of the MoE layer."""
+    """Number of the pipeline layer or of the MoE layer."""
     expert: int = 0
     """Number of the expert, or of the expert-parallel rank."""
 
 
 def parse_name(name: str) -> ZeroName | None:
-    """Parse a file name; None if DeepSpeed does not write such files."""
+    """Return the parts of a file name; None if DeepSpeed writes no such file."""
     for kind, pattern in _NAMES:
         match = pattern.fullmatch(name)
         if match:
             found = match.groupdict()
             data = found.get("dp")
             if any(len(n or "") > MAX_DIGITS for key, n in found.items() if key != "prefix"):
-                return None  # counting from 0 to there would take all memory
+                return None  # a list of all numbers up to it would take all memory
             model, layer, expert = (int(found.get(key) or 0) for key in ("mp", "layer", "expert"))
             return ZeroName(
                 name, kind, None if data is None else int(data), model, found.get("prefix") or "", layer, expert

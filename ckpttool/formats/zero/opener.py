@@ -1,4 +1,4 @@
-"""Opens the files of one checkpoint, several at once where storage is remote."""
+"""Open the files of one checkpoint, several at once on remote storage."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from ckpttool.storage import RangeReader, Storage
 
 READ_AHEAD = 32
-"""Files whose structure is read at once from remote storage."""
+"""Number of files whose structure is read at once from remote storage."""
 END_BYTES = 1 << 16
-"""Bytes at either end of a file that are read at once from remote storage."""
+"""Bytes at either end of a file to read at once from remote storage."""
 LARGE_MODEL_BYTES, MODEL_END_BYTES = 1 << 26, 1 << 19
 """Size from which a file of model states has a record for each of thousands of parameters, and its bytes to read."""
 MAX_NAMED = 20
-"""Missing files that are named one by one."""
+"""Maximum number of missing files named one by one."""
 SWAPPED = "offloaded_tensors"
-"""Directory of the tensors that were offloaded to NVMe at the time of the save."""
+"""Directory of the tensors that the run had offloaded to NVMe."""
 
 _Loaded = tuple[TorchFile, str, dict[tuple[str, int], ScalarState]]
 """A file's structure, its version, and its tensors of one element."""
@@ -59,12 +59,12 @@ class Opener:
         self.files_by_name: dict[str, RankFile | None] = {}
         """Opened files; None for files that could not be read."""
         self.renamed: list[str] = []
-        """Files that were saved under other names, and were accepted (``trust_names``)."""
+        """Accepted files that were saved under other names (``trust_names``)."""
         self._pickles: dict[bytes, Unpickled] = {}
         self._directory: dict[str, str] = {}
         """Directory of each file."""
         self._swapped: dict[int, dict[str, str]] = {}
-        """Folder of each file that a rank had offloaded."""
+        """Folder of each offloaded file."""
         self._ahead: dict[str, tuple[bool, Future[_Loaded]]] = {}
         self._pool: ThreadPoolExecutor | None = None
         offloaded: list[tuple[str, dict[int, str]]] = []
@@ -78,7 +78,7 @@ class Opener:
                     self._directory.setdefault(entry.name, directory)
         self.names = [parsed for name in self._directory if (parsed := parse_name(name))]
         for name in self.names:
-            # Files that several nodes hold (shared model states) must be equal.
+            # Files in the directories of several nodes (shared model states) must be equal.
             (nbytes, first), *others = sizes[name.name]
             for other, directory in others:
                 if other != nbytes:
@@ -86,10 +86,10 @@ class Opener:
                     self.report(LayoutError(posixpath.join(directory, name.name), problem, RESTORE))
         for directory, folders in offloaded:
             self._find_swapped(directory, folders)
-        self.ahead((n.name, n.kind == "optimizer") for n in self.names)
+        self.prefetch((n.name, n.kind == "optimizer") for n in self.names)
 
-    def ahead(self, names: Iterable[tuple[str, bool]]) -> None:
-        """On remote storage, start to read the structure of many files at once: (name, whether to read numbers)."""
+    def prefetch(self, names: Iterable[tuple[str, bool]]) -> None:
+        """On remote storage, start to read the structure of many files: (name, whether to read scalars)."""
         if not self.storage.remote:
             return
         from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +100,7 @@ class Opener:
             self._ahead.setdefault(name, (numbers, self._pool.submit(self._load, self.path(name), numbers)))
 
     def path(self, name: str) -> str:
-        """Full path of a file, which may be missing."""
+        """Return the full path of a file, which may be missing."""
         return posixpath.join(self._directory.get(name, self.location.directory), name)
 
     def report(self, error: CkptError) -> None:
@@ -118,7 +118,7 @@ class Opener:
         for name in names[:MAX_NAMED]:
             path = self.path(name)
             problem = "is not a file" if self.storage.exists(path) else "is missing"
-            hint = f"{RESTORE}; if other nodes hold it, pass their directories too"
+            hint = f"{RESTORE}; if other nodes have it, pass their directories too"
             self.report(LayoutError(path, f"{problem} ({what})", hint))
         if len(names) > MAX_NAMED:
             problem = f"lacks {len(names) - MAX_NAMED:,} more files ({what})"
@@ -136,10 +136,10 @@ class Opener:
 
         Args:
             name: The file, relative to the checkpoint.
-            kind: Which states it holds.
+            kind: Kind of its states.
             rank: Data-parallel rank that wrote it.
             model_rank: Model-parallel rank that wrote it.
-            numbers: Read tensors of one element too.
+            numbers: Also read tensors of one element.
         """
         if name not in self.files_by_name:
             self.files_by_name[name] = self._read(name, kind, rank, model_rank, numbers)
@@ -178,7 +178,7 @@ class Opener:
         self, name: str, nbytes: int, kind: str, rank: int | None, version: str, model_rank: int | None,
         records: tuple[Record, ...] | None,
     ) -> None:  # fmt: skip
-        """Number a file; ``records`` are those of its archive, None for raw elements."""
+        """Assign an index to a file; ``records`` are those of its archive, None for raw elements."""
         directory = self._directory.get(name, self.location.directory)
         elsewhere = None if directory == self.location.directory else directory
         container = "raw" if records is None else "torch"
@@ -189,7 +189,7 @@ class Opener:
         self.files.append(file)
 
     def _folders_of_ranks(self, directory: str) -> dict[int, str]:
-        """The folder of each rank, by the number in its name."""
+        """Return the folder of each rank, by the number in its name."""
         folders = {}
         for entry in self.storage.listing(directory):
             match = re.fullmatch(r"rank(\d+)", entry.name)
@@ -198,7 +198,7 @@ class Opener:
         return folders
 
     def _find_swapped(self, directory: str, folders: dict[int, str]) -> None:
-        """Record the offloaded files of each rank in one directory; a node may have counted its own ranks from 0.
+        """Record the offloaded files of each rank in one directory; a node may number its own ranks from 0.
 
         Source: DeepSpeed 0.19, runtime/engine.py (``save_checkpoint``: ``use_node_local_storage``).
         """
@@ -212,10 +212,10 @@ class Opener:
                     continue
                 if (other := self._swapped.setdefault(rank, {}).setdefault(entry.name, folder)) != folder:
                     path = posixpath.join(folder, entry.name)
-                    raise LayoutError(path, f"is of rank {rank}, as is what lies in {other}", RESTORE)
+                    raise LayoutError(path, f"belongs to rank {rank}, like the files in {other}", RESTORE)
 
     def swapped(self, rank: int) -> dict[str, SwappedFile]:
-        """Open the files that a rank had offloaded to NVMe, by name."""
+        """Return the offloaded files of a rank, by name."""
         found = {}
         for name, folder in self._swapped.get(rank, {}).items():
             path = posixpath.join(folder, name)
@@ -228,7 +228,7 @@ class Opener:
 
 
 def _end_bytes(path: str, nbytes: int) -> int:
-    """Number of bytes to read at either end of a file for its structure; nearly always enough."""
+    """Return the number of bytes to read at either end of a file for its structure; nearly always enough."""
     name = parse_name(posixpath.basename(path))
     many = name is not None and name.kind == "model" and nbytes > LARGE_MODEL_BYTES
     return MODEL_END_BYTES if many else END_BYTES
@@ -239,7 +239,7 @@ def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int]
     scalars = [v for v in walk(torch.root) if isinstance(v, TensorRef) and v.shape in {(), (1,)}]
     values: dict[ByteRange, bytes] = {}
     recorded = {r.where: r for r in torch.records if r.crc_recorded}
-    if reader.remote:  # the CRC-32 of four bytes determines them
+    if reader.remote:  # the CRC-32 of four bytes determines the bytes
         values = {where: bytes_with_crc(r.crc32) for where, r in recorded.items() if where.nbytes == 4}
     wanted = [where for s in scalars if (where := torch.locate(s)) not in values]
     values |= dict(zip(wanted, reader.read_many(wanted), strict=True))

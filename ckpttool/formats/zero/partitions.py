@@ -42,14 +42,14 @@ FRAGMENT = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class SwappedTensor:
-    """A rank's partition that was offloaded to NVMe: raw elements in a file of its own."""
+    """A rank's partition offloaded to NVMe: raw elements in a separate file."""
 
     file: SwappedFile
     """The file."""
     dtype: str
     """safetensors' spelling."""
     numel: int
-    """Elements; the file may be longer."""
+    """Number of elements; the file may be longer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,19 +58,19 @@ class SwappedTensor:
 
 
 Stored = TensorRef | SwappedTensor
-"""A rank's partition, in its optimizer file or in a file of its own."""
+"""A rank's partition, in its optimizer file or in a separate file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
-    """One flat buffer and the optimizer's states of it."""
+    """One flat buffer and its optimizer states."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """The parameters in it, in order."""
+    """Its parameters, in order."""
     tensors: Mapping[str, Sequence[Stored]]
     """State name to the partition of each rank."""
     scalars: Mapping[str, ScalarState]
-    """States that are one number for the whole buffer."""
+    """Scalar states of the whole buffer."""
     odd: Mapping[str, Sequence[object]]
     """Non-partitionable states: name to the value on each rank."""
 
@@ -82,13 +82,13 @@ class Partitions:
     states: Mapping[str, Mapping[str, State]] = field(default_factory=dict)
     """Trainable parameter to its partitioned states."""
     frozen: Mapping[str, State] = field(default_factory=dict)
-    """Frozen parameter to its 16-bit copy, where it is partitioned or listed; the others are in the module."""
+    """Frozen parameter to its 16-bit copy, if partitioned or listed; the module has the others."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameter groups."""
-    unsliceable: tuple[str, ...] = ()
+    nonpartitionable: tuple[str, ...] = ()
     """States that cannot be assigned to parameters, as "group 0: momentum_buffer"."""
     replicas: tuple[Replica, ...] = ()
-    """States that several ranks hold."""
+    """Pairs of states that must be equal."""
     unassigned: bool = False
     """Whether the parameters of some groups are unknown."""
     remarks: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
         states={name: states for part in parts for name, states in part.states.items()},
         frozen={name: state for part in parts for name, state in part.frozen.items()},
         groups=tuple(group for part in parts for group in part.groups),
-        unsliceable=tuple(dict.fromkeys(key for part in parts for key in part.unsliceable)),
+        nonpartitionable=tuple(dict.fromkeys(key for part in parts for key in part.nonpartitionable)),
         replicas=tuple(twin for part in parts for twin in part.replicas),
         unassigned=any(part.unassigned for part in parts),
         remarks=tuple(remark for part in parts for remark in part.remarks),
@@ -109,7 +109,7 @@ def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
 
 
 def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
-    """The optimizer's states of one flat buffer, from its ``torch.optim`` state dict; empty before the first step."""
+    """Return the optimizer states of one flat buffer, from a ``torch.optim`` state dict; empty before a step."""
     value = base.get("state", dict).get(index, {})
     if not isinstance(value, dict):
         raise base.error(f"state > {index}", "is not a mapping")
@@ -127,14 +127,15 @@ def read_flat_buffer(
 ) -> FlatBuffer:
     """Sort the optimizer's states of one flat buffer by form.
 
-    A 1-D tensor as long as the partition (in elastic checkpoints, as the master's) can be sliced; a number or 0-dim
-    tensor belongs to the whole buffer; other values are particular to the optimizer (Muon's matrices, 8-bit blocks).
+    A 1-D tensor with the length of the partition (in elastic checkpoints, of the master's partition) can be sliced; a
+    number or 0-dim tensor belongs to the whole buffer; other values depend on the optimizer (Muon's matrices, 8-bit
+    blocks).
 
     Args:
         files: The checkpoint.
         shapes: The parameters in the buffer, in order.
         masters: The master partition of each rank.
-        states: The optimizer's states of each rank, as ``torch.optim`` keeps them.
+        states: The optimizer states of each rank, in the form of ``torch.optim``.
         partition: Elements of each rank's partition, padding included.
         what: Name of the buffer, for errors.
         report: Takes findings.
@@ -165,7 +166,7 @@ def read_flat_buffer(
 
 
 def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
-    """A number that every rank holds as a tensor of shape (1,); None for other states, or if ranks differ.
+    """Return a scalar that every rank holds as a tensor of shape (1,); None for other states, or if ranks differ.
 
     Source: DeepSpeed 0.19, tests/unit/checkpoint/common.py (``HybridStateOptimizer``: ``tensor_step``).
     """
@@ -179,7 +180,7 @@ def locate_states(
     """Locate every state of every parameter of a flat buffer.
 
     Raises:
-        LayoutError: A partition is too short for a fragment in it.
+        LayoutError: A partition is shorter than its fragments.
     """
     result: dict[str, dict[str, State]] = {name: {} for name in buffer.shapes}
     for key, pieces in buffer.tensors.items():
@@ -204,14 +205,14 @@ def locate_states(
             table["start"], table["numel"] = rows["start"], rows["numel"]
             table["file"] = index[rank]
             table["offset"] = base[rank] + rows["position"] * size
-            # Masters of stages 1 and 2 are saved without the padding at the end, their moments with it.
+            # Stages 1 and 2 save masters without the padding at the end, and moments with it.
             table["padding"] = np.minimum(rows["padding"], stored[rank] - end)
             result[name][key] = State(shape, dtype, table)
     return result
 
 
 def _place(file: RankFile, piece: Stored) -> tuple[int, int]:
-    """Index of the file that holds a partition, and its first byte there."""
+    """Return the index of a partition's file, and the partition's first byte in it."""
     if isinstance(piece, SwappedTensor):
         return piece.file.index, 0
     return file.index, file.torch.locate(piece).start
@@ -220,7 +221,7 @@ def _place(file: RankFile, piece: Stored) -> tuple[int, int]:
 def find_swapped(
     files: ZeroFiles, masters: Sequence[TensorRef], states: Sequence[Mapping[Any, Any]], partition: int
 ) -> tuple[list[Stored], list[Mapping[Any, Any]]]:
-    """Replace empty tensors that were offloaded to NVMe by the files that they were copied to.
+    """Replace empty tensors, offloaded to NVMe, by the copied swap files.
 
     Source: DeepSpeed 0.19, runtime/swap_tensor/optimizer_utils.py (``OptimizerStateSwapInfo``) and runtime/engine.py
     (``save_checkpoint``): the master is ``<ds_id>.tensor.swp``, another state ``<state>-<ds_id>.tensor.swp``, where
@@ -241,7 +242,7 @@ def find_swapped(
 
 
 def _swapped_state(master: SwappedTensor, name: str, value: object, rank: Mapping[str, SwappedFile]) -> object:
-    """The file of a state whose master was offloaded, if the state is empty in the optimizer file."""
+    """Return the swap file of a state with an offloaded master, if the state is empty in the optimizer file."""
     if not isinstance(value, TensorRef) or value.numel:
         return value
     held = _swapped(rank.get(f"{name}.tensor.swp"), value.dtype, master.numel)
@@ -294,10 +295,10 @@ def _number(value: Any, file: RankFile) -> Any:
 
 
 def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], report: Report) -> None:
-    """Report a parameter group that differs between parts of the model."""
+    """Report a parameter group whose values differ between parts of the model."""
     for group in groups[1:]:
         same = fingerprint(dict(group.hyperparameters)) == fingerprint(dict(groups[0].hyperparameters))
-        # A part without parameters of the group takes no steps.
+        # A part without parameters of the group has no step.
         if not same or (group.parameters and groups[0].parameters and dict(group.scalars) != dict(groups[0].scalars)):
             problem = f"{what} is not the same in all parts of the model: two saves are mixed"
             report(LayoutError(file.path, problem, RESTORE))
@@ -317,7 +318,7 @@ def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[objec
 
 
 def _both(ours: object, theirs: object) -> str:
-    """Both values, if they are short."""
+    """Return both values as text, if they are short."""
     if all(isinstance(v, int | float | str) and len(str(v)) <= 40 for v in (ours, theirs)):
         return f" ({ours} here, {theirs} there)"
     return ""

@@ -1,4 +1,4 @@
-"""The layers of a pipeline: their stages, and the names of their tensors in the whole model.
+"""Read the layers of a pipeline: their stages, and the names of their tensors in the whole model.
 
 Source: DeepSpeed 0.19, runtime/pipe/module.py (``PipelineModule``, ``ckpt_layer_path``, ``save_state_dict``).
 """
@@ -31,16 +31,16 @@ class Layers:
     """The layer files of a pipeline.
 
     Args:
-        layers: All of them.
+        layers: All layer files.
         stages: The files of each pipeline stage, for one tensor-parallel rank.
-        tensor_rank: That rank.
+        tensor_rank: The tensor-parallel rank.
     """
 
     def __init__(self, layers: Sequence[LayerFile], stages: Sequence[ZeroFiles], tensor_rank: int) -> None:
         self.of_stage: list[dict[str, State]] = [{} for _ in stages]
         """The tensors of each stage, by name."""
         self.replicas: list[Replica] = []
-        """Tied layers, which several stages save."""
+        """Tied layers: several stages save them."""
         self.remarks: list[str] = []
         """Remarks for the user."""
         sizes = [_sizes(s) for s in stages]
@@ -54,7 +54,7 @@ class Layers:
         for layer in layers:
             if layer.tensor_rank != tensor_rank:
                 continue
-            # A layer without trained parameters shows no stage; it is in the stage of the layer before it.
+            # A layer without trained parameters does not tell its stage; it is in the stage of the previous layer.
             stage = next((i for i, numbers in enumerate(named) if str(layer.layer) in numbers), stage)
             tensors = {
                 str(name): whole_tensor(layer.file.torch, layer.file.index, ref)
@@ -76,12 +76,12 @@ class Layers:
                 _check_shapes(files, [state.shape for state in first.values()])
             numbers = sorted({layer.layer for layer in layers})
             told = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
-            self.remarks.append(f"no file tells how many layers there are: {told} are here")
+            self.remarks.append(f"no file records the number of layers: layers {told} are present")
         self.shapes = {name: state.shape for name, state in first.items()}
         """Shapes of the tensors of all stages."""
 
     def _prefix(self, number: int, tensors: Mapping[str, State], trained: Mapping[str, int]) -> str:
-        """Prefix of the names of a layer: its number, or the key that ties it to others."""
+        """Return the prefix of a layer's names: its number, or the key of its tie."""
         own = f"{number}."
         if any(own + local in trained for local in tensors):
             return own
@@ -97,12 +97,14 @@ class Layers:
         ]
         if len(fitting) > 1:
             keys = ", ".join(prefix.removeprefix(TIED).rstrip(".") for prefix in fitting)
-            self.remarks.append(f"layer {number} may be any of the tied modules {keys}: its copies go by its number")
+            self.remarks.append(
+                f"layer {number} may be any of the tied modules {keys}: its copies are named by its number"
+            )
         return fitting[0] if len(fitting) == 1 else own
 
 
 def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Compare the layers with an optimizer that numbers its parameters: each needs a tensor of its shape.
+    """Compare the layers with an optimizer without names: each of its parameters needs a tensor of its shape.
 
     This does not find every missing layer: frozen tensors and those of other stages may have the same shapes.
 
@@ -111,7 +113,7 @@ def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
     """
     optimizer = files.model[0].fields.optional("optimizer", dict) or {}
     if files.expert_optimizer or "fp32_groups_flat" in optimizer:
-        return  # experts lie in other files, flat states have other shapes
+        return  # experts are in other files, flat states have other shapes
     base = optimizer.get("optimizer_state_dict", optimizer)
     states = base.get("state") if isinstance(base, dict) else None
     left = Counter(shapes)
@@ -119,7 +121,7 @@ def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
         tensors = values.values() if isinstance(values, dict) else ()
         own = {ref.shape for ref in tensors if isinstance(ref, TensorRef) and ref.shape}
         if len(own) != 1:
-            continue  # none, or a tensor of another shape than its parameter
+            continue  # no shape, or a tensor with a shape other than its parameter's
         left.subtract(own)
         if left[shape := own.pop()] < 0:
             directory, name = posixpath.split(files.model[0].path)
@@ -128,7 +130,7 @@ def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
 
 
 def _missing(name: str, layers: Sequence[LayerFile], files: ZeroFiles, tensor_rank: int) -> LayoutError:
-    """Make the error for the missing layer of a parameter or buffer."""
+    """Return the error for the missing layer of a parameter or buffer."""
     number, directory = name.partition(".")[0], posixpath.dirname(files.model[0].path)
     if not number.isdecimal():
         return LayoutError(directory, f"has no file of the layer that holds {name}", RESTORE)
@@ -140,7 +142,7 @@ def _missing(name: str, layers: Sequence[LayerFile], files: ZeroFiles, tensor_ra
 
 
 def _sizes(files: ZeroFiles) -> dict[str, int]:
-    """Elements of each trained parameter of a stage; empty if no file names them."""
+    """Return the elements of each trained parameter of a stage; empty if no file has the names."""
     if not files.optimizer:
         return {}
     if files.model[0].fields.values.get("param_shapes") is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.model import CheckpointFile
 
 MAX_RANKS = 1 << 20
-"""Largest number of ranks that a file may name."""
+"""Maximum number of ranks in a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class RankFile:
         return self.torch.path
 
     def scalar(self, value: object) -> ScalarState | None:
-        """The value of a Python number or a 0-dim tensor of this file; None for other values."""
+        """Return the value of a Python number or a 0-dim tensor of this file; None for other values."""
         if isinstance(value, bool | int | float):
             return ScalarState(value, None)
         if isinstance(value, TensorRef) and value.shape == ():
@@ -46,7 +46,7 @@ class RankFile:
         return None
 
     def single(self, value: object) -> ScalarState | None:
-        """The value of a tensor of shape (1,) of this file; None for other values."""
+        """Return the value of a tensor of shape (1,) of this file; None for other values."""
         if not isinstance(value, TensorRef) or value.shape != (1,):
             return None
         number = self.numbers.get((value.storage.key, value.offset))
@@ -70,9 +70,9 @@ class ExpertFile:
     """One expert of one MoE layer."""
 
     layer: int
-    """Number of the MoE layer; 0 in the releases that did not write it."""
+    """Number of the MoE layer; 0 for releases that did not record it."""
     expert: int
-    """Number of the expert among all of the layer."""
+    """Number of the expert in the layer."""
     file: RankFile
     """Its weights."""
 
@@ -104,13 +104,13 @@ class ZeroFiles:
     optimizer: list[RankFile]
     """Optimizer states, one file for each rank; none at stage 0."""
     experts: tuple[ExpertFile, ...] = ()
-    """Experts' weights, which MoE saves in files of their own."""
+    """Experts' weights: MoE saves them in separate files."""
     expert_optimizer: tuple[RankFile, ...] = ()
     """At stage 0 with MoE: the whole optimizer of each expert-parallel rank."""
     swapped: tuple[dict[str, SwappedFile], ...] = ()
-    """Tensors that were offloaded to NVMe: for each rank, file by name."""
+    """Tensors offloaded to NVMe: for each rank, file by name."""
     recorded: tuple[tuple[str, ...], ...] = ()
-    """At stage 0 the parameters of each group in the optimizer's order, if the manifest has them."""
+    """At stage 0: the parameters of each group in the optimizer's order, if the manifest has them."""
 
     @property
     def ranks(self) -> int:
@@ -118,7 +118,7 @@ class ZeroFiles:
         return len(self.optimizer)
 
     def states(self, rank: int) -> Fields:
-        """The ``optimizer_state_dict`` of a rank's optimizer file."""
+        """Return the ``optimizer_state_dict`` of a rank's optimizer file."""
         return self.optimizer[rank].fields.child("optimizer_state_dict")
 
 
@@ -133,6 +133,6 @@ class AllFiles:
     files: tuple[CheckpointFile, ...]
     """All of them."""
     notes: tuple[LayoutError, ...]
-    """Findings after which the checkpoint can still be read."""
+    """Findings that do not stop the reader."""
     renamed: tuple[str, ...] = ()
-    """Files that were saved under other names, and were accepted (``trust_names``)."""
+    """Accepted files that were saved under other names (``trust_names``)."""

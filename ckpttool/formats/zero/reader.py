@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoint:
-    """Read the layout of a checkpoint that DeepSpeed saved; no tensor bytes but the optimizer's numbers.
+    """Read the layout of DeepSpeed's own checkpoint: no tensor bytes except the optimizer's scalars.
 
     Raises:
         CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
@@ -68,10 +68,10 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         buffers=tuple(Buffer(name, state) for name, state in whole.buffers.items()),
         aliases=whole.aliases,
         groups=tuple(whole.groups),
-        unsliceable=tuple(whole.unsliceable),
+        nonpartitionable=tuple(whole.nonpartitionable),
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
         replicas=(*whole.replicas, *replicas),
-        ahead=zenflow(first) and files.stage != 3,
+        has_newer_copies=zenflow(first) and files.stage != 3,
         files=found.files,
         notes=(
             *found.notes,
@@ -98,7 +98,7 @@ def _read_slices(
 
 
 def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
-    """The layer files of one tensor-parallel rank; None outside pipelines."""
+    """Return the layer files of one tensor-parallel rank; None without a pipeline."""
     if not found.layers and found.slices[0].model[0].fields.values.get("module", ()) is not None:
         return None
     from ckpttool.formats.zero.pipeline import Layers  # imported only for the few checkpoints that need it
@@ -107,7 +107,7 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
 
 
 def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each group by the checkpoint's manifest; empty without a manifest."""
+    """Return the parameters of each group from the checkpoint's manifest; empty without a manifest."""
     if not is_commit(storage, location.directory):
         return ()
     return read_manifest(storage, location.directory).groups
@@ -123,7 +123,7 @@ def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:
 
 
 def _degrees(found: AllFiles) -> tuple[int, int]:
-    """Pipeline stages and tensor-parallel ranks.
+    """Return the number of pipeline stages and of tensor-parallel ranks.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``checkpoint_parallel_dimensions``, since 0.19.5) and
     runtime/pipe/topology.py: ranks of one stage have consecutive numbers.
@@ -138,13 +138,13 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
     alone = ranks == 1 and fields.optional("mp_world_size", int) == 1
     if alone and tensor > 1 and _data_parallel(found.slices[0]) % tensor == 0:
         # Under sequence parallelism (Ulysses) the sequence's ranks are called model-parallel: tp_degree counts them,
-        # though all of them share the optimizer's states and none holds a slice.
+        # although none of them holds a slice.
         # Source: DeepSpeed 0.19.5, runtime/sequence_parallel/parallel_state_sp.py (``get_model_parallel_world_size``).
         tensor = 1
     if tensor < 1 or ranks % tensor:
         raise LayoutError(
             fields.path,
-            f"is one of {ranks} model-parallel ranks, which {brief(tensor, 40)} tensor-parallel ranks do not divide",
+            f"is one of {ranks} model-parallel ranks, not divisible by {brief(tensor, 40)} tensor-parallel ranks",
             RESTORE,
         )
     return ranks // tensor, tensor
@@ -169,7 +169,7 @@ def _expert_parallel(files: ZeroFiles) -> int:
 
 
 def _scaler(file: RankFile) -> object:
-    """The loss scale at stage 0, which the optimizer's own mapping holds."""
+    """Return the loss scale at stage 0, from the optimizer's own mapping."""
     optimizer = file.fields.values.get("optimizer")
     keys = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     found = {k: optimizer[k] for k in keys if k in optimizer} if isinstance(optimizer, dict) else {}
@@ -194,7 +194,7 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
         states = {}
         for key in parameter.states:
             held = [p.states.get(key) for p in own]
-            # If copies have drifted apart, the weights are the mean of the masters, and no rank has its 16-bit copy.
+            # If copies differ, the weights are the mean of the masters, and no rank has a 16-bit copy of the mean.
             if any(h is None for h in held) or (cut.averaged and key == MODULE and MASTER in parameter.states):
                 continue
             states[key], pairs = merge(cut, [h for h in held if h is not None])
@@ -207,15 +207,20 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
         if name in s.buffers
     ]
     groups = _merge_groups(slices, report)
-    unsliceable = list(dict.fromkeys(u for s in slices for u in s.unsliceable))
+    nonpartitionable = list(dict.fromkeys(u for s in slices for u in s.nonpartitionable))
     aliases = {a: n for s in reversed(slices) for a, n in s.aliases.items()}
     return replace(
-        first, parameters=parameters, replicas=replicas, groups=groups, unsliceable=unsliceable, aliases=aliases
+        first,
+        parameters=parameters,
+        replicas=replicas,
+        groups=groups,
+        nonpartitionable=nonpartitionable,
+        aliases=aliases,
     )
 
 
 def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
-    """Merge the stages of a pipeline; a module that several stages share is tied, and must be equal."""
+    """Merge the stages of a pipeline; a module on several stages is tied: its values must be equal."""
     first = stages[0]
     replicas = [twin for s in stages for twin in s.replicas]
     parameters: dict[str, Parameter] = {}
@@ -235,13 +240,19 @@ def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
                     raise LayoutError(stage.files.model[0].path, problem, RESTORE)
         buffers.update(stage.buffers)
     groups = _merge_groups(stages, report)
-    unsliceable = list(dict.fromkeys(u for s in stages for u in s.unsliceable))
+    nonpartitionable = list(dict.fromkeys(u for s in stages for u in s.nonpartitionable))
     aliases = {a: n for s in stages for a, n in s.aliases.items()}
     remarks = list(dict.fromkeys(r for s in stages for r in s.remarks))
     return replace(
-        first, parameters=parameters, buffers=buffers, replicas=replicas, groups=groups, unsliceable=unsliceable,
-        aliases=aliases, remarks=remarks,
-    )  # fmt: skip
+        first,
+        parameters=parameters,
+        buffers=buffers,
+        replicas=replicas,
+        groups=groups,
+        nonpartitionable=nonpartitionable,
+        aliases=aliases,
+        remarks=remarks,
+    )
 
 
 def _merge_groups(parts: Sequence[ModelPart], report: Report) -> list[ParamGroup]:
@@ -275,14 +286,14 @@ def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[li
 def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -> list[LayoutError]:
     """Compare the optimizer's own count of steps with the engine's.
 
-    DeepSpeed writes model states first: a save that was killed under a tag that is used again and again (Lightning's
-    and Accelerate's are) leaves new model states beside old optimizer files.
+    DeepSpeed writes model states first: if a save is killed and its tag existed before (as with Lightning and
+    Accelerate), it leaves new model states with old optimizer files.
     """
     if zenflow(files.model[0]):  # ZenFlow counts micro steps
         return []
     for i, group in enumerate(groups):
         step = group.scalars.get("step")
-        # Up to 0.9 or so, and at stage 0, DeepSpeed counts the step without gradients that sets the optimizer up.
+        # Up to about 0.9, and at stage 0, DeepSpeed also counts the first step without gradients, an initialisation.
         if files.optimizer and step is not None and step.value not in {expected, expected + 1}:
             problem = f"group {i} took {step.value} steps, but the model states are of step {expected}"
             hint = "two saves are mixed, unless training was resumed without the optimizer's states"
@@ -291,19 +302,19 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
 
 
 def _data_remarks(first: RankFile) -> list[str]:
-    """Remarks on states of DeepSpeed's data pipeline, which are not read.
+    """Return remarks on states of DeepSpeed's data pipeline, which are not read.
 
     Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``data_sampler``, ``random_ltd``).
     """
     kinds = {"data_sampler": "curriculum learning's data sampler", "random_ltd": "random layerwise token dropping"}
     held = [what for key, what in kinds.items() if first.fields.values.get(key) is not None]
-    return [f"the state of {what} is not read, and no conversion carries it over" for what in held]
+    return [f"the state of {what} is not read, and no conversion keeps it" for what in held]
 
 
 def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
-    """Notes on parameter groups without hyper-parameters: DeepSpeed loads them and fails at the first step.
+    """Return notes on parameter groups without hyper-parameters: DeepSpeed loads them and fails at the first step.
 
-    Elastic checkpoints (a list in the place of the optimizer's state dict) have no groups, and the run's own are kept.
+    Elastic checkpoints (a list in place of the optimizer's state dict) have no groups: the run keeps its own.
 
     Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (``load_state_dict``: ``ckpt_is_rigid``).
     """

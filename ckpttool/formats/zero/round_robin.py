@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def round_robin(names: Sequence[str], ranks: int) -> list[str]:
-    """The order of a flat buffer: every ``ranks``-th parameter, ``ranks`` times."""
+    """Return the order of a flat buffer: every ``ranks``-th parameter, ``ranks`` times."""
     return [name for j in range(ranks) for name in names[j::ranks]]
 
 

@@ -28,21 +28,19 @@ if TYPE_CHECKING:
     from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 UNASSIGNED = "optimizer"
-"""Name of the states in ``unsliceable`` where the names of the parameters are unknown."""
-SEVERAL_ORDERS = (
-    "the optimizer numbers its parameters, and several orders of names would fit; weights are the model's own"
-)
-"""Remark where the names of the parameters are unknown."""
+"""Name of the states in ``nonpartitionable`` if the names of the parameters are unknown."""
+SEVERAL_ORDERS = "the optimizer numbers its parameters, and several orders of names fit; weights are the model's own"
+"""Remark if the names of the parameters are unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Optimizer:
-    """The optimizer's part of one file, its form checked."""
+    """The checked optimizer part of one file."""
 
     fields: Fields
     """DeepSpeed's own part."""
     base: Fields
-    """The state dict of the optimizer that DeepSpeed wraps."""
+    """State dict of the wrapped optimizer."""
     states: Fields
     """Its states by number."""
     groups: list[dict[str, Any]]
@@ -58,9 +56,9 @@ class _GroupStates:
     """The states of one group."""
 
     states: Mapping[str, Mapping[str, State]]
-    """By parameter and name of the state."""
+    """States by parameter and name of the state."""
     scalars: Mapping[str, ScalarState]
-    """States that are one number for the group."""
+    """Scalar states of the group."""
     odd: list[str]
     """Names of all other states."""
 
@@ -76,7 +74,7 @@ def read_partitions(
     """Assign the optimizer's numbered states to the names of the module.
 
     The optimizer has no names, only shapes in the order of its groups; each group lists its parameters in the order of
-    the module. Often that leaves one possibility. Where it leaves several, the states stay unassigned.
+    the module. Often only one assignment fits. If several fit, the states stay unassigned.
 
     Args:
         files: The files.
@@ -93,7 +91,7 @@ def read_partitions(
     if not files.expert_optimizer:
         recorded = [[n for n in names if n in candidates] for names in files.recorded]
         return _read_optimizer(files.model[0], candidates, {}, module, recorded, report)
-    # Each expert-parallel rank saves its own experts, and a replica of all other parameters.
+    # Each expert-parallel rank saves its own experts, and replicas of all other parameters.
     parallel = len(files.expert_optimizer)
     _check_experts_are_there(files, experts)
     parts = []
@@ -108,7 +106,7 @@ def read_partitions(
 
 
 def _merge_expert_ranks(parts: Sequence[Partitions]) -> Partitions:
-    """Merge the optimizers of the expert-parallel ranks: their groups are the same, but for the experts in them."""
+    """Merge the optimizers of the expert-parallel ranks: their groups differ only in the experts."""
     merged = merge_partitions(parts)
     states: dict[str, Mapping[str, State]] = {}
     for part in parts:
@@ -123,7 +121,7 @@ def _merge_expert_ranks(parts: Sequence[Partitions]) -> Partitions:
 
 
 def _check_experts_are_there(files: ZeroFiles, experts: Mapping[str, State]) -> None:
-    """Each expert-parallel rank holds an equal share of the experts; the last ranks may be missing."""
+    """Check that each expert-parallel rank holds an equal share of the experts: the last ranks may be missing."""
     held = _expert_parameters(files.expert_optimizer[0])
     ranks = len(files.expert_optimizer)
     if held and len(experts) % held == 0 and len(experts) // held > ranks:
@@ -134,7 +132,7 @@ def _check_experts_are_there(files: ZeroFiles, experts: Mapping[str, State]) -> 
 
 
 def _expert_parameters(file: RankFile) -> int:
-    """Experts' parameters that the optimizer of one rank numbers."""
+    """Return the number of experts' parameters in the optimizer of one rank."""
     optimizer = file.fields.optional("optimizer", dict) or {}
     inner = optimizer.get("optimizer_state_dict", optimizer)
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -146,7 +144,7 @@ def _expert_parameters(file: RankFile) -> int:
 def _candidates(
     module: Mapping[str, TensorRef], copies: Mapping[str, State], buffer_names: set[str]
 ) -> dict[str, State]:
-    """What may be a parameter, each tied one once, in the order of the module."""
+    """Return the tensors that may be parameters, each tied one once, in the order of the module."""
     seen: set[tuple[object, ...]] = set()
     result = {}
     for name, state in copies.items():
@@ -173,10 +171,10 @@ def _read_optimizer(
 
     Args:
         file: The file.
-        candidates: Tensors that may be parameters.
+        candidates: The tensors that may be parameters.
         experts: The experts of a mixture.
         module: The state dict.
-        recorded: The names of each group, if they are known.
+        recorded: The names of each group, if recorded.
         report: Takes findings.
     """
     optimizer = _parse(file)
@@ -201,7 +199,7 @@ def _read_optimizer(
     return Partitions(
         states=states,
         groups=tuple(groups),
-        unsliceable=tuple(dict.fromkeys(odd)),
+        nonpartitionable=tuple(dict.fromkeys(odd)),
         unassigned=unassigned,
         remarks=(SEVERAL_ORDERS,) if unassigned else (),
     )
@@ -211,10 +209,10 @@ def _parse(file: RankFile) -> _Optimizer | str:
     """Check the form of a file's optimizer.
 
     Returns:
-        The optimizer, or a remark that says why it cannot be read.
+        The optimizer, or a remark on why it cannot be read.
 
     Raises:
-        LayoutError: The parts of it do not fit together.
+        LayoutError: Its parts contradict each other.
     """
     if file.fields.values.get("optimizer") is None:
         return "the optimizer was not saved"
@@ -245,7 +243,7 @@ def _names_of_groups(
     module: Mapping[str, TensorRef],
     recorded: Sequence[list[str]],
 ) -> list[list[str] | None]:
-    """Names of the parameters of every group; None for a group whose names are unknown."""
+    """Return the parameter names of every group; None for a group whose names are unknown."""
     if _fit_recorded(recorded, optimizer.groups, optimizer.flat, candidates):
         return [*recorded]
     if optimizer.flat is not None:
@@ -263,7 +261,7 @@ def _fit_recorded(
     recorded: Sequence[list[str]], groups: Sequence[Mapping[str, Any]], flat: Sequence[TensorRef] | None,
     candidates: Mapping[str, State],
 ) -> bool:  # fmt: skip
-    """Whether recorded names are as many as the optimizer's numbers; of flat masters, as many elements."""
+    """Return whether recorded names match the optimizer's numbers in count, and flat masters in elements."""
     if not recorded or len(recorded) != len(groups):
         return False
     if flat is not None:
@@ -278,7 +276,7 @@ def _match(
     candidates: Mapping[str, State],
     experts: Mapping[str, State],
 ) -> list[list[str]] | None:
-    """Names of the parameters of every group; None if the shapes do not tell."""
+    """Return the parameter names of every group; None if the shapes are ambiguous."""
     result: list[list[str]] = [[] for _ in groups]
     for moe, pool in ((False, candidates), (True, experts)):
         own = [g for g, group in enumerate(groups) if bool(group.get("moe")) == moe]
@@ -293,28 +291,28 @@ def _match(
 def _shapes(
     states: Fields, numbers: Sequence[object], masters: Sequence[object] | None, possible: Container[tuple[int, ...]]
 ) -> list[tuple[int, ...] | None]:
-    """The shape of each parameter of a group, as its master or its moments have it; None where nothing tells.
+    """Return the shape of each parameter of a group, from its master or moments; None if unknown.
 
     Args:
         states: The optimizer's states by number.
         numbers: Those of the group's parameters.
-        masters: Their masters, if there are any.
-        possible: Shapes that parameters have; states of other shapes tell nothing.
+        masters: Their masters, if any.
+        possible: Shapes of parameters; states of other shapes give no information.
     """
     result: list[tuple[int, ...] | None] = []
     for i, number in enumerate(numbers):
         state = states.values.get(number, {})
         tensors = [*(masters[i : i + 1] if masters else state.values() if isinstance(state, dict) else ())]
-        # A step is 0-dim like a scalar parameter's moments, so that the largest shape is the parameter's.
+        # A step is 0-dim, like the moments of a scalar parameter: the largest shape is the parameter's.
         shapes = [t.shape for t in tensors if isinstance(t, TensorRef) and (masters or t.shape in possible)]
         result.append(max(shapes, key=len) if shapes else None)
     return result
 
 
 def _in_storage(module: Mapping[str, TensorRef], flat: TensorRef, candidates: Mapping[str, State]) -> list[str] | None:
-    """The parameters that are views of one flat storage, in its order.
+    """Return the parameters that are views of one flat storage, in its order.
 
-    The fused optimizer lays each group's 16-bit copies into one, as it does with the masters.
+    The fused optimizer puts the 16-bit copies of each group into one storage, like the masters.
     """
     storages: dict[str, list[str]] = {}
     for name in candidates:
@@ -331,7 +329,7 @@ def _in_storage(module: Mapping[str, TensorRef], flat: TensorRef, candidates: Ma
 def _flat_states(
     file: RankFile, items: Sequence[tuple[str, Any]], flat: TensorRef, names: Sequence[str], known: Mapping[str, State]
 ) -> _GroupStates:
-    """Cut the flat buffers of a group at the borders of its parameters."""
+    """Split the flat buffers of a group at the borders of its parameters."""
     tensors = {MASTER: flat}
     scalars: dict[str, ScalarState] = {}
     odd = []
@@ -361,7 +359,7 @@ def _flat_states(
 def _listed_states(
     file: RankFile, optimizer: _Optimizer, group: int, names: Sequence[str], known: Mapping[str, State]
 ) -> _GroupStates:
-    """Read the states of a group whose parameters have tensors of their own.
+    """Read the states of a group with separate tensors for each parameter.
 
     Raises:
         LayoutError: The parameters of the group have different numbers in common states.
@@ -390,7 +388,7 @@ def _states_of(
 ) -> tuple[dict[str, State], dict[str, ScalarState], list[str]]:
     """Sort the optimizer's states of one parameter by form.
 
-    1-bit Adam, for one, keeps errors of the compression that are padded for the number of ranks.
+    1-bit Adam, for example, keeps compression errors that are padded for the number of ranks.
 
     Source: DeepSpeed 0.3.16 to 0.19.6, runtime/fp16/onebit/adam.py (``worker_error``, ``server_error``).
 
@@ -419,7 +417,7 @@ def _items(states: Fields, number: object) -> list[tuple[str, Any]]:
 
 def _whole(file: RankFile, value: object) -> State:
     if not isinstance(value, TensorRef):
-        raise LayoutError(file.path, "its fp32_groups hold what is no tensor", RESTORE)
+        raise LayoutError(file.path, "its fp32_groups hold a value that is not a tensor", RESTORE)
     return whole_tensor(file.torch, file.index, value)
 
 

@@ -50,9 +50,9 @@ def read_partitions(
 ) -> Partitions:
     """Assign every element of the optimizer's flat buffers to its parameter.
 
-    The order in a flat buffer is that of ``param_shapes``. ``param_slice_mappings`` says the same in most checkpoints,
-    but is wrong under ``round_robin_gradients``, so it is not used. Where the 16-bit copies are views of one flat
-    storage, their offsets prove the order.
+    The order in a flat buffer is that of ``param_shapes``. ``param_slice_mappings`` has the same order in most
+    checkpoints, but is wrong under ``round_robin_gradients``, so it is not used. If the 16-bit copies are views of one
+    flat storage, their offsets confirm the order.
 
     Args:
         files: The files of one model-parallel rank.
@@ -64,7 +64,7 @@ def read_partitions(
         LayoutError: The lengths do not add up, or two sources disagree.
     """
     if files.model[0].fields.values.get("param_shapes") is None and (mapped := mapped_sizes(files)):
-        # Stage 0 in a pipeline lists no shapes, though BF16_Optimizer partitions as at stage 1.
+        # Stage 0 in a pipeline lists no shapes, but BF16_Optimizer partitions like stage 1.
         param_shapes = [{name: layers.get(name, (numel,)) for name, numel in group.items()} for group in mapped]
         check_listed(files.model[0], module, [name for group in mapped for name in group])
     else:
@@ -99,7 +99,7 @@ def read_partitions(
 def _check_order_of_elements(
     file: RankFile, module: Mapping[str, TensorRef], param_shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> None:
-    """Refuse ZenFlow's flat buffers that hold matrices column by column; their copies are views with strides.
+    """Refuse flat buffers of ZenFlow with matrices in column-major order; their copies are views with strides.
 
     Source: DeepSpeed up to 0.19, runtime/zenflow/zenflow_utils.py (``_unflatten_dense_tensors``); 0.19.8 views the flat
     buffer row by row.
@@ -120,7 +120,7 @@ def _grouped(
     module: Mapping[str, TensorRef],
     masters: Sequence[Sequence[TensorRef]],
 ) -> list[dict[str, tuple[int, ...]]]:
-    """The parameters of each group in the order of its flat buffer, for releases that list them without groups.
+    """Return the parameters of each group in the order of its flat buffer, for releases that list them without groups.
 
     The 16-bit copies are views of one flat storage for each group, in the order of the masters.
 
@@ -156,7 +156,7 @@ def _grouped(
 def _read_group(
     files: ZeroFiles, module: Mapping[str, TensorRef], group: int, shapes: Mapping[str, tuple[int, ...]], report: Report
 ) -> Partitions:
-    """One parameter group, partitioned over all ranks of ``files``."""
+    """Read one parameter group, partitioned over all ranks of ``files``."""
     what = f"group {group}"
     states = [files.states(r) for r in range(files.ranks)]
     pieces = [s.tensors("single_partition_of_fp32_groups")[group] for s in states]
@@ -171,17 +171,17 @@ def _read_group(
     slack = 0 if end_paddings[0] is not None else 2 * files.ranks
     _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, slack, group)
     fragments = _fragments(shapes, offsets, partition, files.ranks)
-    if not _round_robin(files):  # it records them in another order than it saves the elements
+    if not _round_robin(files):  # it records an order other than that of the saved elements
         check_recorded_slices(states, group, fragments, trust_names=files.location.trust_names)
-    # Other readers give the optimizer's own order, from which another number of ranks is partitioned.
+    # All readers return the optimizer's order: partitions for another number of ranks start from it.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
     located = locate_states(files, buffer, fragments)
     replicas: list[Replica] = []
-    unsliceable = []
+    nonpartitionable = []
     for key, values in buffer.odd.items():
         whole = _locate_whole(files, values, shapes, fragments)
         if whole is None:
-            unsliceable.append(f"{what}: {key}")
+            nonpartitionable.append(f"{what}: {key}")
             continue
         for name, copies in whole.items():
             located[name][key], *others = copies
@@ -190,7 +190,7 @@ def _read_group(
     return Partitions(
         states=located,
         groups=(read_group(files.optimizer, group_fields, tuple(names), buffer.scalars, what, report),),
-        unsliceable=tuple(unsliceable),
+        nonpartitionable=tuple(nonpartitionable),
         replicas=tuple(replicas),
     )
 
@@ -201,9 +201,9 @@ def _locate_whole(
     shapes: Mapping[str, tuple[int, ...]],
     fragments: Mapping[str, NDArray[np.void]],
 ) -> dict[str, list[State]] | None:
-    """Locate a state of which every rank holds the whole of each parameter that its partition touches.
+    """Locate a state of which every rank holds whole parameters: all that have a fragment in its partition.
 
-    Muon works on whole matrices: a parameter cut by the border of two partitions is kept by both ranks.
+    Muon works on whole matrices: if the border of two partitions cuts a parameter, both ranks hold it.
 
     Source: DeepSpeed 0.17.6 to 0.19.8, runtime/zero/stage_1_and_2.py (``get_flat_partition``, ``_apply_muon_update``).
 
@@ -226,18 +226,18 @@ def _locate_whole(
     return result
 
 
-# ------------------------------------------------------------------------------------------------- what is recorded
+# ------------------------------------------------------------------------------------------------- recorded values
 
 
 def _round_robin(files: ZeroFiles) -> bool:
-    """Whether the run had ``round_robin_gradients``."""
+    """Return whether the run had ``round_robin_gradients``."""
     config = files.model[0].fields.optional("ds_config", dict) or {}
     zero = config.get("zero_optimization")
     return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 
 
 def _flat_state(states: Fields, group: int) -> Mapping[Any, Any]:
-    """The optimizer's states of one group; elastic checkpoints list them without the rest of the state dict.
+    """Return the optimizer states of one group; elastic checkpoints list them without the rest of the state dict.
 
     Source: DeepSpeed 0.3.3 to 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``).
     """
@@ -261,7 +261,7 @@ def _param_group(states: Fields, group: int) -> Fields:
 
 
 def _alignment_paddings(states: Fields, group: int, count: int) -> list[int]:
-    """Elements of padding behind each parameter; since 0.19.8, all 0 unless ``parameter_alignment`` is on."""
+    """Return the padding elements after each parameter; since 0.19.8, all 0 unless ``parameter_alignment`` is on."""
     recorded = states.optional("param_alignment_paddings", list)
     if recorded is None:
         return [0] * count
@@ -276,7 +276,7 @@ def _alignment_paddings(states: Fields, group: int, count: int) -> list[int]:
 
 
 def _offsets(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]) -> tuple[NDArray[np.int64], int]:
-    """First element of each parameter in the flat buffer, and where the last one ends."""
+    """Return the first element of each parameter in the flat buffer, and the end of the last one."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     ends = np.cumsum(np.array([n + p for n, p in zip(sizes, paddings, strict=True)], dtype=np.int64))
     offsets = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if sizes else np.zeros(0, np.int64)
@@ -292,7 +292,7 @@ def _partition_size(
     flat_states: Sequence[Mapping[Any, Any]],
     total: int,
 ) -> int:
-    """Elements of each rank's partition, padding included, checked against all recorded lengths.
+    """Return the elements of each rank's partition, padding included; check all recorded lengths.
 
     DeepSpeed pads the buffer at its end so that it splits evenly (2 elements a rank since 0.5.2, 1 before), and saves
     masters without that padding. BF16_Optimizer, which records no ``zero_stage``, saves them with it. Releases that do
@@ -343,7 +343,7 @@ def _partition_size(
 def _fragments(
     shapes: Mapping[str, tuple[int, ...]], offsets: NDArray[np.int64], partition: int, ranks: int
 ) -> dict[str, NDArray[np.void]]:
-    """Cut every parameter at the borders of the partitions."""
+    """Split every parameter at the borders of the partitions."""
     result: dict[str, NDArray[np.void]] = {}
     begins = [*offsets.tolist(), partition * ranks]
     for i, (name, shape) in enumerate(shapes.items()):
@@ -376,8 +376,8 @@ def _check_storage_offsets(
 ) -> None:
     """Compare ``param_shapes`` with the offsets of the 16-bit copies in their group's flat storage.
 
-    DeepSpeed makes every parameter a view of one flat buffer, and saving keeps that. Copies that were cloned one by one
-    (fine-tuning tools do it) show no order; the consistency checks compare their values.
+    DeepSpeed makes every parameter a view of one flat buffer, and a save keeps that. Copies that fine-tuning tools have
+    cloned one by one show no order; the consistency checks compare their values.
 
     Raises:
         LayoutError: The two orders differ.
@@ -399,5 +399,5 @@ def _check_storage_offsets(
                 file.path,
                 f"param_shapes puts {name} at element {offset} of {total} of group {group}, "
                 f"but its 16-bit copy lies at element {ref.offset} of {ref.storage.numel}",
-                "the order of the parameters cannot be known; do not use this checkpoint",
+                "the order of the parameters is unknown; do not use this checkpoint",
             )

@@ -1,4 +1,4 @@
-"""The layout of ZeRO stage 3: every parameter is split over all ranks, and its parts are put into sub-groups.
+"""The layout of ZeRO stage 3: every parameter is split over all ranks, and its parts are in sub-groups.
 
 Source: DeepSpeed 0.19, runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``, ``_rigid_state_dict``)
 and utils/zero_to_fp32.py (``zero3_partitioned_param_info``).
@@ -76,10 +76,10 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
 def _in_sub_groups(
     files: ZeroFiles, shapes: Mapping[str, tuple[int, ...]], lengths: Sequence[int]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """The parameters of each sub-group, for releases that list all of them, frozen ones too, in one mapping.
+    """Return the parameters of each sub-group, for releases that list all parameters, frozen ones too, in one mapping.
 
     Raises:
-        LayoutError: There are several parameter groups, or frozen parameters, so the layout is unknown.
+        LayoutError: There are several parameter groups, or frozen parameters: the layout is unknown.
     """
     result: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
@@ -94,14 +94,14 @@ def _in_sub_groups(
         raise LayoutError(
             files.optimizer[0].path,
             "lists its parameters without their groups (DeepSpeed before 0.5.4), and there are several groups or "
-            "frozen parameters: where each parameter lies cannot be known",
+            "frozen parameters: the position of each parameter is unknown",
             "load and save it once with a later DeepSpeed",
         )
     return result
 
 
 def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
-    """The files of some of the ranks."""
+    """Return the files of some of the ranks."""
     if len(ranks) == files.ranks:
         return files
     return replace(
@@ -112,7 +112,7 @@ def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
 
 
 def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
-    """The ranks over which a sub-group is partitioned: all of them, except for experts.
+    """Return the sets of ranks that partition a sub-group: one set of all ranks, except for experts.
 
     Source: DeepSpeed 0.19, runtime/zero/stage3.py (``ds_zero_partition_groups``, since 0.19.3 with AutoEP).
     """
@@ -126,7 +126,7 @@ def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
         if not isinstance(ranks, list) or not all(isinstance(r, int) and 0 <= r < len(states) for r in ranks):
             raise fields.error("ds_zero_partition_groups", f"does not say which ranks share sub-group {sub_group}")
         if rank not in ranks or not entry or entry.get("partition_rank") != ranks.index(rank):
-            raise fields.error("ds_zero_partition_groups", f"puts rank {rank} elsewhere")
+            raise fields.error("ds_zero_partition_groups", f"gives rank {rank} another position")
         if ranks not in found:
             found.append(ranks)
     if sorted(r for ranks in found for r in ranks) != list(range(len(states))):
@@ -137,7 +137,7 @@ def _sharing_ranks(states: Sequence[Fields], sub_group: int) -> list[list[int]]:
 def _read_sub_group(
     files: ZeroFiles, sub_group: int, shapes: Mapping[str, tuple[int, ...]], report: Report
 ) -> Partitions:
-    """One sub-group, partitioned over all ranks of ``files``; its group has no hyper-parameters yet."""
+    """Read one sub-group, partitioned over all ranks of ``files``; its group has no hyper-parameters yet."""
     what = f"sub-group {sub_group}"
     states = [files.states(r) for r in range(files.ranks)]
     pieces = [s.tensors("fp32_flat_groups")[sub_group] for s in states]
@@ -149,12 +149,12 @@ def _read_sub_group(
     return Partitions(
         states=locate_states(files, buffer, fragments),
         groups=(ParamGroup(tuple(shapes), {}, buffer.scalars),),
-        unsliceable=tuple(f"{what}: {key}" for key in buffer.odd),
+        nonpartitionable=tuple(f"{what}: {key}" for key in buffer.odd),
     )
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:
-    """Cut every parameter into one part a rank, of ceil(numel / ranks) elements, the last ones padded."""
+    """Split every parameter into one part per rank, of ceil(numel / ranks) elements; the last ones are padded."""
     result: dict[str, NDArray[np.void]] = {}
     rank = np.arange(ranks, dtype=np.int64)
     position = 0
@@ -195,7 +195,7 @@ def _groups(
     sub_groups: Sequence[ParamGroup],
     report: Report,
 ) -> list[ParamGroup]:
-    """Read the user's parameter groups: each lists the sub-groups it was cut into."""
+    """Read the user's parameter groups: each lists its sub-groups."""
     lists = [b.get("param_groups", list) for b in base]
     result: list[ParamGroup] = []
     for g in range(len(lists[0])):
@@ -210,7 +210,7 @@ def _groups(
         names = tuple(name for i in members for name in sub_groups[i].parameters)
         for i in members[1:]:
             if sub_groups[i].scalars != sub_groups[members[0]].scalars:
-                problem = f"joins sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
+                problem = f"has sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
                 raise fields[0].error("params", problem)
         shared = sub_groups[members[0]].scalars if members else {}
         result.append(read_group(files.optimizer, fields, names, shared, f"group {g}", report))
@@ -254,7 +254,7 @@ def _frozen_state(
     if dtypes == {"I8"}:
         problem = f"frozen parameter {name} is quantised to 8 bit (ZeRO++), and its scale was not saved"
         raise LayoutError(
-            model[0].path, problem, "it cannot be known; save without zero_quantized_nontrainable_weights"
+            model[0].path, problem, "the values are lost; save without zero_quantized_nontrainable_weights"
         )
     if len(dtypes) != 1:
         raise LayoutError(model[0].path, f"frozen parameter {name} has several dtypes: {sorted(dtypes)}", RESTORE)

@@ -1,4 +1,4 @@
-"""How tensor-parallel slices form whole tensors, by the checkpoint's ``universal_checkpoint_info``.
+"""Merge tensor-parallel slices into whole tensors, by the checkpoint's ``universal_checkpoint_info``.
 
 Source: DeepSpeed 0.7.4 to 0.19.8, checkpoint/ds_to_universal.py (``merge_tp_slices``), checkpoint/constants.py and
 checkpoint/affine.py (``ParamAffineMap``, since 0.19.8).
@@ -13,10 +13,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import OBJECTS, take
+from ckpttool.budget import OBJECTS, spend
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import shape_of
-from ckpttool.formats.strided import Box, box, put_together
+from ckpttool.formats.strided import Box, box, merge_slices
 from ckpttool.messages import brief
 from ckpttool.model import BY_ROWS, Slicing, State
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 NEWEST_VERSION = 0.4
 """Newest known version of ``universal_checkpoint_info``."""
 MAX_BOXES = 1 << 16
-"""Most boxes in one entry of an affine map."""
+"""Maximum number of boxes in one entry of an affine map."""
 MAX_TRIES = 1 << 24
-"""Most ways to match a name that a pattern may have; those of frameworks have a few hundred."""
+"""Maximum number of ways in which a pattern may match a name; patterns of frameworks have a few hundred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one parameter is sliced over the tensor-parallel ranks."""
+    """The slicing of one parameter over the tensor-parallel ranks."""
 
     shape: tuple[int, ...]
-    """The whole tensor."""
+    """Shape of the whole tensor."""
     boxes: tuple[tuple[Box, ...], ...]
     """The boxes of each rank in the whole tensor."""
     copies: tuple[tuple[int, Box, int, Box], ...] = ()
     """Replicas: (rank, its box, other rank, box of that rank)."""
     averaged: bool = False
-    """Whether every rank has the whole tensor, and the values are the mean."""
+    """Whether every rank has the whole tensor, and its values are the mean over the ranks."""
     slicing: Slicing = BY_ROWS
-    """How to slice it over other numbers of ranks."""
+    """The slicing for other numbers of ranks."""
 
 
 class TensorParallel:
@@ -63,14 +63,14 @@ class TensorParallel:
         if info is None:
             raise LayoutError(
                 self._path,
-                f"is one of {len(files)} tensor-parallel ranks, and nothing tells how they cut the parameters "
+                f"is one of {len(files)} tensor-parallel ranks, but no file records how parameters are sliced "
                 "(no universal_checkpoint_info)",
                 "save with it (AutoTP does since DeepSpeed 0.18.9), or merge them with the framework that trained it",
             )
         self._info = info
         version = info.get("universal_checkpoint_version", 0.0)
         if not isinstance(version, int | float) or not version <= NEWEST_VERSION:
-            raise self._error(f"has version {brief(version, 40)}, and only those up to {NEWEST_VERSION} are known")
+            raise self._error(f"has version {brief(version, 40)}, but only versions up to {NEWEST_VERSION} are known")
         self._version = version
         affine = info.get("affine_map")
         self._affine = affine.get("params", {}) if isinstance(affine, dict) else {}
@@ -78,11 +78,11 @@ class TensorParallel:
             raise self._error(f"has an affine map of version {brief(affine.get('version'), 40)}, which is not known")
 
     def cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Cut:
-        """Compute how a parameter is sliced.
+        """Compute the slicing of a parameter.
 
         Args:
             name: Its name.
-            shapes: Its slice on each rank.
+            shapes: Shape of its slice on each rank.
 
         Raises:
             LayoutError: The description contradicts the slices or itself.
@@ -127,7 +127,7 @@ class TensorParallel:
         sub = self._sub_params(name)
         if sub is not None:
             viewed, dim, widths = self._widths(name, *sub, shapes)
-            seen = max(viewed, key=math.prod)  # not that of a rank which holds nothing
+            seen = max(viewed, key=math.prod)  # the rank with the largest slice: others may hold nothing
             sizes = tuple(map(sum, widths))
             view: tuple[int | tuple[int, ...], ...] = (*seen[:dim], sizes, *seen[dim + 1 :])
             return replace(self._sub_cut(name, viewed, dim, widths), slicing=Slicing(dim, view=view))
@@ -138,7 +138,7 @@ class TensorParallel:
     def _sub_cut(
         self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]] | None
     ) -> Cut:
-        """Concatenate along one dimension, each sub-parameter by itself."""
+        """Concatenate along one dimension, sub-parameter by sub-parameter."""
         if any(len(s) <= dim or (*s[:dim], *s[dim + 1 :]) != (*shapes[0][:dim], *shapes[0][dim + 1 :]) for s in shapes):
             raise self._error(f"says that {name} is cut along dimension {dim}, but the shapes are {list(shapes)}")
         widths = [[shape[dim] for shape in shapes]] if widths is None else widths
@@ -158,7 +158,7 @@ class TensorParallel:
         return Cut(tuple(whole), tuple(map(tuple, boxes)))
 
     def _sub_params(self, name: str) -> tuple[str, object, int] | None:
-        """The matching entry of ``parameter_with_sub_params``: (pattern, shape, dimension)."""
+        """Return the matching entry of ``parameter_with_sub_params``: (pattern, shape, dimension)."""
         for entry in self._info.get("parameter_with_sub_params") or []:
             fields = _as_mapping(entry)
             patterns, dim = fields.get("patterns"), fields.get("partition_dim")
@@ -172,12 +172,12 @@ class TensorParallel:
     def _widths(
         self, name: str, pattern: str, shape: object, dim: int, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[list[tuple[int, ...]], int, list[list[int]]]:
-        """Shapes of the slices as the sub-parameters see them, and what each rank holds of each sub-parameter."""
+        """Return the shapes of the slices in the view of the sub-parameters, and the widths on each rank."""
         if not isinstance(shape, tuple | list) or dim >= len(shape):
             raise self._error(f"says that {name} has sub-parameters along dimension {dim} of {brief(shape, 80)}")
         size, ranks = shape[dim], len(shapes)
         if isinstance(size, int):
-            # Before 0.4: so many equal sub-parameters.
+            # Before 0.4: a number of equal sub-parameters.
             total = sum(s[dim] for s in shapes if len(s) > dim)
             if size <= 0 or total % size:
                 raise self._error(
@@ -212,7 +212,7 @@ class TensorParallel:
         return viewed, dim, widths
 
     def _affine_cut(self, name: str, entry: Any, shapes: Sequence[tuple[int, ...]]) -> Cut:
-        """Pieces of any form, each a strided view of the whole and of a slice."""
+        """Compute the slicing from an affine map: each piece is a strided view of the whole and of a slice."""
         whole = shape_of(entry.get("logical_shape")) if isinstance(entry, dict) else None
         ranks = entry.get("ranks") if isinstance(entry, dict) else None
         if whole is None or not isinstance(ranks, dict) or set(ranks) != set(range(len(shapes))):
@@ -257,7 +257,7 @@ class TensorParallel:
             return plain == name
         if _costly(pattern, name):
             raise self._error(f"has a pattern that could take unlimited time: {brief(pattern, 80)}")
-        take(OBJECTS, 1 + len(pattern) + len(name), self._path)
+        spend(OBJECTS, 1 + len(pattern) + len(name), self._path)
         try:
             return _compiled(pattern).match(name) is not None
         except (re.error, OverflowError, RecursionError) as error:
@@ -274,23 +274,23 @@ def merge(cut: Cut, states: Sequence[State]) -> tuple[State, list[tuple[State, S
         first = State(cut.shape, states[0].dtype, _rows(states[0], cut))
         others = tuple(State(cut.shape, s.dtype, _rows(s, cut)) for s in states[1:])
         return State(first.shape, first.dtype, first.extents, others), []
-    whole = put_together([(s, boxes) for s, boxes in zip(states, cut.boxes, strict=True) if boxes], cut.shape)
+    whole = merge_slices([(s, boxes) for s, boxes in zip(states, cut.boxes, strict=True) if boxes], cut.shape)
     pairs = [(_cut_out(states[owner], theirs), _cut_out(states[rank], own)) for rank, own, owner, theirs in cut.copies]
     return whole, pairs
 
 
 def _rows(state: State, cut: Cut) -> Any:
-    return put_together([(state, cut.boxes[0])], cut.shape).extents
+    return merge_slices([(state, cut.boxes[0])], cut.shape).extents
 
 
 def _cut_out(state: State, b: Box) -> State:
-    """A box of a slice as a tensor of its own."""
+    """Return a box of a slice as a tensor."""
     alone = Box(b.source, 0, b.runs, b.numel, b.stride, b.numel)
-    return put_together([(state, [alone])], (b.runs * b.numel,))
+    return merge_slices([(state, [alone])], (b.runs * b.numel,))
 
 
 def _boxes(piece: Mapping[str, Any], slice_numel: int, whole_numel: int) -> Iterator[Box]:
-    """A piece of an affine map: a strided view of the whole (``source``) that is one of the slice (``dest``)."""
+    """Yield the boxes of a piece of an affine map: strided views of the whole (``source``) and the slice (``dest``)."""
     shape = list(piece["shape"])
     (target, pitches), (source, strides) = piece["source"], piece["dest"]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, target, *pitches, source, *strides)):
@@ -314,7 +314,7 @@ def _boxes(piece: Mapping[str, Any], slice_numel: int, whole_numel: int) -> Iter
 
 @functools.lru_cache(maxsize=1 << 14)
 def _plain(pattern: str) -> str | None:
-    """The only name that a pattern matches, if it is an escaped name; else None."""
+    """Return the name of a pattern that is an escaped name; else None."""
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None
     inner = pattern[1:-1]
@@ -327,14 +327,14 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _costly(pattern: str, name: str) -> bool:
-    """Whether a regular expression may try very many ways to match a name, by backtracking."""
+    """Return whether a regular expression may take very long to match a name, by backtracking."""
     loops, choices = (sum(map(pattern.count, signs)) for signs in ("*+{", "?|"))
     nested = re.search(r"\)[*+{]", pattern) is not None
     return nested or len(pattern) > 1000 or len(name) ** loops << choices > MAX_TRIES
 
 
 def _info(files: ZeroFiles) -> Mapping[str, Any] | None:
-    """``universal_checkpoint_info``, from the model states or the optimizer's."""
+    """Return ``universal_checkpoint_info``, from the model states or the optimizer states."""
     for file in (files.model[0], *files.optimizer[:1]):
         inner = file.fields.values.get("optimizer_state_dict")
         for fields in (file.fields.values, inner if isinstance(inner, dict) else {}):
@@ -345,7 +345,7 @@ def _info(files: ZeroFiles) -> Mapping[str, Any] | None:
 
 
 def _as_mapping(value: dict[str, Any] | Opaque | object) -> Mapping[str, Any]:
-    """A ``SubparamShape``, as a mapping or as the object that it is."""
+    """Return a ``SubparamShape`` as a mapping; it may be pickled as a mapping or as an object."""
     if isinstance(value, dict):
         return value
     state = getattr(value, "state", None)

@@ -1,1 +1,1 @@
-"""A live DeepSpeed engine: its state to files, and files to its state. Nothing heavy is imported before it is there."""
+"""Save and load the state of a live DeepSpeed engine; imported only with an engine."""

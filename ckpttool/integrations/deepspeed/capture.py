@@ -20,11 +20,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
-from ckpttool.errors import CkptError, ContainerError, PlanError
-from ckpttool.integrations.deepspeed.engine import look
+from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
+from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
-from ckpttool.saving.payloads import Held, PlainFile, TorchFile
+from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -37,21 +37,21 @@ LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Collected:
+class CapturedFiles:
     """The files that this rank writes."""
 
     files: list[OutgoingFile] = field(default_factory=list)
     """Files of the tag's directory."""
-    beside: dict[str, bytes] = field(default_factory=dict)
+    root_files: dict[str, bytes] = field(default_factory=dict)
     """Files of the root: DeepSpeed's scripts."""
     failed: CkptError | None = None
-    """The error that made the capture incomplete; None if it is complete."""
+    """Error of an incomplete capture; None if it is complete."""
     scratch: str = ""
     """Scratch directory that holds some of the files; "" if none does."""
     unknown: tuple[str, ...] = ()
-    """Classes of objects in the files that a restore builds only with ``allow``."""
+    """Classes of objects in the files; a restore builds them only with ``allow``."""
 
-    def prove(self, allow: Collection[str] = ()) -> None:
+    def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
 
         Args:
@@ -61,20 +61,22 @@ class Collected:
             if not isinstance(file, TorchFile):
                 continue
             try:
-                found = unpickle(file.pickled, path=file.name)
+                parsed = unpickle(file.pickled, path=file.name)
             except (ContainerError, Truncated) as error:
                 problem = getattr(error, "problem", "its pickle ends too early")
                 self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
                 return
-            self.unknown = (*self.unknown, *unknown_classes(found.value, allow))
-            odd = [
+            self.unknown = (*self.unknown, *unknown_classes(parsed.value, allow))
+            mismatched = [
                 k
-                for k, ref in found.storages.items()
+                for k, ref in parsed.storages.items()
                 if k not in file.payloads or file.payloads[k].nbytes != ref.nbytes
             ]
-            if odd or len(file.pickled) > MAX_PICKLE_BYTES:
+            if mismatched or len(file.pickled) > MAX_PICKLE_BYTES:
                 problem = (
-                    f"storage {odd[0]} has another size than its tensors say" if odd else "its pickle is too large"
+                    f"storage {mismatched[0]} has a size other than that of its tensors"
+                    if mismatched
+                    else "its pickle is too large"
                 )
                 self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
                 return
@@ -86,7 +88,7 @@ class Collected:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
+class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
     """Checkpoint engine that collects the files DeepSpeed saves.
 
     Args:
@@ -101,7 +103,7 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
         self._own = own
         self._directory = directory
         self._memory = memory
-        self.found = Collected()
+        self.captured = CapturedFiles()
 
     def create(self, info: Any) -> None:
         """Do nothing."""
@@ -111,7 +113,7 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
 
     def save(self, state_dict: Any, path: str) -> None:
         """Collect a file."""
-        if self.found.failed is not None:
+        if self.captured.failed is not None:
             return
         name = posixpath.relpath(path, self._directory)
         try:
@@ -119,11 +121,11 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
         except Exception as error:
             # Not raised here: the other ranks would wait for this one forever.
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
-            self.found.failed = PlanError(name, problem, "see what client_state holds")
+            self.captured.failed = PlanError(name, problem, "see what client_state holds")
             return
         storages = pickled.storages
-        held = storages if self._memory is None else self._memory.hold(storages)
-        self.found.files.append(TorchFile(name, pickled.structure, held))
+        payloads = storages if self._memory is None else self._memory.hold(storages)
+        self.captured.files.append(TorchFile(name, pickled.structure, payloads))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Not supported: a save loads nothing."""
@@ -134,52 +136,52 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not fo
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether this rank writes, as the engine's own checkpoint engine says."""
+        """Return whether this rank writes, as decided by the engine's own checkpoint engine."""
         return bool(self._own.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """False: only the used parts of large buffers are written, so that DeepSpeed need not copy views."""
+        """Return False: only used parts of large buffers are written, so that DeepSpeed need not copy views."""
         return False
 
 
 @contextlib.contextmanager
-def _swapped(engine: Any, other: Any) -> Iterator[None]:
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = other
+def _checkpoint_engine_replaced(engine: Any, replacement: Any) -> Iterator[None]:
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = replacement
     try:
         yield
     finally:
-        engine.checkpoint_engine = own
+        engine.checkpoint_engine = original
 
 
 @contextlib.contextmanager
-def _persistent_kept(optimizer: Any) -> Iterator[None]:
+def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
     """Restore the persistent parameters of a ZeRO-3 engine after a save, instead of gathering each again.
 
-    A save frees all gathered parameters, and ends with one collective for each parameter that stays gathered between
-    steps (biases, norms): the train loop waits for each. A save changes no parameter.
+    A save frees all gathered parameters, and then gathers each parameter that stays gathered between steps (biases,
+    norms) by its own collective: the train loop waits for all. A save changes no parameter.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``checkpoint_event_epilogue``) and partition_parameters.py
     (``free_param``).
     """
     persistent = getattr(optimizer, "persistent_parameters", None)
-    # The same decision on all ranks: gathering is collective.
+    # All ranks take the same decision: gathering is collective.
     if not persistent or any(p.ds_status.name != "AVAILABLE" for p in persistent):
         yield
         return
-    kept = [(parameter, parameter.data, parameter.ds_status) for parameter in persistent]
+    saved = [(parameter, parameter.data, parameter.ds_status) for parameter in persistent]
     epilogue = optimizer.checkpoint_event_epilogue
 
-    def put_back() -> None:
-        optimizer.persistent_parameters = []  # of what it gathers
+    def restore() -> None:
+        optimizer.persistent_parameters = []  # so that it gathers none
         try:
             epilogue()
         finally:
             optimizer.persistent_parameters = persistent
-        for parameter, data, status in kept:
+        for parameter, data, status in saved:
             parameter.data, parameter.ds_status = data, status
 
-    optimizer.checkpoint_event_epilogue = put_back
+    optimizer.checkpoint_event_epilogue = restore
     try:
         yield
     finally:
@@ -190,25 +192,25 @@ def check_engine(engine: Any) -> None:
     """Check that ``engine`` is a DeepSpeed engine.
 
     Raises:
-        PlanError: It is not.
+        ArgumentError: It is not.
     """
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
-        raise PlanError("engine", problem, "pass the engine that deepspeed.initialize returned")
+        raise ArgumentError("engine", problem, "pass the engine that deepspeed.initialize returned")
 
 
 def groups_without_zero(engine: Any) -> list[list[str]]:
     """Return the parameter names of each optimizer group, in order, if no file will hold them; else an empty list."""
     if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
         return []
-    live = look(engine)
+    live = inspect_engine(engine)
     return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
 
 
-def collect(
+def capture(
     engine: Any, *, tag: str, client_state: Mapping[str, Any], memory: HostMemory | None, exclude_frozen: bool,
     scratch_root: str | None,
-) -> Collected:  # fmt: skip
+) -> CapturedFiles:  # fmt: skip
     """Collect the files that this rank would save, without writing them; call it on every rank.
 
     Args:
@@ -227,12 +229,12 @@ def collect(
     directory = os.path.join(scratch, tag)
     if memory is not None:
         memory.begin()
-    collector = _Collector(engine.checkpoint_engine, directory, memory)
-    found = collector.found
-    found.scratch = scratch
+    capturing = _CapturingEngine(engine.checkpoint_engine, directory, memory)
+    captured = capturing.captured
+    captured.scratch = scratch
     try:
         os.makedirs(directory)
-        with _swapped(engine, collector), _persistent_kept(engine.optimizer):
+        with _checkpoint_engine_replaced(engine, capturing), _persistent_parameters_restored(engine.optimizer):
             engine.save_checkpoint(
                 scratch, tag=tag, client_state=dict(client_state), save_latest=False,
                 exclude_frozen_parameters=exclude_frozen,
@@ -243,29 +245,29 @@ def collect(
         if memory is not None:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed
                 memory.settle()
-        found.release()
+        captured.release()
         if not isinstance(error, Exception):
             raise
         LOG.exception("DeepSpeed could not save")
         problem = f"DeepSpeed could not save: {type(error).__name__}: {error}"
-        found.failed = PlanError(tag, problem, "see the log of that rank")  # the other ranks raise it, too
-        return found
+        captured.failed = PlanError(tag, problem, "see the log of that rank")  # the other ranks raise it, too
+        return captured
     for entry in os.scandir(scratch):
         if entry.is_file():
             with open(entry.path, "rb") as file:
-                found.beside[entry.name] = file.read()
-    found.files += _copied(directory)
+                captured.root_files[entry.name] = file.read()
+    captured.files += _swap_files(directory)
     if not nvme:
-        found.scratch = ""
+        captured.scratch = ""
         shutil.rmtree(scratch, ignore_errors=True)
-    return found
+    return captured
 
 
-def _copied(directory: str) -> Iterator[OutgoingFile]:
+def _swap_files(directory: str) -> Iterator[OutgoingFile]:
     """Yield the files that DeepSpeed itself copied: states offloaded to NVMe."""
     for above, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(above, name)
             with open(path, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if os.path.getsize(path) else b""
-            yield PlainFile(posixpath.relpath(path, directory), Held(memoryview(data)))
+            yield PlainFile(posixpath.relpath(path, directory), HostPayload(memoryview(data)))

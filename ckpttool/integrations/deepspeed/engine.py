@@ -1,4 +1,4 @@
-"""Inspect a live DeepSpeed engine: its ranks, partitioning, groups and names. The engine stays unchanged.
+"""Inspect a live DeepSpeed engine, without changes to it: ranks, partitioning, groups and names.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py (``__init__``), runtime/bf16_optimizer.py and
 runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``).
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
-"""DeepSpeed's wrappers that partition."""
+"""DeepSpeed's optimizer wrappers that partition states."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
-"""DeepSpeed's wrappers that keep whole fp32 master weights on every rank."""
+"""DeepSpeed's optimizer wrappers that keep whole fp32 master weights on every rank."""
 _ENGINE = (
     "checkpoint_engine", "load_checkpoint", "_load_checkpoint", "_get_ckpt_name", "_get_rank_zero_ckpt_name",
     "_get_expert_ckpt_name", "load_universal_checkpoint", "zero_load_from_fp32_weights", "zero_elastic_checkpoint",
@@ -50,7 +50,7 @@ _OPTIMIZER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveEngine:
-    """An engine, with its settings and topology."""
+    """A live engine, with its settings and topology."""
 
     engine: Any
     """The engine itself."""
@@ -102,7 +102,7 @@ class LiveEngine:
         return persistent_buffers(self.engine.module)
 
 
-def look(engine: Any) -> LiveEngine:
+def inspect_engine(engine: Any) -> LiveEngine:
     """Inspect an engine.
 
     Raises:
@@ -151,15 +151,15 @@ def version() -> str:
     return str(deepspeed.__version__)
 
 
-def require(thing: Any, what: str, names: Sequence[str]) -> None:
+def require(owner: Any, description: str, names: Sequence[str]) -> None:
     """Check that the engine has the attributes that a load uses.
 
     Raises:
         PlanError: This release of DeepSpeed lacks an attribute.
     """
-    gone = [name for name in names if not hasattr(thing, name)]
-    if gone:
-        problem = f"has no {gone[0]} of the {what}, which ckpttool needs"
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        problem = f"has no {missing[0]} of the {description}, which ckpttool needs"
         raise PlanError(f"DeepSpeed {version()}", problem, "convert the checkpoint, and use engine.load_checkpoint")
 
 

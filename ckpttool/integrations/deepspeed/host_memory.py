@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckpttool.saving.payloads import Held
+from ckpttool.saving.payloads import HostPayload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,11 +57,11 @@ class HostMemory:
             # of host memory, do not wait for those.
             self._wait_for(None)
 
-    def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, Held]:
+    def hold(self, storages: Mapping[str, StorageBytes]) -> dict[str, HostPayload]:
         """Copy the bytes of storages; the copies are complete when ``settle`` returns."""
         total = sum(-(-s.nbytes // ALIGNMENT) * ALIGNMENT for s in storages.values())
         memory = self._take(total)
-        held = {}
+        payloads = {}
         at = 0
         for key, storage in storages.items():
             target = memory[at : at + storage.nbytes]
@@ -69,9 +69,9 @@ class HostMemory:
                 _copy(target, storage.tensor)
             else:
                 self._fetch(target, storage.tensor)
-            held[key] = Held(memoryview(target.numpy()))
+            payloads[key] = HostPayload(memoryview(target.numpy()))
             at += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
-        return held
+        return payloads
 
     def settle(self) -> None:
         """Wait for copies from devices."""

@@ -1,4 +1,4 @@
-"""The second half of a load: pass the state to DeepSpeed's own loading code.
+"""The second half of a load: pass the prepared state to DeepSpeed's own loading code.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``load_checkpoint``, ``_load_checkpoint``, ``_load_zero_checkpoint``),
 runtime/zero/stage_1_and_2.py (``_load_legacy_checkpoint``, ``update_lp_params``), runtime/bf16_optimizer.py and
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 
 TAG = "checkpoint"
-"""Tag of the scratch directory that DeepSpeed lists."""
+"""Tag of the scratch directory: DeepSpeed lists the directory."""
 BROADCAST_BYTES = 1 << 25
 """Bytes of one broadcast."""
 _STACKED = re.compile(r".*\.experts\.w[123]")
 
 
 class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
-    """Checkpoint engine that gives DeepSpeed content in memory instead of files.
+    """Checkpoint engine that returns content from memory in place of files.
 
     Args:
         files: Function that returns the content of a file, by file name. DeepSpeed loads some files twice: it inspects
@@ -76,25 +76,25 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
 
 
 def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """Load everything; return the client state as DeepSpeed returns it."""
+    """Load the prepared state into the engine; return the client state in DeepSpeed's form."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files: dict[str, Callable[[], Any]]
-    if prepared.later is not None:
-        later = prepared.later
-        held = prepared.files
+    if prepared.read_file is not None:
+        read_file = prepared.read_file
+        contents = prepared.files
         files, names = {}, []
         for file in checkpoint.files:
             if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
                 names.append(file.name)
-            if file.name not in held:
-                # DeepSpeed uses other ranks' files of a list only to count them.
+            if file.name not in contents:
+                # DeepSpeed only counts the files of other ranks.
                 ranks = {"mp_world_size": live.engine.mp_world_size} if file.kind == "model" else {}
-                looked_into = file.kind in {"model", "layer"}
-                files[file.name] = partial(dict, ranks) if looked_into else partial(later, file.name)
+                is_inspected = file.kind in {"model", "layer"}
+                files[file.name] = partial(dict, ranks) if is_inspected else partial(read_file, file.name)
             elif file.kind in {"model", "layer"}:
-                files[file.name] = partial(held.__getitem__, file.name)
+                files[file.name] = partial(contents.__getitem__, file.name)
             else:
-                files[file.name] = partial(held.pop, file.name)
+                files[file.name] = partial(contents.pop, file.name)
     else:
         model, optimizer = native_files(live, [])[:2]
         names = [model, optimizer]
@@ -112,25 +112,25 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
         if engine.zero_nvme_offload_optimizer():
             swapped = os.path.join(os.path.abspath(checkpoint.location), "offloaded_tensors")
             os.symlink(swapped, os.path.join(scratch, TAG, "offloaded_tensors"))
-        instead: dict[str, Any] = {
+        replacements: dict[str, Any] = {
             "checkpoint_engine": Handover(files),
             "load_universal_checkpoint": lambda: False,  # no conversion is needed
         }
         if prepared.method == "planned":
-            instead["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
-            instead["zero_elastic_checkpoint"] = lambda: False
-        with _replaced(engine, instead):
+            replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
+            replacements["zero_elastic_checkpoint"] = lambda: False
+        with _attributes_replaced(engine, replacements):
             _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
     files.clear()
-    prepared.forget()
+    prepared.release()
     if prepared.method == "planned":
-        _refresh(live)
-        _spread(live, prepared.replicas)
+        _update_weights(live)
+        _broadcast_replicas(live, prepared.replicas)
     return dict(client_state or {})
 
 
 def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
-    """Load fp32 master weights, weights and buffers, and nothing else."""
+    """Load only fp32 master weights, weights and buffers."""
     optimizer = live.optimizer
     if live.stage:
         if live.stage == 3:
@@ -157,30 +157,30 @@ def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
                 parameters[name].ds_tensor.data.copy_(values)
             optimizer.checkpoint_event_epilogue()
         del ranks, partitions, states
-        prepared.forget()
-    _refresh(live)
-    _spread(live, prepared.replicas)
+        prepared.release()
+    _update_weights(live)
+    _broadcast_replicas(live, prepared.replicas)
 
 
 @contextlib.contextmanager
-def _replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+def _attributes_replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: replace attributes of an engine."""
-    own = {name: engine.__dict__[name] for name in attributes if name in engine.__dict__}
+    saved = {name: engine.__dict__[name] for name in attributes if name in engine.__dict__}
     engine.__dict__.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
             engine.__dict__.pop(name, None)
-        engine.__dict__.update(own)
+        engine.__dict__.update(saved)
 
 
 def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
-    """Return the model states, with the module's own weights: DeepSpeed requires all names."""
+    """Return the model states, with the weights of the live module: DeepSpeed requires all names."""
     states = prepared.model
     module = live.engine.module.state_dict()
     if live.stage == 3 and live.engine.has_moe_layers:
-        # DeepSpeed gathers stacked experts: the module's own values are not the gathered ones.
+        # DeepSpeed gathers stacked experts: the values in the live module are not gathered.
         module = {name: value for name, value in module.items() if not _STACKED.fullmatch(name)}
     states["module"] = module
     for key in ("random_ltd", "data_sampler"):
@@ -195,7 +195,7 @@ def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 
 
 def _expert_states(live: LiveEngine, expert: OwnExpert) -> dict[str, Any]:
-    """Return the states of an expert's file: empty, since the module has them; for stacked experts, their values."""
+    """Return the states of an expert's file: empty, because the module has them; for stacked experts, their values."""
     if not expert.module:
         return {}
     parameters, prefix = live.parameters(), f"{expert.module}.experts"
@@ -203,7 +203,7 @@ def _expert_states(live: LiveEngine, expert: OwnExpert) -> dict[str, Any]:
     return {f"{name}.{expert.number}": parameters[name].data[expert.local] for name in names}
 
 
-def _refresh(live: LiveEngine) -> None:
+def _update_weights(live: LiveEngine) -> None:
     """Update the 16-bit weights from the fp32 master weights."""
     if live.stage in {1, 2}:
         live.optimizer.update_lp_params()
@@ -214,15 +214,15 @@ def _refresh(live: LiveEngine) -> None:
 # --------------------------------------------------------------------------------------------------- replicas
 
 
-def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
+def _broadcast_replicas(live: LiveEngine, replicas: Replicas | None) -> None:
     """Broadcast replicated state to all ranks, each slice from the rank that read it."""
     if replicas is None or not replicas.nbytes:
         return
-    targets = _targets(live)
+    targets = _targets_by_name(live)
     device = "cpu" if dist.get_backend(live.world) == "gloo" else live.engine.device
     own = torch.frombuffer(replicas.own, dtype=torch.uint8) if replicas.own else None
-    packed = iter(replicas.packed)
-    current = next(packed, None)
+    tensors = iter(replicas.tensors)
+    current = next(tensors, None)
     buffer = torch.empty(min(BROADCAST_BYTES, replicas.nbytes), dtype=torch.uint8, device=device)
     for rank, first in enumerate(range(0, replicas.nbytes, replicas.slice_bytes)):
         last = min(first + replicas.slice_bytes, replicas.nbytes)
@@ -240,13 +240,13 @@ def _spread(live: LiveEngine, replicas: Replicas | None) -> None:
                     values = piece[low - start : high - start].view(getattr(torch, dtype.torch))
                     element = (low - current.start) // dtype.itemsize
                     for target in targets[current.name]:
-                        _put(target, element, values)
+                        _copy_elements(target, element, values)
                 if current.start + current.nbytes > end:
                     break
-                current = next(packed, None)
+                current = next(tensors, None)
 
 
-def _put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
+def _copy_elements(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
     """Copy elements into a flattened tensor from element ``first`` on, cast to its dtype."""
     if target.is_contiguous():
         target.view(-1)[first : first + values.numel()].copy_(values)
@@ -256,7 +256,7 @@ def _put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
     target.copy_(whole.view(target.shape))
 
 
-def _targets(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
+def _targets_by_name(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
     """Return the tensors of each replicated value: the parameter or buffer, and its fp32 master weights if any."""
     targets = {name: [p.data] for name, p in live.parameters().items()}
     targets |= {name: [b.data] for name, b in live.buffers().items()}

@@ -1,8 +1,8 @@
 """Resume a live DeepSpeed engine from any checkpoint, on any number of ranks, with no conversion in between.
 
-Every rank reads only its own state. A load has two halves: the first reads and may fail; then the ranks agree that all
-reads succeeded; the second changes the engine. So a damaged file leaves no engine half loaded, and no rank waits for a
-failed rank.
+Every rank reads only its own state. A load has two halves. The first half reads, and may fail; then the ranks agree
+that all reads succeeded; the second half changes the engine. A damaged file therefore never leaves an engine half
+loaded, and no rank waits for a failed rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths, source_storage
-from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, look
+from ckpttool.integrations.deepspeed.engine import inspect_engine, keeps_loss_scale
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 TIMEOUT = 1800.0
-"""Default of the seconds that a rank may be behind the others."""
+"""Default of ``timeout``: seconds that a rank may be behind the others."""
 
 
 def load(  # noqa: PLR0913  public API
@@ -60,7 +60,7 @@ def load(  # noqa: PLR0913  public API
 
     Call it on every rank, like ``engine.load_checkpoint``. If ranks, stage and parameters match those of the save,
     DeepSpeed gets the content of its own files; otherwise each rank reads its ranges from the files of all ranks.
-    Unlike ``engine.load_checkpoint`` it unpickles nothing: ckpttool reads the files and builds the objects in them.
+    Unlike ``engine.load_checkpoint`` it runs no pickle: ckpttool parses the files and builds the objects in them.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
@@ -70,18 +70,18 @@ def load(  # noqa: PLR0913  public API
             engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
             the counters and the scheduler unchanged.
-        dry_run: Report what would be loaded; the engine stays as it is.
+        dry_run: Report what a load would restore, without changes to the engine.
         storage_options: As for ``inspect``.
-        memory: Bytes of requests in flight on each rank, for a remote source; a number, or a text as "256MB" (default).
-        check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine is touched; as for
-            ``consolidate``. Where there is a manifest, every byte is compared with that.
+        memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default).
+        check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes; as for
+            ``consolidate``. With a manifest, every byte is compared with its checksums.
         trust_names: As for ``inspect``.
-        allow: Classes ("module.Class") of objects in the client state to build as the file says, which runs their code.
-            Plain data, tensors, numpy arrays, paths and dates need none.
+        allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
+            tensors, numpy arrays, paths and dates need none.
         timeout: Seconds that a rank may be behind the others.
 
     Returns:
-        What was restored; ``client_state`` is the state that the user's code saved with it.
+        A report of the restored state; its ``client_state`` is the state saved by the user's code.
 
     Raises:
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
@@ -108,7 +108,7 @@ def _load(
         _ = options.memory_bytes
         paths.extend(source_paths(src))
         source_storage(paths, storage_options)
-        look(engine)
+        inspect_engine(engine)
 
     from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
@@ -131,7 +131,7 @@ def _load(
 
 
 def _named(src: Source) -> str:
-    """The name of a source in errors."""
+    """Return the name of a source in errors."""
     try:
         return ", ".join(source_paths(src))
     except (TypeError, ValueError):
@@ -149,7 +149,7 @@ def preview(
     allow: Collection[str] = (),
     timeout: float = TIMEOUT,
 ) -> LoadReport:
-    """Report what ``load`` would do; no weights are read, and the engine stays as it is.
+    """Report what ``load`` would do, without reading weights or changing the engine.
 
     Args:
         engine: As for ``load``.
@@ -162,7 +162,7 @@ def preview(
         timeout: As for ``load``.
 
     Raises:
-        CkptError: The checkpoint is not sound or does not fit the engine; the same on every rank.
+        CkptError: The checkpoint is damaged or does not fit the engine; the same on every rank.
     """
     return load(
         engine, src, tag=tag, strict=strict, weights_only=weights_only, dry_run=True, storage_options=storage_options,
@@ -175,19 +175,19 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
 
     Args:
         engine: As for ``load``.
-        checkpoint: The checkpoint; everything is read through its ``storage``.
+        checkpoint: The checkpoint; all reads use its ``storage``.
         options: What to restore, and how to read.
         agree: Raises an error of any rank on all ranks, between reading and loading.
 
     Raises:
-        CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, and no engine was touched.
+        CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
     began = time.perf_counter()
     live: LiveEngine | None = None
     prepared: Prepared | None = None
     error: BaseException | None = None
     try:
-        live = look(engine)
+        live = inspect_engine(engine)
         prepared = prepare(live, checkpoint, options)
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
@@ -209,7 +209,7 @@ def _inject(
     """Load the prepared state into the engine; return the client state as DeepSpeed returns it.
 
     Raises:
-        PlanError: DeepSpeed raised an error, and the engine holds a part of the state.
+        PlanError: DeepSpeed raised an error; the engine holds a part of the state.
     """
     from ckpttool.integrations.deepspeed import inject
 
@@ -221,8 +221,8 @@ def _inject(
             client_state = {key: returned[key] for key in client_state if key in returned}
         drop_gradients(live)
     except Exception as error:
-        problem = f"could not be loaded, and the engine is half loaded now: {type(error).__name__}: {error}"
-        raise PlanError(prepared.checkpoint.location, problem, "build the engine anew") from error
+        problem = f"could not be loaded, and the engine is half loaded: {type(error).__name__}: {error}"
+        raise PlanError(prepared.checkpoint.location, problem, "build a new engine") from error
     return client_state
 
 
@@ -232,7 +232,7 @@ def _pending(live: LiveEngine) -> list[str]:
     if not count:
         return []
     batches = "a micro batch" if count == 1 else f"{count} micro batches"
-    return [f"{batches} had been accumulated since the last step: those gradients are dropped"]
+    return [f"{batches} accumulated since the last step: the load drops the gradients"]
 
 
 def _report(
@@ -246,12 +246,12 @@ def _report(
     source = checkpoint if fitted is None else fitted.checkpoint
     restored = [p for p in source.parameters if p.states]
     states = {key: None for p in restored if not p.frozen for key in p.states if key not in {MASTER, MODULE}}
-    kept = () if fitted is None else fitted.kept
+    unrestored = () if fitted is None else fitted.unrestored_groups
     missing = () if fitted is None else fitted.missing
     notes = [*prepared.notes]
     scheduler = live.engine.lr_scheduler is not None and not options.weights_only
     if scheduler and checkpoint.scheduler is None:
-        notes.append("the checkpoint has no state of the scheduler, which stays as it is")
+        notes.append("the checkpoint has no scheduler state: the engine keeps its own")
     scale = keeps_loss_scale(live, checkpoint) or prepared.method == "native"
     if not options.weights_only and not scale and live.dtype == "F16":
         notes.append("the checkpoint has no loss scale for fp16: the engine keeps its own")
@@ -273,8 +273,8 @@ def _report(
         elements=sum(p.numel for p in restored),
         buffers=len(checkpoint.buffers if fitted is None or prepared.method == "native" else fitted.buffers),
         states=() if options.weights_only else tuple(states),
-        groups_restored=tuple(g for g in groups if g not in kept),
-        groups_kept=kept if not options.weights_only else tuple(range(len(live.hyperparameters))),
+        groups_restored=tuple(g for g in groups if g not in unrestored),
+        groups_kept=unrestored if not options.weights_only else tuple(range(len(live.hyperparameters))),
         scheduler=scheduler and checkpoint.scheduler is not None,
         loss_scale=scale and not options.weights_only and bool(live.stage or live.wrapper),
         missing=missing,

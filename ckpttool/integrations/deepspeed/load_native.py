@@ -1,4 +1,4 @@
-"""Native load: read the files that DeepSpeed itself would read, for an engine that would save such files."""
+"""Native load: read the files that DeepSpeed would load, for an engine with the same partitioning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_native(
     fitted: Fitted | None,
     options: LoadOptions,
 ) -> Prepared:
-    """Read the files that DeepSpeed loads on this rank.
+    """Read the files for this rank.
 
     Raises:
         CkptError: A file is missing, or reading failed.
@@ -41,36 +41,36 @@ def read_native(
         problem = "lies on a remote storage, but swap files of NVMe offload must be copied from a local disk"
         raise PlanError(checkpoint.location, problem, "copy it to local disk with cp")
     numbers = {file.name: number for number, file in enumerate(checkpoint.files)}
-    wanted = [name for name in native_files(live, list(numbers)) if name in numbers]
-    nbytes = sum(checkpoint.files[numbers[name]].nbytes for name in wanted)
+    needed = [name for name in native_files(live, list(numbers)) if name in numbers]
+    nbytes = sum(checkpoint.files[numbers[name]].nbytes for name in needed)
 
-    def later(name: str) -> Any:
+    def read_file(name: str) -> Any:
         if name not in numbers:
             raise LayoutError(f"{checkpoint.location}/{name}", "is missing", "restore it from a copy")
-        sums = checks_for(source_files(checkpoint), checkpoint, options.check)
-        with Sources(source_files(checkpoint), sums) as sources:
-            found = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
+        checks = checks_for(source_files(checkpoint), checkpoint, options.check)
+        with Sources(source_files(checkpoint), checks) as sources:
+            content = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
             sources.finish_checks()
             sources.check_unchanged()
-        return found
+        return content
 
-    # Without ZeRO, only the weights may identify the optimizer's numbered parameters.
+    # Without ZeRO the optimizer only numbers its parameters: names come from a comparison of weights.
     by_name = (
         not live.stage and live.model is not None and not live.engine.has_moe_layers and live.optimizer is not None
     )
     files: dict[str, Any] = {}
     if not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint))):
-        files = {name: later(name) for name in wanted}
+        files = {name: read_file(name) for name in needed}
     if by_name and live.model is not None:
-        fitted = stage0.prepare_whole(live, checkpoint, live.model, files.get(wanted[0]), strict=options.strict)
-    for held in files.values() if not live.stage and not by_name else ():
-        if isinstance(held, dict) and held.get("optimizer") is not None:
-            stage0.check_wrapper(live, checkpoint, held)
-            stage0.check_places(live, checkpoint, held)
-    own = () if fitted is None else fitted.notes
+        fitted = stage0.prepare_whole(live, checkpoint, live.model, files.get(needed[0]), strict=options.strict)
+    for content in files.values() if not live.stage and not by_name else ():
+        if isinstance(content, dict) and content.get("optimizer") is not None:
+            stage0.check_wrapper(live, checkpoint, content)
+            stage0.check_places(live, checkpoint, content)
+    notes = () if fitted is None else fitted.notes
     return Prepared(
-        method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, later=later,
-        notes=(*own, *map(str, checkpoint.notes), *checkpoint.remarks),
+        method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, read_file=read_file,
+        notes=(*notes, *map(str, checkpoint.notes), *checkpoint.remarks),
     )  # fmt: skip
 
 
@@ -81,25 +81,25 @@ def native_files(live: LiveEngine, names: Sequence[str]) -> list[str]:
     runtime/pipe/module.py (``load_state_dir``).
     """
     engine = live.engine
-    wanted = [engine._get_ckpt_name("", "")]
+    needed = [engine._get_ckpt_name("", "")]
     if live.stage:
         bf16 = engine.bfloat16_enabled()
-        wanted.append(engine._get_rank_zero_ckpt_name("", "", engine.checkpoint_mp_rank, live.rank, bf16_mode=bf16))
+        needed.append(engine._get_rank_zero_ckpt_name("", "", engine.checkpoint_mp_rank, live.rank, bf16_mode=bf16))
     elif engine.has_moe_layers:
         from deepspeed.utils import groups
 
         expert_rank = groups._get_expert_parallel_rank(groups._get_max_expert_size_name())
-        wanted.append(engine._get_optimizer_ckpt_name("", "", expert_rank))
+        needed.append(engine._get_optimizer_ckpt_name("", "", expert_rank))
     if live.model is None:
         grid, module = engine.module._grid, engine.module
         rank, ranks = grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()
         for number, layer in enumerate(module.forward_funcs):
             if hasattr(layer, "load_state_dict"):
                 files = sorted(fnmatch.filter(names, f"layer_{number + module._local_start:02d}-*model_states.pt"))
-                wanted += files[rank * len(files) // ranks :][:1]
+                needed += files[rank * len(files) // ranks :][:1]
     if not (live.stage == 3 and engine.has_moe_layers):
-        wanted += [expert.file for expert in own_experts(engine)]
-    return [os.path.basename(name) for name in wanted]
+        needed += [expert.file for expert in own_experts(engine)]
+    return [os.path.basename(name) for name in needed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class OwnExpert:
     file: str
     """Name of its file."""
     module: str
-    """Name of the layer, if its experts are stacked; "" if each is a module by itself."""
+    """Name of the layer, if its experts are stacked; "" if each expert is a module."""
     local: int
     """Index of the expert on this rank."""
     number: int

@@ -16,7 +16,7 @@ from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan.copy_checks import sample_checks, source_files
-from ckpttool.targets.replicas import ALIGNMENT, plan_packed
+from ckpttool.targets.replicas import ALIGNMENT, plan_replicas
 from ckpttool.targets.zero.layout import piece
 from ckpttool.targets.zero.shape import Shape, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.match import Fitted
 
 LEAST_SLICE_BYTES = 1 << 22
-"""Smallest slice of the replicated tensors that one rank reads."""
+"""Minimum bytes of a rank's slice of the replicated tensors."""
 
 
 def shape_of(live: LiveEngine) -> Shape:
@@ -64,16 +64,16 @@ def read_partitions(
         enabled = getattr(live.engine, f"{name}_enabled", None)
         if enabled is not None and enabled() and not options.weights_only:
             notes.append(f"the state of {name} is not restored")
-    packing, packed = plan_packed(fitted.checkpoint, _replicated(live, fitted))
-    plans.append(packing)
-    whole = packing.files[0].nbytes
+    replica_plan, tensors = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
+    plans.append(replica_plan)
+    total = replica_plan.files[0].nbytes
     ranks = live.topology.data_parallel
-    slice_bytes = max(LEAST_SLICE_BYTES, -(-whole // (ranks * ALIGNMENT)) * ALIGNMENT)
-    first = min(whole, live.rank * slice_bytes)
-    own = bytearray(0 if options.dry_run else min(whole, first + slice_bytes) - first)
-    replicas = Replicas(packed=packed, nbytes=whole, slice_bytes=slice_bytes, own=own)
+    slice_bytes = max(LEAST_SLICE_BYTES, -(-total // (ranks * ALIGNMENT)) * ALIGNMENT)
+    first = min(total, live.rank * slice_bytes)
+    own = bytearray(0 if options.dry_run else min(total, first + slice_bytes) - first)
+    replicas = Replicas(tensors=tensors, nbytes=total, slice_bytes=slice_bytes, own=own)
     nbytes = plans[0].nbytes_read if live.stage else 0
-    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in packed)
+    nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in tensors)
     prepared = Prepared(
         method="planned",
         checkpoint=checkpoint,
@@ -92,7 +92,7 @@ def read_partitions(
             for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
                 raise problem
         if own:
-            with VirtualFile(packing, packing.files[0], sources, memory=options.memory_bytes) as file:
+            with VirtualFile(replica_plan, replica_plan.files[0], sources, memory=options.memory_bytes) as file:
                 file.seek(first)
                 file.readinto(own)
         for target in plans[0].files if live.stage else ():
@@ -139,9 +139,9 @@ def _check_partitions(live: LiveEngine, checkpoint: Checkpoint, states: Mapping[
     masters = _masters(states)
     paddings = states.get("group_paddings") or [0] * len(masters)
     planned = [m.numel() + padding for m, padding in zip(masters, paddings, strict=True)]
-    own = [int(m.numel()) for m in live.masters]
-    if planned != own:
-        problem = f"partitions of {planned} elements were planned, and the engine of DeepSpeed {version()} has {own}"
+    actual = [int(m.numel()) for m in live.masters]
+    if planned != actual:
+        problem = f"has partitions of {planned} elements by plan, but the engine of DeepSpeed {version()} has {actual}"
         raise LayoutError(checkpoint.location, problem, "convert it, and use engine.load_checkpoint")
 
 

@@ -17,7 +17,7 @@ from ckpttool.storage import connect
 from ckpttool.targets.zero.layout import sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
 from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
-from ckpttool.targets.zero.writer import held_by
+from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -32,7 +32,7 @@ def prepare(
     checkpoint: Checkpoint,
     options: LoadOptions,
 ) -> Prepared:
-    """Match a checkpoint with an engine, choose the method, and read the state of this rank; the engine stays as it is.
+    """Match a checkpoint with an engine, choose the method, and read the state of this rank, without changes to it.
 
     Args:
         live: The engine.
@@ -43,7 +43,7 @@ def prepare(
         CkptError: The checkpoint does not fit the engine, or reading failed.
     """
     if isinstance(connect(checkpoint.storage), ChecksummedStorage):
-        options = replace(options, check="off")  # its manifest has all checksums
+        options = replace(options, check="off")  # the manifest has all checksums
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored
     for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:
@@ -89,13 +89,15 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
     if weights_only:
         return "only weights are to be loaded"
     if not _same_kind(live, checkpoint):
-        return "was saved with another stage, type or format than the engine's"
-    odd = fitted.missing or fitted.unexpected
-    if odd or (live.stage and (fitted.fresh or fitted.kept or fitted.regrouped)):
-        return "does not hold exactly the engine's parameters in its groups"
+        return "differs from the engine in stage, dtype or format"
+    differs = fitted.missing or fitted.unexpected
+    if differs or (live.stage and (fitted.fresh or fitted.unrestored_groups or fitted.regrouped)):
+        return "does not have exactly the engine's parameters and groups"
     if live.stage == 0:
         return (
-            "" if live.topology.expert_parallel == checkpoint.topology.expert_parallel else "spreads experts otherwise"
+            ""
+            if live.topology.expert_parallel == checkpoint.topology.expert_parallel
+            else "has another expert-parallel size"
         )
     if live.topology != checkpoint.topology:
         return "was saved by other ranks"
@@ -114,30 +116,30 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
             for n in (limit, live.sub_group_size)
         ]
         if cuts[0] != cuts[1]:
-            return "was cut into other sub-groups"
+            return "has other sub-groups"
     return ""
 
 
 def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOptions) -> Fitted:
     if not live.engine.has_moe_layers:
-        # At stage 0 DeepSpeed restores the optimizer itself; names and shapes are compared all the same.
+        # At stage 0 DeepSpeed restores the optimizer itself; names and shapes are compared nevertheless.
         return fit(checkpoint, model, strict=options.strict, weights_only=options.weights_only or not live.stage)
     # Each rank names its experts by local indexes.
     if live.stage:
         try:
-            held = held_by(checkpoint, shape_of(live), live.rank)
+            planned = local_shapes(checkpoint, shape_of(live), live.rank)
         except ValueError as error:
             raise PlanError(checkpoint.location, str(error), CONVERT) from error
         ours = [[(name, model.shapes[name]) for name in names] for names in model.groups]
-        if held != ours:
-            flat, own = ([item for group in groups for item in group] for groups in (held, ours))
-            odd = next((b[0] for a, b in zip(flat, own, strict=False) if a != b), "other groups")
-            problem = f"trains other parameters than the model of experts, or in another order: {odd}"
-            raise PlanError(
-                checkpoint.location, problem, "build the optimizer with the same groups as in the saved run"
-            )
+        if planned != ours:
+            flat, actual = ([item for group in groups for item in group] for groups in (planned, ours))
+            difference = next((b[0] for a, b in zip(flat, actual, strict=False) if a != b), "other groups")
+            problem = f"differs from the model in the trained parameters of experts, or in their order: {difference}"
+            raise PlanError(checkpoint.location, problem, "build the optimizer with the groups of the saved run")
     elif options.weights_only:
-        raise PlanError(checkpoint.location, "cannot be spread over an engine's experts without ZeRO", "choose stage 1")
+        raise PlanError(
+            checkpoint.location, "cannot be distributed over an engine's experts without ZeRO", "choose stage 1"
+        )
     if any(NATIVE.fullmatch(b.name) for b in checkpoint.buffers):
         problem = "holds buffers of experts, which cannot be distributed over ranks"
         raise PlanError(checkpoint.location, problem, "convert it to zero, and use engine.load_checkpoint")
@@ -147,10 +149,10 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
         parameters = tuple(p if p.frozen else _without_moments(checkpoint, p) for p in checkpoint.parameters)
         groups = tuple(replace(g, scalars={}) for g in checkpoint.groups)
         fitted = replace(checkpoint, parameters=parameters, groups=groups)
-    there = {b.name for b in checkpoint.buffers} | {p.name for p in checkpoint.parameters if p.frozen}
-    missing = tuple(n for n in (*model.buffers, *model.frozen) if n not in there and live.stage)
+    stored = {b.name for b in checkpoint.buffers} | {p.name for p in checkpoint.parameters if p.frozen}
+    missing = tuple(n for n in (*model.buffers, *model.frozen) if n not in stored and live.stage)
     if options.strict and missing:
-        hint = "pass strict=False, and these keep the model's values"
+        hint = "pass strict=False, and they keep the model's values"
         raise PlanError(checkpoint.location, f"lacks {listed(missing)} of the model", hint)
     return Fitted(checkpoint=fitted, buffers=buffers, missing=missing)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
-    from ckpttool.integrations.deepspeed.capture import Collected
+    from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.model import Checkpoint
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 TIMEOUT = 1800.0
-"""Default of the seconds that a rank may be behind the others."""
+"""Default of ``timeout``: seconds that a rank may be behind the others."""
 MEETING = "manager"
-"""Purpose of a meeting of ranks: a manager joins one with its first save or restore, not when it is made."""
+"""Purpose of the ranks' agreement: a manager joins with its first save or restore, not in its constructor."""
 GRACE = 3600.0
-"""Default of the seconds after which files of a killed save are removed."""
+"""Default of ``grace``: seconds after which files of a killed save are removed."""
 
 
 class CheckpointManager:
@@ -60,14 +60,14 @@ class CheckpointManager:
 
     Args:
         root: Directory or URL of all checkpoints of the run; every rank must reach it.
-        keep_last: Keep so many of the newest. Without any rule all are kept.
-        keep_every: Keep those whose step is a multiple of this.
+        keep_last: Number of newest checkpoints to keep. Without any rule all are kept.
+        keep_every: Keep checkpoints whose step is a multiple of this.
         keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
-        async_save: Return as soon as the state is copied to the host's memory, and write in the background.
-        timeout: Seconds that a rank may be behind the others before a save is given up.
+        async_save: Return after the state is copied to host memory, and write in the background.
+        timeout: Seconds that a rank may be behind the others before a save fails.
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.
-        on_save: Called on every rank after each save, in the thread that saved.
-        signals: Announce the end of the run, as ``signal.SIGTERM`` does on most clusters; see ``preempted``.
+        on_save: Called on every rank after each save, in the thread of the save.
+        signals: Signals that announce the end of the run (``signal.SIGTERM`` on most clusters); see ``preempted``.
         storage_options: As for ``inspect``. With ``follow_links``, ``restore`` follows links on local disk that leave
             the root.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
@@ -156,15 +156,15 @@ class CheckpointManager:
             engine: What ``deepspeed.initialize`` returned.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps.
             client_state: State to save with the checkpoint; ``restore`` returns it.
-            metrics: Numbers by which ``keep_best`` compares; those of the first rank are saved.
+            metrics: Numbers for ``keep_best``; the manifest gets those of the first rank.
             overwrite: Replace a checkpoint of that name.
             exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
 
         Returns:
-            The report; None with ``async_save``, where the background writes it.
+            The report; None with ``async_save``: ``on_save`` gets it.
 
         Raises:
-            CkptError: This save failed, or the one before it in the background; names the rank. Nothing was committed.
+            CkptError: This save failed, or the previous one in the background; names the rank. Nothing was committed.
         """
         self.wait()
         return self.save_into(
@@ -178,7 +178,7 @@ class CheckpointManager:
     ) -> SaveReport | None:  # fmt: skip
         """Like ``save``, but into another root; call ``wait`` first. Ray Train has one directory per checkpoint."""
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.capture import check_engine, collect, groups_without_zero
+        from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
 
         requests: list[Request] = []
 
@@ -198,7 +198,7 @@ class CheckpointManager:
             )
             check_client_state(client_state)
 
-        ranks = self._meet()
+        ranks = self._agreeing_ranks()
         asked = {
             "root": root, "tag": tag, "overwrite": overwrite, "exclude_frozen_parameters": exclude_frozen,
             "async_save": self.saves_in_background, "step": getattr(engine, "global_steps", None),
@@ -206,27 +206,27 @@ class CheckpointManager:
         what = posixpath.join(root, str(tag)) if tag is not None else root
         agree_to_begin(ranks, what, asked, check, timeout=self._timeout)
         (request,) = requests
-        collected = collect(
+        captured = capture(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
             exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
         )  # fmt: skip
         if not self.saves_in_background:
-            report = self._write(root, ranks, request, collected, began, None)
+            report = self._write(root, ranks, request, captured, began, None)
             if report.error is not None:
                 raise report.error
             return report
         stall = time.perf_counter() - began
         try:
-            self._background.start(lambda: self._write(root, ranks, request, collected, began, stall).error)
+            self._background.start(lambda: self._write(root, ranks, request, captured, began, stall).error)
         except RuntimeError as error:
-            collected.release()
+            captured.release()
             problem = f"was not saved: the program is ending ({error})"
             raise PlanError(posixpath.join(root, request.tag), problem, "save before its end") from error
         return None
 
     @property
     def saving(self) -> bool:
-        """Whether this rank's background save is running now."""
+        """Whether a background save of this rank is running."""
         return self._background.running
 
     def wait(self) -> None:
@@ -243,22 +243,22 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:  # fmt: skip
         """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may have changed.
 
-        Torn and damaged checkpoints are skipped, with a warning in the log. Where this class saved the checkpoint, all
-        bytes read are compared with its checksums before the engine is touched.
+        Incomplete and damaged checkpoints are skipped, with a warning in the log. For checkpoints saved by this class,
+        all bytes read are compared with the checksums before the engine changes.
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
-            tag: Load this one and no other.
+            tag: Load only this checkpoint.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
-            require_committed: Fail if the newest checkpoint has no manifest, as DeepSpeed's own saves.
+            require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
 
         Returns:
             The client state of the checkpoint; None if there is no checkpoint. ``restored`` has the report.
 
         Raises:
-            CkptError: There are checkpoints, and none of them can be restored; the same on every rank.
+            CkptError: There are checkpoints, but none can be restored; the same on every rank.
         """
         options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._allow)
         return self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
@@ -267,7 +267,7 @@ class CheckpointManager:
         self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
         require_committed: bool = False, require_signed: bool = False,
     ) -> LoadReport | None:  # fmt: skip
-        """Report what ``restore`` would do, on every rank; the engine stays as it is. None without a checkpoint."""
+        """Report what ``restore`` would do, on every rank, without changes to the engine. None without a checkpoint."""
         before = self.restored
         options = LoadOptions(strict=strict, weights_only=weights_only, dry_run=True, allow=self._allow)
         try:
@@ -290,7 +290,7 @@ class CheckpointManager:
         return self.restore_first(found, engine, options, fall_back=tag is None, open_=opener)
 
     def opener(self, *, committed: bool = False, signed: bool = False) -> Opener:
-        """A function that opens a checkpoint to restore.
+        """Return a function that opens a checkpoint to restore.
 
         Args:
             committed: Refuse checkpoints without a manifest.
@@ -309,11 +309,16 @@ class CheckpointManager:
         self, engine: Any, search: Callable[[], Any], options: LoadOptions, **arguments: Any
     ) -> list[Candidate]:
         """Search for candidates on the first rank, when all ranks are ready to restore with the same arguments."""
-        from ckpttool.integrations.deepspeed.engine import look
+        from ckpttool.integrations.deepspeed.engine import inspect_engine
 
         arguments |= {"strict": options.strict, "weights_only": options.weights_only, "dry_run": options.dry_run}
         found = agree_to_begin(
-            self._meet(), self.root, arguments, lambda: _discard(look(engine)), timeout=self._timeout, decide=search
+            self._agreeing_ranks(),
+            self.root,
+            arguments,
+            lambda: _discard(inspect_engine(engine)),
+            timeout=self._timeout,
+            decide=search,
         )
         return [Candidate(*one) for one in found]
 
@@ -321,12 +326,12 @@ class CheckpointManager:
         self, found: Sequence[Candidate], engine: Any, options: LoadOptions, *, fall_back: bool,
         open_: Opener = open_whole,
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Restore the first of some checkpoints; with ``fall_back``, the next one where it is damaged."""
+        """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged."""
         from ckpttool.integrations.deepspeed.load import restore_engine
         from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 
         self.restored = None
-        ranks, storage = self._meet(), self.source
+        ranks, storage = self._agreeing_ranks(), self.source
         first: CkptError | None = None
         for candidate in found:
             try:
@@ -336,7 +341,7 @@ class CheckpointManager:
                 agree = partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout)
                 report = restore_engine(engine, checkpoint, options, agree)
             except (PlanError, LinkError):
-                raise  # it is whole but does not fit, or the user must decide: an older one would be no better
+                raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
                 if not fall_back:
                     raise
@@ -355,9 +360,9 @@ class CheckpointManager:
         return None
 
     def preempted(self, *, reset: bool = False) -> bool:
-        """Whether a signal has announced the end of the run on any rank; call it on every rank, once a step.
+        """Return whether a signal has announced the end of the run on any rank; call it on every rank, once a step.
 
-        If so, save, wait, and leave the loop: the signal is noted, and passed to the handler that was there before.
+        If so, save, wait, and leave the loop. Signals are also passed to the handlers set before the manager.
 
         Args:
             reset: Forget the signal, to continue training. The same on every rank.
@@ -366,25 +371,25 @@ class CheckpointManager:
 
         if self._group is None:
             self._group = own_group()
-        noted = self._signals.noted  # before the ranks talk: another signal may arrive meanwhile
+        noted = self._signals.noted  # before the collective: another signal may arrive meanwhile
         found = any_of(self._group, noted)
         if reset and noted:
             self._signals.noted = False
         return found
 
     def _write(
-        self, root: str, ranks: Ranks, request: Request, collected: Collected, began: float, stall: float | None
+        self, root: str, ranks: Ranks, request: Request, captured: CapturedFiles, began: float, stall: float | None
     ) -> SaveReport:
-        """Write the state that was collected; never raises."""
-        before, nbytes = self._storage.retries.count, sum(f.nbytes for f in collected.files)
+        """Write the captured state; never raises."""
+        before, nbytes = self._storage.retries.count, sum(f.nbytes for f in captured.files)
         error: CkptError | None = None
         try:
-            collected.prove(self._allow)
-            if collected.unknown and ranks.rank == 0:
-                names = list(dict.fromkeys(collected.unknown))
+            captured.check_pickles(self._allow)
+            if captured.unknown and ranks.rank == 0:
+                names = list(dict.fromkeys(captured.unknown))
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
-            request = replace(request, beside=collected.beside, sign_key=self._key)
-            save(self._storage, root, ranks, request, collected.files, failed=collected.failed, timeout=self._timeout)
+            request = replace(request, sidecars=captured.root_files, sign_key=self._key)
+            save(self._storage, root, ranks, request, captured.files, failed=captured.failed, timeout=self._timeout)
         except CkptError as failed:
             error = failed
         except Exception as failed:
@@ -392,7 +397,7 @@ class CheckpointManager:
             path = posixpath.join(root, request.tag)
             error = PlanError(path, f"was not saved: {type(failed).__name__}: {failed}", "see the log")
         finally:
-            collected.release()
+            captured.release()
         seconds = time.perf_counter() - began
         retries = self._storage.retries.count - before
         report = SaveReport(
@@ -404,7 +409,7 @@ class CheckpointManager:
             LOG.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", report)
         else:
             LOG.error("%s", report)
-        self._tell(report)
+        self._notify(report)
         if error is None and ranks.rank == 0:
             try:
                 tidy(self._storage, root, self._rules, grace=self._grace)
@@ -412,7 +417,7 @@ class CheckpointManager:
                 LOG.exception("old checkpoints were not removed")
         return report
 
-    def _tell(self, report: SaveReport) -> None:
+    def _notify(self, report: SaveReport) -> None:
         if self._on_save is None:
             return
         try:
@@ -420,7 +425,7 @@ class CheckpointManager:
         except Exception:
             LOG.exception("on_save failed")
 
-    def _meet(self) -> Ranks:
+    def _agreeing_ranks(self) -> Ranks:
         if self._ranks is None:
             from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
@@ -428,7 +433,7 @@ class CheckpointManager:
         return self._ranks
 
     def _host_memory(self, engine: Any) -> HostMemory | None:
-        """Buffers to copy the state to; None where it can be written from where it is, in the host's memory."""
+        """Return buffers for a copy of the state; None if it can be written directly from host memory."""
         on_device = engine.device.type != "cpu"
         if self._memory is None and (self.saves_in_background or on_device):
             from ckpttool.integrations.deepspeed.host_memory import HostMemory
@@ -438,7 +443,7 @@ class CheckpointManager:
 
 
 def _skip_meeting() -> None:
-    """Count a manager that could not be made: other ranks may have made theirs, and will meet."""
+    """Count a failed constructor: the managers of other ranks may exist, and will wait for this count."""
     with contextlib.suppress(ImportError):
         from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
@@ -446,4 +451,4 @@ def _skip_meeting() -> None:
 
 
 def _discard(value: object) -> None:
-    """Ignore a value, in a place for expressions alone."""
+    """Ignore a value: turns an expression into a statement."""

@@ -27,11 +27,11 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Candidate]:
         raise StorageError(root, "is a file", "pass a directory")
     if tag is None:
         found = candidates(storage, root)
-        if against := contradiction(storage, root, found):
-            LOG.warning("%s: %s; resuming from %s", root, against, found[0].tag)
+        if problem := contradiction(storage, root, found):
+            LOG.warning("%s: %s; resuming from %s", root, problem, found[0].tag)
         return found
     path = posixpath.join(root, tag)
     if not storage.is_dir(path):
-        there = ", ".join(c.tag for c in candidates(storage, root)) or "none"
-        raise LayoutError(root, f"holds no checkpoint of tag {tag!r}", f"these are there: {there}")
+        names = ", ".join(c.tag for c in candidates(storage, root)) or "none"
+        raise LayoutError(root, f"holds no checkpoint of tag {tag!r}", f"choose one of: {names}")
     return [Candidate(tag, path, is_commit(storage, path))]

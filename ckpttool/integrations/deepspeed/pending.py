@@ -1,4 +1,4 @@
-"""Accumulated gradients of an engine: a load replaces their weights, so that they must be dropped.
+"""Drop the accumulated gradients of an engine: a load replaces their weights.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``zero_grad``, ``micro_steps``), runtime/zero/stage_1_and_2.py
 (``independent_gradient_partition_epilogue``, ``step``), runtime/zero/stage3.py (``zero_grad``: the next micro batch
@@ -20,7 +20,7 @@ def micro_batches(live: LiveEngine) -> int:
 
 
 def drop_gradients(live: LiveEngine) -> None:
-    """Drop accumulated gradients, so that the engine is as between two steps."""
+    """Drop accumulated gradients, as after a step."""
     count = micro_batches(live)
     if not count:
         return

@@ -1,25 +1,22 @@
-"""Data between the two halves of a load: how to read, and the state that was read."""
+"""Data between the two halves of a load: the options, and the state read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import ArgumentError
-from ckpttool.messages import brief
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckpttool.execution.read_checks import Check, ReadChecks
     from ckpttool.model import Checkpoint
-    from ckpttool.targets.replicas import Packed
+    from ckpttool.targets.replicas import PackedTensor
     from ckpttool.targets.zero.match import Fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What a load restores, and how it reads; see ``ckpttool.load`` for the arguments of the same names."""
+    """Options of a load; see ``ckpttool.load`` for the arguments of the same names."""
 
     strict: bool = True
     weights_only: bool = False
@@ -28,29 +25,25 @@ class LoadOptions:
     check: Check = "read"
     """The recorded CRC-32 to compare; a storage with a manifest compares by itself."""
     allow: tuple[str, ...] = ()
-    """Classes that the user trusts: their objects are built, which runs their code."""
+    """Trusted classes: a load builds their objects, which runs their code."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that requests in flight may take where the checkpoint is remote.
+        """Maximum bytes of requests in flight for a remote checkpoint.
 
         Raises:
             ArgumentError: ``memory`` is no size.
         """
         from ckpttool.execution.streaming import memory_bytes
 
-        try:
-            return memory_bytes(self.memory)
-        except ValueError:
-            problem = f"is {brief(self.memory)}, not a size"
-            raise ArgumentError("memory", problem, "write 5GB, 512MiB or a number of bytes") from None
+        return memory_bytes(self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replicas:
     """Replicated tensors: each rank reads one slice and gathers the others from the other ranks."""
 
-    packed: Sequence[Packed]
+    tensors: Sequence[PackedTensor]
     """Offset of each tensor in the concatenation."""
     nbytes: int
     """Bytes of the concatenation."""
@@ -62,7 +55,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """State that was read for one rank, before the engine gets it."""
+    """The state of one rank, read but not yet loaded into the engine."""
 
     method: str
     """"native" or "planned"; see ``LoadReport.method``."""
@@ -75,18 +68,18 @@ class Prepared:
     """Bytes read, or planned to be read."""
     files: dict[str, Any] = field(default_factory=dict)
     """Native: content of each file, by its name."""
-    later: Callable[[str], Any] | None = None
-    """Native: reads any other file."""
+    read_file: Callable[[str], Any] | None = None
+    """Native: function that reads any other file."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Planned: this rank's optimizer states."""
     model: dict[str, Any] = field(default_factory=dict)
     """Planned: this rank's model states, without replicas and weights cast from the fp32 master weights."""
     replicas: Replicas | None = None
     checks: ReadChecks | None = None
-    """Planned: checksums of the bytes that this rank has read, to compare when all ranks have read."""
+    """Planned: checksums of the bytes read by this rank, to compare after all ranks have read."""
 
-    def forget(self) -> None:
-        """Free the state that the engine has."""
+    def release(self) -> None:
+        """Free the state after the engine has loaded it."""
         self.files.clear()
         self.optimizer.clear()
         self.model.clear()

@@ -25,17 +25,17 @@ class LoadReport:
     tag: str
     """Its name."""
     step: int | None
-    """Steps of the run that saved it."""
+    """Steps of the saved run."""
     method: str
     """"native" if DeepSpeed got the content of its own files, "planned" if each rank read its ranges of the source."""
     dry_run: bool
-    """True if the engine was left as it was."""
+    """True if the engine was not changed."""
     weights_only: bool
-    """True if only weights were to be restored."""
+    """True if only weights were requested."""
     source: Topology
-    """Ranks of the run that saved it."""
+    """Ranks of the saved run."""
     source_stage: int | None
-    """Its ZeRO stage; None for a format that has none."""
+    """Its ZeRO stage; None for a format without stages."""
     target: Topology
     """Ranks of the engine."""
     target_stage: int
@@ -47,23 +47,23 @@ class LoadReport:
     buffers: int
     """Buffers restored."""
     states: tuple[str, ...]
-    """The optimizer's states that were restored, by name."""
+    """Names of the restored optimizer states."""
     groups_restored: tuple[int, ...]
-    """The engine's parameter groups that have the checkpoint's hyper-parameters now."""
+    """Indexes of the engine's parameter groups that got the checkpoint's hyper-parameters."""
     groups_kept: tuple[int, ...]
-    """The parameter groups that have kept their own."""
+    """Indexes of the parameter groups that kept their own."""
     scheduler: bool
     """Whether the learning-rate scheduler was restored."""
     loss_scale: bool
     """Whether the loss scale was restored."""
     missing: tuple[str, ...] = ()
-    """Parameters and buffers that the checkpoint lacks: they have kept the engine's values."""
+    """Parameters and buffers missing in the checkpoint: they kept the engine's values."""
     unexpected: tuple[str, ...] = ()
-    """Parameters and buffers of the checkpoint that the engine lacks."""
+    """Parameters and buffers of the checkpoint that are not in the engine."""
     notes: tuple[str, ...] = ()
     """State that was not restored, and remarks on the checkpoint."""
     nbytes_read: int
-    """Bytes of tensors that this rank has read, or would read."""
+    """Bytes of tensors read by this rank, or to be read."""
     seconds: float
     """Wall time."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
@@ -89,8 +89,8 @@ class LoadReport:
         held += ["scheduler"] * self.scheduler + ["loss scale"] * self.loss_scale
         held += [f"client state ({', '.join(map(str, self.client_state))})"] * bool(self.client_state)
         lines.append(f"with it: {', '.join(held) or 'nothing but weights'}")
-        lines += [f"missing there, left as they were: {listed(self.missing)}"] * bool(self.missing)
-        lines += [f"without a place here, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
+        lines += [f"missing in the checkpoint, unchanged: {listed(self.missing)}"] * bool(self.missing)
+        lines += [f"not in the engine, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -105,19 +105,19 @@ class SaveReport:
     path: str
     """Its directory."""
     nbytes: int
-    """Bytes that this rank wrote."""
+    """Bytes written by this rank."""
     stall_seconds: float
     """Seconds that the train loop waited for the save."""
     seconds: float
     """Seconds from the call to the commit."""
     retries: int
-    """Requests to the store that were retried."""
+    """Retried requests to the store."""
     error: CkptError | None = None
     """The error of a failed save; None for a committed one."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes that this rank wrote, over the time from the call to the commit."""
+        """Bytes written by this rank, per second from the call to the commit."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:

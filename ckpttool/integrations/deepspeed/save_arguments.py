@@ -13,14 +13,14 @@ from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, MARK
 
 MAX_NAME_BYTES = 200
-"""Longest part of a tag: names are limited to 255 bytes, and suffixes are added while it is replaced or removed."""
+"""Maximum bytes of a part of a tag: file names have at most 255, and a replacement or removal adds suffixes."""
 NOT_TAGS = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
-"""Names that lie beside tags."""
+"""Names of files in the root: no tag may have them."""
 CHOOSE = "choose another tag"
 
 
 def checked_tag(given: Any) -> str:
-    """A tag as a name of a directory.
+    """Return a tag that can name a directory.
 
     Raises:
         ArgumentError: It cannot be one.
@@ -33,15 +33,15 @@ def checked_tag(given: Any) -> str:
         problem = f"cannot be {brief(tag, 40)}: no part of a tag may be longer than {MAX_NAME_BYTES} bytes"
         raise ArgumentError("tag", problem, CHOOSE)
     if tag in NOT_TAGS or tag.endswith((REPLACED, PARTIAL, ".removed")):
-        raise ArgumentError("tag", f"cannot be {brief(tag)}: files of that name lie beside checkpoints", CHOOSE)
+        raise ArgumentError("tag", f"cannot be {brief(tag)}: the root has a file of that name", CHOOSE)
     return tag
 
 
 def check_client_state(client_state: Any) -> None:
-    """Refuse client state whose names would not come back on restore.
+    """Refuse client state whose names a restore would not return.
 
     Raises:
-        ArgumentError: It is no mapping, or has a name that is not text or is DeepSpeed's.
+        ArgumentError: It is not a mapping, or has a name that is not text or is reserved by DeepSpeed.
     """
     from ckpttool.formats.zero.module import ENGINE_KEYS
 
@@ -57,20 +57,20 @@ def check_client_state(client_state: Any) -> None:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats.
+    """Return metrics as floats.
 
     Raises:
-        ArgumentError: They are no mapping of names to numbers.
+        ArgumentError: They are not a mapping of names to numbers.
     """
     try:
         return {str(name): float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
         problem = f"are not a mapping of names to numbers ({type(error).__name__}: {error})"
-        raise ArgumentError("metrics", problem, "pass floats, and leave out what was not measured") from error
+        raise ArgumentError("metrics", problem, "pass floats, and leave out missing values") from error
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that save, for the manifest."""
+    """Return the versions of the saving packages, for the manifest."""
     import deepspeed
     import torch
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class SignalWatch:
-    """Notes signals, and calls the handlers that were there before; ``restore`` puts those back.
+    """Notes signals, and calls the previous handlers; ``restore`` sets those again.
 
     Args:
         numbers: The signals.
 
     Raises:
-        ArgumentError: One is no signal or cannot be handled, or this is not the main thread; no handler is changed.
+        ArgumentError: A number is not a signal or cannot be handled, or this is not the main thread.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class SignalWatch:
         try:
             before = signal.getsignal(number)
         except (ValueError, TypeError) as error:
-            raise ArgumentError("signals", f"has {number!r}, which is no signal", "use signal.SIGTERM") from error
+            raise ArgumentError("signals", f"has {number!r}, which is not a signal", "use signal.SIGTERM") from error
         try:
             signal.signal(number, self._note)
         except OSError as error:
@@ -55,7 +55,7 @@ class SignalWatch:
             before(number, frame)
 
     def restore(self) -> None:
-        """Put the handlers back, but not in place of handlers that were set since; in the main thread only."""
+        """Set the previous handlers again, except over handlers that other code has set since; main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():

@@ -1,8 +1,8 @@
 """Load optimizers without ZeRO: match the numbered parameters of the checkpoint by name, in the engine's order.
 
 Source: DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py (``state_dict``), and
-torch.optim.Optimizer (``state_dict``): groups list numbers, the optimizer's own order is all that tells which parameter
-each stands for.
+torch.optim.Optimizer (``state_dict``): groups list numbers; only the order of the optimizer relates them to
+parameters.
 """
 
 from __future__ import annotations
@@ -43,57 +43,57 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
 
 
 def needs_weights(live: LiveEngine, checkpoint: Checkpoint) -> bool:
-    """Whether only a comparison of fp32 master weights with the model's weights identifies the names."""
+    """Return whether only a comparison of fp32 master weights with the model's weights identifies the names."""
     return bool(live.wrapper) and saved_names(checkpoint) is None
 
 
 def prepare_whole(
-    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: dict[str, Any] | None, *, strict: bool
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: dict[str, Any] | None, *, strict: bool
 ) -> Fitted:
     """Match an optimizer without ZeRO with the engine's, and sort its states into the engine's order.
 
     Args:
         live: The engine.
-        checkpoint: Saved at stage 0, in the engine's type.
+        checkpoint: A checkpoint of stage 0, in the engine's dtype.
         model: The engine's names.
-        held: The model states, whose optimizer is replaced; None if they need not be read.
+        model_states: The model states; their optimizer is replaced. None if they need not be read.
         strict: As for ``fit``.
 
     Raises:
         PlanError: Names cannot be identified, or do not fit.
     """
-    check_wrapper(live, checkpoint, held)
-    fitted, names = fit_whole(live, checkpoint, model, held, strict=strict)
-    if held is not None:
-        held["optimizer"] = reordered(live, checkpoint, model, fitted, names, held)
+    check_wrapper(live, checkpoint, model_states)
+    fitted, names = fit_whole(live, checkpoint, model, model_states, strict=strict)
+    if model_states is not None:
+        model_states["optimizer"] = reordered(live, checkpoint, model, fitted, names, model_states)
     return fitted
 
 
-def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, Any] | None) -> None:
+def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, model_states: Mapping[str, Any] | None) -> None:
     """Check that the engine's wrapper also saved the fp32 master weights.
 
     Raises:
         PlanError: The checkpoint lacks them.
     """
-    if held is None:
+    if model_states is None:
         return
-    saved = held.get("optimizer")
-    kept = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}.get(live.wrapper, "state")
-    if not isinstance(saved, dict) or kept not in saved:
-        problem = f"keeps no {kept}, which the engine's {live.wrapper or type(live.optimizer).__name__} loads"
+    saved = model_states.get("optimizer")
+    key = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}.get(live.wrapper, "state")
+    if not isinstance(saved, dict) or key not in saved:
+        problem = f"has no {key}: the engine's {live.wrapper or type(live.optimizer).__name__} loads it"
         raise PlanError(checkpoint.location, problem, REBUILD)
 
 
 def fit_whole(
-    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: Mapping[str, Any] | None, *, strict: bool
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None, *, strict: bool
 ) -> tuple[Fitted, Names]:
     """Match an optimizer without ZeRO with the engine's, by name.
 
     Args:
         live: The engine.
-        checkpoint: Saved at stage 0, in the engine's type.
+        checkpoint: A checkpoint of stage 0, in the engine's dtype.
         model: The engine's names.
-        held: The model states; None if they need not be read.
+        model_states: The model states; None if they need not be read.
         strict: As for ``fit``.
 
     Returns:
@@ -104,8 +104,8 @@ def fit_whole(
     """
     names = saved_names(checkpoint)
     if names is None:
-        names = _told_names(live, checkpoint, model, held)
-    groups = {name: g for g, own in enumerate(names) for name in own}
+        names = _names_from_files(live, checkpoint, model, model_states)
+    groups = {name: g for g, names_of_group in enumerate(names) for name in names_of_group}
     unknown = [
         n for n in groups if n not in {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
     ]
@@ -122,35 +122,40 @@ def fit_whole(
     known = replace(
         checkpoint,
         parameters=tuple(parameters),
-        groups=tuple(replace(g, parameters=tuple(own)) for g, own in zip(checkpoint.groups, names, strict=True)),
-        unsliceable=(),
+        groups=tuple(
+            replace(g, parameters=tuple(names_of_group))
+            for g, names_of_group in zip(checkpoint.groups, names, strict=True)
+        ),
+        nonpartitionable=(),
     )
     return fit(known, model, strict=strict, weights_only=False), names
 
 
-def _told_names(live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, held: Mapping[str, Any] | None) -> Names:
+def _names_from_files(
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None
+) -> Names:
     """Identify names from the files: shapes, order, and fp32 master weights that equal the model's weights."""
-    told = [list(g.parameters) for g in checkpoint.groups]
-    is_told = all(told) and not any(": optimizer" in u for u in checkpoint.unsliceable)
+    recorded = [list(g.parameters) for g in checkpoint.groups]
+    is_recorded = all(recorded) and not any(": optimizer" in u for u in checkpoint.nonpartitionable)
     if not live.wrapper:
-        if is_told:
-            return told
-        problem = "does not say which parameter each of the optimizer's states belongs to: several orders fit"
-        raise PlanError(checkpoint.location, problem, "pass weights_only=True; what CheckpointManager saves says it")
-    if held is None:
+        if is_recorded:
+            return recorded
+        problem = "does not record the parameter of each optimizer state, and several orders fit"
+        raise PlanError(checkpoint.location, problem, "pass weights_only=True; CheckpointManager records it")
+    if model_states is None:
         raise PlanError(checkpoint.location, "was not read", "this is a bug in ckpttool")
     source = _sources(checkpoint, model)
-    own = [[source[n] for n in names] for names in model.groups]
-    for names in ([told] if is_told else []) + [own]:
-        if _masters_fit(live, held, names):
+    engine_names = [[source[n] for n in names] for names in model.groups]
+    for names in ([recorded] if is_recorded else []) + [engine_names]:
+        if _masters_fit(live, model_states, names):
             return names
-    problem = "does not say which parameter each master belongs to: they are not the model's weights in any known order"
+    problem = "does not record the parameter of each fp32 master, and no known order fits the model's weights"
     raise PlanError(checkpoint.location, problem, REBUILD)
 
 
-def _masters_fit(live: LiveEngine, held: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
-    """Whether fp32 master weights, cast to the type of the weights, equal the model's weights of that name."""
-    module, saved = held["module"], held["optimizer"]
+def _masters_fit(live: LiveEngine, model_states: Mapping[str, Any], names: Sequence[Sequence[str]]) -> bool:
+    """Return whether fp32 master weights, cast to the dtype of the weights, equal the model's weights of that name."""
+    module, saved = model_states["module"], model_states["optimizer"]
     if any(name not in module for own in names for name in own):
         return False
     try:
@@ -194,25 +199,30 @@ def _cut(flat: Any, shapes: Sequence[Any]) -> list[Any]:
 
 
 def reordered(
-    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, fitted: Fitted, names: Names, held: Mapping[str, Any]
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    model: LiveModel,
+    fitted: Fitted,
+    names: Names,
+    model_states: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Reorder the saved optimizer state to the engine's groups; no copy if the order is the same.
 
     Raises:
         PlanError: Sizes differ from those of the named parameters.
     """
-    module, saved = held["module"], dict(held["optimizer"])
+    module, saved = model_states["module"], dict(model_states["optimizer"])
     base = saved["optimizer_state_dict"] if live.wrapper else saved
     source = _sources(checkpoint, model)
-    wanted = [[source[n] for n in group.parameters] for group in fitted.checkpoint.groups]
-    options = _options(live, base, fitted, names, wanted)
+    engine_names = [[source[n] for n in group.parameters] for group in fitted.checkpoint.groups]
+    options = _options(live, base, fitted, names, engine_names)
     if fitted.regrouped or fitted.fresh:
         try:
             states, masters = _by_name(live, saved, base, names, module)
         except (ValueError, KeyError, IndexError) as error:
-            problem = f"the optimizer's states do not fit the parameters that they are said to belong to: {error}"
+            problem = f"has optimizer states that do not fit their recorded parameters: {error}"
             raise PlanError(checkpoint.location, problem, REBUILD) from error
-        base, saved = _laid_out(live, saved, dict(base), wanted, states, masters, module)
+        base, saved = _in_optimizer_format(live, saved, dict(base), engine_names, states, masters, module)
     numbers = [group["params"] for group in base["param_groups"]]
     base = {**base, "param_groups": [{**group, "params": n} for group, n in zip(options, numbers, strict=True)]}
     return {**saved, "optimizer_state_dict": base} if live.wrapper else {**saved, **base}
@@ -229,15 +239,15 @@ def _sources(checkpoint: Checkpoint, model: LiveModel) -> dict[str, str]:
 
 
 def _options(
-    live: LiveEngine, base: Mapping[str, Any], fitted: Fitted, names: Names, wanted: Names
+    live: LiveEngine, base: Mapping[str, Any], fitted: Fitted, names: Names, engine_names: Names
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each engine group; those that an older torch did not save are the engine's."""
-    groups = {name: g for g, own in enumerate(names) for name in own}
-    found = []
-    for number, (own, members) in enumerate(zip(live.hyperparameters, wanted, strict=True)):
-        g = None if number in fitted.kept else next((groups[n] for n in members if n in groups), None)
-        found.append(dict(own) if g is None else {**own, **base["param_groups"][g]})
-    return found
+    """Return the hyperparameters of each engine group; those missing in an older save are the engine's."""
+    groups = {name: g for g, engine_options in enumerate(names) for name in engine_options}
+    options = []
+    for number, (engine_options, members) in enumerate(zip(live.hyperparameters, engine_names, strict=True)):
+        g = None if number in fitted.unrestored_groups else next((groups[n] for n in members if n in groups), None)
+        options.append(dict(engine_options) if g is None else {**engine_options, **base["param_groups"][g]})
+    return options
 
 
 def _by_name(
@@ -246,26 +256,26 @@ def _by_name(
     """Return the optimizer states of each parameter, and its fp32 master weights if any."""
     states: dict[str, dict[str, Any]] = {}
     masters: dict[str, Any] = {}
-    shapes = [[module[n].shape for n in own] for own in names]
+    shapes = [[module[n].shape for n in group_names] for group_names in names]
     if live.wrapper:
-        for own, group in zip(names, _masters(live, saved, shapes), strict=True):
-            masters |= dict(zip(own, group, strict=True))
+        for group_names, group in zip(names, _masters(live, saved, shapes), strict=True):
+            masters |= dict(zip(group_names, group, strict=True))
     flat = live.wrapper == "FP16_Optimizer"
-    for own, group, sizes in zip(names, base["param_groups"], shapes, strict=True):
+    for group_names, group, sizes in zip(names, base["param_groups"], shapes, strict=True):
         if flat:
             (number,) = group["params"]
             whole = base["state"].get(number, {})
             total = sum(shape.numel() for shape in sizes)
             cut = {k: _cut(v, sizes) for k, v in whole.items() if _numel(v) == total and not _is_step(k, v)}
-            if odd := [k for k, v in whole.items() if k not in cut and _numel(v) > 1]:
-                raise ValueError(f"{odd[0]} has another size")
+            if wrong := [k for k, v in whole.items() if k not in cut and _numel(v) > 1]:
+                raise ValueError(f"{wrong[0]} has another size")
             rest = {k: v for k, v in whole.items() if k not in cut}
-            states |= {n: {**rest, **{k: c[i] for k, c in cut.items()}} for i, n in enumerate(own)}
+            states |= {n: {**rest, **{k: c[i] for k, c in cut.items()}} for i, n in enumerate(group_names)}
         else:
-            for name, number, shape in zip(own, group["params"], sizes, strict=True):
+            for name, number, shape in zip(group_names, group["params"], sizes, strict=True):
                 states[name] = dict(base["state"].get(number, {}))
-                if odd := [k for k, v in states[name].items() if _numel(v) > 1 and v.shape != shape]:
-                    raise ValueError(f"{odd[0]} of {name} has another shape")
+                if wrong := [k for k, v in states[name].items() if _numel(v) > 1 and v.shape != shape]:
+                    raise ValueError(f"{wrong[0]} of {name} has another shape")
     return states, masters
 
 
@@ -277,56 +287,62 @@ def _is_step(key: str, value: Any) -> bool:
     return key == "step" or value.dim() == 0
 
 
-def _laid_out(
-    live: LiveEngine, saved: dict[str, Any], base: dict[str, Any], wanted: Names, states: Mapping[str, dict[str, Any]],
-    masters: Mapping[str, Any], module: Mapping[str, Any],
+def _in_optimizer_format(
+    live: LiveEngine, saved: dict[str, Any], base: dict[str, Any], engine_names: Names,
+    states: Mapping[str, dict[str, Any]], masters: Mapping[str, Any], module: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Return the states in the optimizer's own format, for the engine's groups."""
-    own = {name: masters.get(name, module[name].float()) for group in wanted for name in group} if live.wrapper else {}
+    master_of = (
+        {name: masters.get(name, module[name].float()) for group in engine_names for name in group}
+        if live.wrapper
+        else {}
+    )
     if live.wrapper == "FP16_Optimizer":
         state: dict[int, dict[str, Any]] = {}
-        for number, names in enumerate(wanted):
+        for number, names in enumerate(engine_names):
             sources = [states[n] for n in names if states.get(n)]
             first = sources[0] if sources else {}
             state[number] = {
                 key: value
                 if _numel(value) <= 1 and module[names[0]].numel() > 1
-                else torch.cat([states.get(n, {}).get(key, torch.zeros_like(own[n])).reshape(-1) for n in names])
+                else torch.cat([states.get(n, {}).get(key, torch.zeros_like(master_of[n])).reshape(-1) for n in names])
                 for key, value in first.items()
             }
-        base["param_groups"] = [{"params": [number]} for number in range(len(wanted))]
-        saved["fp32_groups_flat"] = [torch.cat([own[n].detach().reshape(-1) for n in names]) for names in wanted]
+        base["param_groups"] = [{"params": [number]} for number in range(len(engine_names))]
+        saved["fp32_groups_flat"] = [
+            torch.cat([master_of[n].detach().reshape(-1) for n in names]) for names in engine_names
+        ]
     else:
-        numbers = iter(range(sum(map(len, wanted))))
-        base["param_groups"] = [{"params": [next(numbers) for _ in names]} for names in wanted]
-        order = [n for names in wanted for n in names]
+        numbers = iter(range(sum(map(len, engine_names))))
+        base["param_groups"] = [{"params": [next(numbers) for _ in names]} for names in engine_names]
+        order = [n for names in engine_names for n in names]
         state = {number: states[n] for number, n in enumerate(order) if states.get(n)}
         if live.wrapper:
-            saved["fp32_groups"] = [[own[n] for n in names] for names in wanted]
+            saved["fp32_groups"] = [[master_of[n] for n in names] for names in engine_names]
     base["state"] = state
     return base, saved
 
 
-def check_places(live: LiveEngine, checkpoint: Checkpoint, held: Mapping[str, Any]) -> None:
+def check_places(live: LiveEngine, checkpoint: Checkpoint, model_states: Mapping[str, Any]) -> None:
     """Without names, check that each state has the size of the parameter of the same index.
 
     Raises:
         PlanError: A size differs.
     """
-    saved = held.get("optimizer")
+    saved = model_states.get("optimizer")
     if not isinstance(saved, dict):
         return
     base = saved.get("optimizer_state_dict", saved)
     groups = getattr(live.optimizer, "optimizer", live.optimizer).param_groups
     try:
-        problem = _misfit(live, saved, base, groups)
+        problem = _difference(live, saved, base, groups)
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"an optimizer of another form ({type(error).__name__}: {error})"
     if problem:
         raise PlanError(checkpoint.location, f"does not fit the engine's optimizer: it has {problem}", REBUILD)
 
 
-def _misfit(live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, Any], groups: Sequence[Any]) -> str:
+def _difference(live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, Any], groups: Sequence[Any]) -> str:
     there = [list(group["params"]) for group in base["param_groups"]]
     if [len(numbers) for numbers in there] != [len(group["params"]) for group in groups]:
         return "other numbers of parameters in its groups"

@@ -12,7 +12,7 @@ from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
 
 STEP = "step"
-"""Some optimizers count it per parameter, others per group, others not at all."""
+"""Name of the step: some optimizers count it per parameter, others per group, others not at all."""
 REBUILD = "build the same optimizer as in the saved run, or pass weights_only=True"
 _OF_NO_CLASS = frozenset({
     "params", "param_names", "name", "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "step",
@@ -21,7 +21,7 @@ _OF_NO_CLASS = frozenset({
 })  # fmt: skip
 """Keys that schedulers, DeepSpeed, users and later releases of torch add to groups."""
 _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("exp_avg", "exp_avg_sq"))
-"""States of optimizers that cannot be tried: they count steps outside of Python."""
+"""States of optimizers that cannot run a trial step: they count steps outside of Python."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,26 +40,26 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         return
     saved = {key for p in checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
     # Non-partitionable states count too, such as the blocks of 8-bit optimizers.
-    known = saved | {text.rpartition(": ")[2] for text in checkpoint.unsliceable}
+    known = saved | {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
     untold = any(not g.parameters for g in checkpoint.groups)
-    kept = _kept(live)
+    kept = _engine_states(live)
     stepped = bool(checkpoint.step) and checkpoint.step != checkpoint.skipped_steps
     if kept is None or (not saved and (untold or not stepped)):
         # The checkpoint has no states, or was saved before the first step without an overflow.
         _check_options(live, checkpoint)
         return
     needed, held = kept
-    if any("use_muon" in options for options in live.hyperparameters):  # matrices have other states than the rest
+    if any("use_muon" in options for options in live.hyperparameters):  # matrices have states of their own
         lacking, surplus = (needed, saved) if needed and saved and not held & known else (set(), set())
     else:
         lacking, surplus = needed - known, saved - held
         numbers = {key for group in checkpoint.groups for key in group.scalars} - {STEP}
-        if any(group.scalars for group in checkpoint.groups):  # else nothing tells
+        if any(group.scalars for group in checkpoint.groups):  # without scalars there is no information
             lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
             saved, needed = saved | numbers, needed | held - {STEP}
     if lacking or surplus:
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
-        problem = f"holds {there}, and the engine's optimizer keeps {here}"
+        problem = f"holds {there}, but the engine's optimizer keeps {here}"
         raise PlanError(checkpoint.location, problem, REBUILD)
 
 
@@ -67,17 +67,17 @@ def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
     """Compare the hyperparameters of the groups: they differ by optimizer class, even without states.
 
     Raises:
-        PlanError: Each has a hyperparameter that the other lacks; those that a release of torch added do not count.
+        PlanError: Each has a hyperparameter that is missing in the other, apart from later additions of torch.
     """
     saved = {key for group in checkpoint.groups for key in group.hyperparameters}
     own = {key for options in live.hyperparameters for key in options}
     lacking, surplus = sorted(own - saved - _OF_NO_CLASS), sorted(saved - own - _OF_NO_CLASS)
     if lacking and surplus:
-        problem = f"has an optimizer with {', '.join(surplus)}, and the engine's has {', '.join(lacking)}"
+        problem = f"has an optimizer with {', '.join(surplus)}, but the engine's has {', '.join(lacking)}"
         raise PlanError(checkpoint.location, problem, REBUILD)
 
 
-def _kept(live: LiveEngine) -> tuple[set[str], set[str]] | None:
+def _engine_states(live: LiveEngine) -> tuple[set[str], set[str]] | None:
     """Return the names of the per-element states, and of all states; None if unknown."""
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
@@ -88,7 +88,7 @@ def _kept(live: LiveEngine) -> tuple[set[str], set[str]] | None:
         known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
         if known:
             return set(known[0]), set(known[0])
-        probed = _probed(inner)
+        probed = _trial_step(inner)
         if probed is None:
             return None
         states = [probed]
@@ -101,8 +101,8 @@ def _is_flat(value: Any, parameter: Any) -> bool:
     return bool(parameter.dim() and getattr(value, "shape", None) == parameter.shape)
 
 
-def _probed(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
-    """Return a parameter and the states that an optimizer of this class keeps after a step; None if it cannot run."""
+def _trial_step(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
+    """Run a trial step of an optimizer of this class: return a parameter and its states; None if it cannot run."""
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return None  # these count steps outside of Python
     try:

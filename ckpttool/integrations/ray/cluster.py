@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from types import TracebackType
 
-    from ckpttool.execution.distributed import Done, Task, Work
+    from ckpttool.execution.distributed import Task, TaskContext, TaskResult
 
 RETRIES = 5
 """Retries of a task whose node or process was lost; Ray does not count preempted nodes."""
 TASKS_PER_CPU = 2
-"""One running task, and one queued so that no CPU is idle."""
+"""One running task, and one queued, so that no CPU is idle."""
 PROBE_SECONDS = 5.0
 """Seconds to wait for a connection to an address; Ray itself waits 15 minutes."""
 POLL_SECONDS = 2.0
-"""Seconds between looks for new nodes."""
+"""Seconds between two counts of the cluster's CPUs."""
 CANCEL_SECONDS = 10.0
 """Seconds to wait for cancelled processes to end."""
 _ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
@@ -51,7 +51,7 @@ class RayCluster:
 
     Args:
         address: As ``ray.init`` takes it: "host:port", "ray://host:port", "auto", "local"; "" for RAY_ADDRESS, or a
-            cluster that runs on this machine, or else one of this machine alone that is started.
+            cluster that runs on this machine; otherwise it starts one on this machine.
 
     Raises:
         PlanError: Ray is not installed, or the address is invalid.
@@ -65,9 +65,9 @@ class RayCluster:
             raise ArgumentError("ray", f"is {brief(address)}, not the address of a Ray cluster", hint, ("ray",))
         self._address = address
         self._joined = False
-        self._heard = False
-        self._room_for = 1
-        self._looked = 0.0
+        self._was_silent = False
+        self._task_limit = 1
+        self._capacity_read_at = 0.0
 
     def __enter__(self) -> RayCluster:
         import ray
@@ -86,7 +86,7 @@ class RayCluster:
             import ray
 
             ray.shutdown()
-            _hear_no_events(self._heard)
+            _silence_events(self._was_silent)
             self._joined = False
 
     # ------------------------------------------------------------------------------------------------- joining
@@ -103,8 +103,8 @@ class RayCluster:
         if address in {"", "auto"}:
             address = os.environ.get("RAY_ADDRESS", "") or address
         if address in {"", "auto"}:
-            found = _found_here(address)
-            # A killed cluster leaves its address behind.
+            found = _local_cluster_address(address)
+            # A killed cluster leaves its address on disk.
             if found and not _answers(found):
                 if address:
                     raise PlanError(address, f"the Ray cluster at {found} does not answer", "start it again")
@@ -118,76 +118,76 @@ class RayCluster:
                 warnings.simplefilter("ignore")
                 ray.init(address=address or None, log_to_driver=False, logging_level="error", **options)
         except Exception as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "check the address, and that Ray and Python are of the same release there"
-            raise PlanError(address or "ray", f"cannot be joined: {said}", hint) from error
+            raise PlanError(address or "ray", f"cannot be joined: {message}", hint) from error
         finally:
-            # Ray's handler of SIGTERM would leave half-written output behind.
+            # Ray's handler of SIGTERM would leave half-written output.
             if handler is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
         self._joined = True
-        self._heard = _hear_no_events(True)
+        self._was_silent = _silence_events(True)
 
     def _is_joined_to(self) -> bool:
         import ray
 
         if self._address in {"", "auto"}:
             return True
-        wanted = _HOST_AND_PORT.fullmatch(self._address)
-        here = _HOST_AND_PORT.fullmatch(str(ray.get_runtime_context().gcs_address))
-        if wanted is None or here is None or wanted[2] != here[2]:
+        requested = _HOST_AND_PORT.fullmatch(self._address)
+        joined = _HOST_AND_PORT.fullmatch(str(ray.get_runtime_context().gcs_address))
+        if requested is None or joined is None or requested[2] != joined[2]:
             return False
         try:
-            place = socket.gethostbyname(wanted[1])
-            return place == socket.gethostbyname(here[1]) or place.startswith("127.")
+            host = socket.gethostbyname(requested[1])
+            return host == socket.gethostbyname(joined[1]) or host.startswith("127.")
         except OSError:
             return False
 
     # ------------------------------------------------------------------------------------------------- working
 
-    def run(self, work: Work, tasks: Iterator[Task]) -> Generator[Done, None, None]:
+    def run(self, context: TaskContext, tasks: Iterator[Task]) -> Generator[TaskResult, None, None]:
         """Run tasks, as many at once as the cluster has room for; yield results in the order of completion.
 
         After the generator is closed or raises, no task is running.
 
         Raises:
-            CkptError: A task failed, or was lost with its process too often; or a node has another release.
+            CkptError: A task failed, or lost its process too often; or a node has another release.
         """
         import ray
 
         # In a list, each process fetches it once, instead of once per task.
-        shared = [ray.put(_pickled(work))]
-        given = (__version__, _home(), secrets.token_hex(8), shared)
-        remote = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_function())
+        context_refs = [ray.put(_pickled(context))]
+        arguments = (__version__, _own_node(), secrets.token_hex(8), context_refs)
+        remote = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_task_function())
         running: dict[Any, Task] = {}
         try:
             for task in tasks:
-                while len(running) >= self._room():
-                    yield from self._ended(running)
-                running[remote.remote(*given, _pickled(task))] = task
+                while len(running) >= self._capacity():
+                    yield from self._finished(running)
+                running[remote.remote(*arguments, _pickled(task))] = task
             while running:
-                yield from self._ended(running)
+                yield from self._finished(running)
         finally:
-            _stop(list(running))
+            _cancel(list(running))
 
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """Number of tasks to submit at once; grows when nodes join."""
         import ray
 
-        if time.monotonic() - self._looked > POLL_SECONDS:
-            self._room_for = max(1, int(ray.cluster_resources().get("CPU", 1))) * TASKS_PER_CPU
-            self._looked = time.monotonic()
-        return self._room_for
+        if time.monotonic() - self._capacity_read_at > POLL_SECONDS:
+            self._task_limit = max(1, int(ray.cluster_resources().get("CPU", 1))) * TASKS_PER_CPU
+            self._capacity_read_at = time.monotonic()
+        return self._task_limit
 
-    def _ended(self, running: dict[Any, Task]) -> Iterator[Done]:
+    def _finished(self, running: dict[Any, Task]) -> Iterator[TaskResult]:
         import ray
 
         ready, _ = ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)
         for ref in ready:
-            yield _outcome(ref, running.pop(ref))
+            yield _result_of(ref, running.pop(ref))
 
 
-def _found_here(address: str) -> str:
+def _local_cluster_address(address: str) -> str:
     """Return the address of the cluster that Ray would find; "" if there is none."""
     try:
         from ray._private.services import canonicalize_bootstrap_address
@@ -197,10 +197,10 @@ def _found_here(address: str) -> str:
         return ""  # ray.init then raises its own error
 
 
-def _hear_no_events(quiet: bool) -> bool:
+def _silence_events(quiet: bool) -> bool:
     """Set whether Ray prints events of lost nodes and processes on stdout; return the previous setting.
 
-    Their tasks are retried, so that these events would only disturb the results on stdout.
+    Ray retries their tasks: the events would only disturb the results on stdout.
     """
     try:
         worker: Any = importlib.import_module("ray._private.worker")
@@ -223,16 +223,16 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _home() -> str:
+def _own_node() -> str:
     """Return the node of this process; "" outside the cluster."""
     import ray
 
     return "" if ray.util.client.ray.is_connected() else str(ray.get_runtime_context().get_node_id())
 
 
-def _pickled(thing: Work | Task) -> bytes:
+def _pickled(value: TaskContext | Task) -> bytes:
     try:
-        return pickle.dumps(thing, protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except CkptError:
         raise
     except Exception as error:
@@ -240,11 +240,11 @@ def _pickled(thing: Work | Task) -> bytes:
         raise PlanError("storage_options", problem, "leave out ray", ("ray",)) from error
 
 
-def _outcome(ref: Any, task: Task) -> Done:
-    """The result of a task.
+def _result_of(ref: Any, task: Task) -> TaskResult:
+    """Return the result of a task.
 
     Raises:
-        CkptError: It failed.
+        CkptError: The task failed.
     """
     import ray
 
@@ -259,11 +259,11 @@ def _outcome(ref: Any, task: Task) -> Done:
         raise PlanError("ray", outcome, f"install ckpttool {__version__} on every node")
     if isinstance(outcome, CkptError):
         raise outcome
-    done: Done = outcome
-    return done
+    result: TaskResult = outcome
+    return result
 
 
-def _stop(refs: Sequence[Any]) -> None:
+def _cancel(refs: Sequence[Any]) -> None:
     """Cancel all tasks, before their output is removed.
 
     Kill their processes: Ray would reuse a process that was interrupted anywhere, even during an import.
@@ -282,36 +282,36 @@ def _stop(refs: Sequence[Any]) -> None:
 # ------------------------------------------------------------------------------------------------ on the nodes
 
 
-def _function() -> Callable[..., Any]:
+def _task_function() -> Callable[..., Any]:
     """Return the function that Ray runs; it is sent as code, so that it can report a node without this package."""
 
-    def ckpttool_task(version: str, home: str, run: str, shared: list[Any], task: bytes) -> Any:
+    def ckpttool_task(version: str, planning_node: str, run: str, context_refs: list[Any], task: bytes) -> Any:
         import socket
 
         node = socket.gethostname()
         try:
             from ckpttool._version import __version__
-            from ckpttool.integrations.ray.cluster import do
+            from ckpttool.integrations.ray.cluster import run_in_worker
         except ImportError as error:
             return f"cannot import ckpttool on node {node} ({error})"
         if __version__ != version:
             return f"has ckpttool {__version__} on node {node}, and {version} here"
-        return do(home, run, shared, task)
+        return run_in_worker(planning_node, run, context_refs, task)
 
     return ckpttool_task
 
 
-_KEPT: dict[str, Work] = {}
-"""The shared part of the tasks of the last run, by its random id, so that tasks reuse connections to stores."""
+_CONTEXTS: dict[str, TaskContext] = {}
+"""The context of the tasks of the last run, by the run's random id, so that tasks reuse connections to stores."""
 
 
-def do(home: str, run: str, shared: list[Any], task: bytes) -> Done | CkptError:
+def run_in_worker(planning_node: str, run: str, context_refs: list[Any], task: bytes) -> TaskResult | CkptError:
     """Run a task in a Ray worker process.
 
     Args:
-        home: The node that made the plan; see ``_home``.
+        planning_node: The node that made the plan; see ``_own_node``.
         run: Random id of the run.
-        shared: Holds the reference to the shared part of its tasks.
+        context_refs: Holds the reference to the context of its tasks.
         task: The task, pickled.
 
     Returns:
@@ -319,11 +319,11 @@ def do(home: str, run: str, shared: list[Any], task: bytes) -> Done | CkptError:
     """
     import ray
 
-    if run not in _KEPT:
-        _KEPT.clear()
-        _KEPT[run] = pickle.loads(ray.get(shared[0]))
-    node = "" if ray.get_runtime_context().get_node_id() == home else socket.gethostname()
+    if run not in _CONTEXTS:
+        _CONTEXTS.clear()
+        _CONTEXTS[run] = pickle.loads(ray.get(context_refs[0]))
+    node = "" if ray.get_runtime_context().get_node_id() == planning_node else socket.gethostname()
     try:
-        return distributed.do(_KEPT[run], pickle.loads(task), node=node)
+        return distributed.run_task(_CONTEXTS[run], pickle.loads(task), node=node)
     except CkptError as error:
         return error

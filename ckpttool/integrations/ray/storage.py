@@ -1,6 +1,6 @@
 """Open the storage of a Ray Train run.
 
-Source: Ray 2.60, ray/train/v2/_internal/execution/storage.py (``StorageContext``) and what its ``RunConfig`` takes.
+Source: Ray 2.60, ray/train/v2/_internal/execution/storage.py (``StorageContext``), arguments of its ``RunConfig``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def storage_of(filesystem: Any) -> WritableStorage:
         raise PlanError(
             "RunConfig(storage_filesystem=...)",
             problem,
-            "pass the file system that it wraps, and the whole storage_path",
+            "pass the wrapped file system, and the whole storage_path",
         )
     if _is_local(filesystem):
         return LOCAL

@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.execution.read_checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.copy_checks import source_files
-from ckpttool.saving.coordination import kinds_of_errors
+from ckpttool.saving.coordination import error_from_data, error_to_data
 from ckpttool.storage import LOCAL_SPEC, connect
 
 if TYPE_CHECKING:
@@ -29,30 +29,30 @@ Agree = Callable[[BaseException | None], None]
 
 
 def open_together(
-    path: str, storage: Storage, look: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
+    path: str, storage: Storage, open_source: Callable[[], Checkpoint], ranks: Ranks, *, timeout: float
 ) -> Checkpoint:
     """Open a checkpoint on the first rank and broadcast its layout, so that each file is opened once.
 
     If it has a manifest, all reads are compared with its checksums.
 
     Args:
-        path: Its name in errors.
+        path: The checkpoint's name in errors.
         storage: This rank's own storage object, with its own connections.
-        look: Opens it; called on the first rank alone.
+        open_source: Opens the checkpoint; called only on the first rank.
         ranks: The ranks that take part.
         timeout: Seconds that a rank may be behind the first.
 
     Raises:
-        RankError: A rank was not heard of in time.
+        RankError: A rank sent no message in time.
         CkptError: The checkpoint is missing or damaged; the same on every rank.
     """
     import torch.distributed as dist
 
     shared: list[Any] = [None]
 
-    def opened(_: list[Any]) -> None:
+    def open_and_share(_: list[Any]) -> None:
         try:
-            checkpoint = look()
+            checkpoint = open_source()
             checked = checksummed(connect(checkpoint.storage), checkpoint.location)
         except CkptError:
             raise
@@ -62,9 +62,9 @@ def open_together(
         # Without the options of rank 0: every rank uses its own storage.
         shared[0] = replace(checkpoint, storage=LOCAL_SPEC), getattr(checked, "checksums", None)
 
-    ranks.agree(path, None, opened, timeout=timeout)
+    ranks.agree(path, None, open_and_share, timeout=timeout)
     if ranks.size > 1:
-        dist.broadcast_object_list(shared)  # all ranks are here
+        dist.broadcast_object_list(shared)  # all ranks are ready
     checkpoint: Checkpoint = shared[0][0]
     checksums = shared[0][1]
     own = storage if checksums is None else ChecksummedStorage(storage, checksums)
@@ -87,7 +87,7 @@ def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, agree: Agree)
 
     size, own = dist.get_world_size(), dist.get_rank()
     fragments: list[Any] = [None] * size
-    dist.all_gather_object(fragments, checks.take_fragments().tobytes())  # all ranks are here: they have just agreed
+    dist.all_gather_object(fragments, checks.take_fragments().tobytes())  # all ranks are ready: they have just agreed
     error: BaseException | None = None
     try:
         for data in fragments:
@@ -106,23 +106,24 @@ def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, 
     """Raise an error of any rank on all ranks, so that all of them handle it in the same way.
 
     Raises:
-        RankError: A rank was not heard of in time.
+        RankError: A rank sent no message in time.
         CkptError: The error of the first rank that failed, with its number.
     """
 
     def raise_first(errors: list[Any]) -> None:
         for rank, one in enumerate(errors):
             if one is not None:
-                kind, where, problem, hint = one
-                raise kinds_of_errors()[kind](where, problem if len(errors) == 1 else f"rank {rank}: {problem}", hint)
+                failed = error_from_data(one)
+                where = f"rank {rank}: " if len(errors) > 1 else ""
+                raise type(failed)(failed.path, where + failed.problem, failed.hint, failed.options)
 
     try:
-        ranks.agree(path, None if error is None else _as_data(error), raise_first, timeout=timeout)
+        ranks.agree(path, None if error is None else _to_message(error), raise_first, timeout=timeout)
     except CkptError as raised:
         raise raised from error
 
 
-def _as_data(error: BaseException) -> tuple[str, str, str, str]:
+def _to_message(error: BaseException) -> list[Any]:
     if isinstance(error, CkptError):
-        return type(error).__name__, error.path, error.problem, error.hint
-    return "LayoutError", "loading", f"{type(error).__name__}: {error}", "see the output of that rank"
+        return error_to_data(error)
+    return error_to_data(LayoutError("loading", f"{type(error).__name__}: {error}", "see the output of that rank"))

@@ -56,14 +56,14 @@ CALLED = {
 }
 """Classes whose constructors take plain data and have no side effects."""
 FACTORIES = {"dict", "float", "int", "list", "set", "str", "tuple"}
-"""Permitted factories of a ``defaultdict``."""
+"""Accepted factories of a ``defaultdict``."""
 FUNCTIONS = ("torch.optim.", "deepspeed.runtime.lr_schedules.")
-"""Modules whose functions a scheduler's state may name; they are not called here."""
+"""Modules whose functions a scheduler's state may name; this module does not call them."""
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
 class UnknownClassError(Exception):
-    """An object of a class that is not built; its name is the only argument."""
+    """A file has an object of a refused class; the class name is the only argument."""
 
 
 def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
@@ -71,10 +71,10 @@ def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
 
     Args:
         file: The file.
-        allow: Classes, as "module.Class", whose objects are made as the file says: their code is run.
+        allow: Classes, as "module.Class", whose objects are built from the file, which runs their code.
 
     Raises:
-        PlanError: The file holds an object of a class that is neither known nor allowed.
+        PlanError: The file has an object of a class that is neither known nor allowed.
         ContainerError: The file is damaged, or an allowed class cannot be imported or built.
         StorageError: It cannot be read.
     """
@@ -85,18 +85,18 @@ def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
         raise unknown_class(read.path, str(error)) from None
     except CkptError:
         raise
-    except Exception as error:  # of a class's own code, or of values that it does not take
-        problem = f"holds an object that cannot be made: {type(error).__name__}: {error}"
-        raise ContainerError(read.path, problem[:500], "restore it from a copy, or import what it needs") from error
+    except Exception as error:  # raised by the code of a class, or for values that it does not accept
+        problem = f"holds an object that cannot be built: {type(error).__name__}: {error}"
+        raise ContainerError(read.path, problem[:500], "restore it from a copy, or install its packages") from error
 
 
 def unknown_class(path: str, name: str) -> PlanError:
-    """The error of a file that holds an object of a class that is not built."""
+    """Return the error of a file with an object of a refused class."""
     return PlanError(path, f"holds an object of {name}, which ckpttool does not build", ALLOW.format(name))
 
 
 def unknown_classes(root: object, allow: Collection[str] = ()) -> list[str]:
-    """The classes in a file's structure that ``read_objects`` would refuse, each once, sorted."""
+    """Return the classes in a file's structure that ``read_objects`` would refuse, each once, sorted."""
     builder = _Builder(None, None, allow)
     found = set()
     for value in walk(root):
@@ -105,7 +105,7 @@ def unknown_classes(root: object, allow: Collection[str] = ()) -> list[str]:
                 builder.build(value)
             except UnknownClassError as error:
                 found.add(str(error))
-            except Exception:  # noqa: S112  (damaged, or of what only the file holds: ``read_objects`` says so)
+            except Exception:  # noqa: S112  (damaged, or dependent on the file's bytes: ``read_objects`` reports it)
                 continue
     return sorted(found)
 
@@ -120,7 +120,7 @@ def _current_name(module: str, name: str) -> tuple[str, str]:
     if (module, name) in _compat_pickle.NAME_MAPPING:
         return _compat_pickle.NAME_MAPPING[module, name]
     renamed = _compat_pickle.IMPORT_MAPPING.get(module, module)
-    # A user's own module may have the name of one of Python 2.
+    # A user's module may have the name of a module of Python 2.
     if renamed == module or importlib.util.find_spec(module.partition(".")[0]) is not None:
         return module, name
     return renamed, name
@@ -142,7 +142,7 @@ class _Ranges:
         self.remote = False  # the file caches repeated reads
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end)."""
+        """Return the bytes [start, end)."""
         data = bytearray(end - start)
         self._file.seek(start)
         if self._file.readinto(data) != len(data):
@@ -150,21 +150,20 @@ class _Ranges:
         return bytes(data)
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of each range."""
+        """Return the bytes of each range."""
         return [self.read(r.start, r.end) for r in ranges]
 
     def close(self) -> None:
-        """The file is closed by whoever opened it."""
+        """Do nothing: the caller closes the file."""
 
 
 class _Builder:
     """Build the values of one file; build shared values once.
 
     Args:
-        read: The file's structure; None to try whether everything is known: tensors, and objects of the classes that
-            the caller allows, are None then.
+        read: The file's structure; None for a trial without bytes: tensors and objects of allowed classes become None.
         file: The file; None as ``read``.
-        allow: Classes that the caller trusts.
+        allow: Classes trusted by the caller.
     """
 
     def __init__(self, read: TorchFile | None, file: RangeFile | None, allow: Collection[str]) -> None:
@@ -178,7 +177,7 @@ class _Builder:
     # ---------------------------------------------------------------------------------------------------- plain data
 
     def build(self, value: Any) -> Any:
-        """The value itself, with tensors and objects instead of their stand-ins."""
+        """Return the value, with tensors and objects in place of their parsed forms."""
         if value is None or isinstance(value, bool | int | float | str | bytes | complex):
             return value
         found = self._built.get(id(value))
@@ -188,7 +187,7 @@ class _Builder:
             return self._mapping(value)
         if isinstance(value, list):
             made: list[Any] = []
-            self._built[id(value)] = made  # first: it may hold itself
+            self._built[id(value)] = made  # first: a container may contain itself
             made += map(self.build, value)
             return made
         built = self._value(value)
@@ -226,7 +225,7 @@ class _Builder:
     # ------------------------------------------------------------------------------------------------------- tensors
 
     def _storage(self, ref: StorageRef) -> Any:
-        """The bytes of a storage, in memory."""
+        """Return the bytes of a storage, in memory."""
         import torch
 
         assert self._read is not None  # noqa: S101  (``_tensor`` and ``_typed_storage`` look)
@@ -254,7 +253,7 @@ class _Builder:
         )
 
     def _tensor(self, ref: TensorRef) -> Any:
-        """A tensor over its storage, which it may share with others.
+        """Return a tensor over its storage, which other tensors may share.
 
         Source: torch 2.13, torch/_utils.py (``_rebuild_tensor_v2``, ``_rebuild_parameter_with_state``).
         """
@@ -276,10 +275,10 @@ class _Builder:
     # ------------------------------------------------------------------------------------------------------- objects
 
     def _object(self, value: Opaque) -> Any:
-        """An object of a class that is known or allowed.
+        """Return an object of a known or allowed class.
 
         Raises:
-            UnknownClassError: It is neither.
+            UnknownClassError: The class is neither known nor allowed.
         """
         name = _class_name(value)
         if value.function is None:
@@ -291,7 +290,7 @@ class _Builder:
         raise UnknownClassError(name)
 
     def _builders(self, value: Opaque) -> Iterator[tuple[str, Callable[[Opaque], Any]]]:
-        """Yield the builders of a class, each with the pickle operation that it accepts."""
+        """Yield the builders of a class, each with its pickle operation."""
         name = _class_name(value)
         module, _, short = name.rpartition(".")
         if name in STATED:
@@ -326,7 +325,7 @@ class _Builder:
         return found
 
     def _member(self, value: Opaque) -> Any:
-        """A member of an enumeration."""
+        """Return a member of an enumeration."""
         found = self._named(value)
         if not isinstance(found, enum.Enum):
             raise UnknownClassError(_class_name(value))
@@ -344,7 +343,7 @@ class _Builder:
     def _called(self, value: Opaque) -> Any:
         for part in walk(value.args):
             if isinstance(part, Opaque) and _class_name(part) not in CALLED:
-                self.build(part)  # names it, if it is not known
+                self.build(part)  # raises with its name, if it is not known
                 raise UnknownClassError(_class_name(value))
         made = self._named(value)(*self.build(value.args))
         if value.stated and value.state is not None:
@@ -381,7 +380,7 @@ class _Builder:
     # --------------------------------------------------------------------------------------------------------- numpy
 
     def _dtype(self, value: Opaque) -> Any:
-        """A dtype.
+        """Return a numpy dtype.
 
         Source: numpy 2, numpy/_core/src/multiarray/descriptor.c (``arraydescr_reduce``): (name, align, copy), and a
         state whose second value is the byte order.
@@ -407,7 +406,7 @@ class _Builder:
             )
         made = np.dtype(code)
         if made.kind in "mM" and len(state) > 8:
-            unit, count = state[8][1][:2]  # of time
+            unit, count = state[8][1][:2]  # unit of datetime64 and timedelta64
             made = np.dtype(f"{code}[{int(count)}{unit.decode('ascii')}]")
         return made.newbyteorder(">") if order == ">" else made
 
@@ -423,7 +422,7 @@ class _Builder:
             made = np.empty(len(state[4]), object)
             for n, item in enumerate(state[4]):
                 made[n] = self.build(item)
-            return made.reshape(shape)  # a list is in C's order, whatever the array's
+            return made.reshape(shape)  # a list is in C order, also for Fortran arrays
         if not isinstance(state[4], bytes) or dtype.hasobject:
             raise UnknownClassError("numpy.ndarray")
         return np.frombuffer(state[4], dtype).copy().reshape(shape, order=order)
@@ -441,7 +440,7 @@ class _Builder:
     # ------------------------------------------------------------------------------------------------ allowed classes
 
     def _allowed(self, value: Opaque) -> Any:
-        """An object of a class that the caller trusts, made as ``pickle`` makes it.
+        """Return an object of a trusted class, built like ``pickle`` does.
 
         Source: CPython, Lib/pickle.py (``load_reduce``, ``load_newobj_ex``, ``load_build``).
         """
@@ -457,7 +456,7 @@ class _Builder:
 
 
 def _imported(value: Opaque) -> Any:
-    """Import the object that a pickle names."""
+    """Import the object named in a pickle."""
     module, name = _current_name(value.module, value.name)
     found: Any = importlib.import_module(module)
     for part in name.split("."):

@@ -1,6 +1,6 @@
 """Pickle a value as ``torch.save`` does, without copying the bytes of its tensors.
 
-Source: torch 2.13, torch/serialization.py (``_save``: what a persistent id holds) and torch/_tensor.py
+Source: torch 2.13, torch/serialization.py (``_save``: content of a persistent id) and torch/_tensor.py
 (``Tensor.__reduce_ex__``).
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 GAP_BYTES = 4096
-"""Parts of a storage that are no further apart than this are written as one part."""
+"""Maximum bytes between two used parts of a storage that are written as one part."""
 
 
 class StorageBytes:
@@ -37,16 +37,16 @@ class StorageBytes:
         self.nbytes = end - start
         self.on_host = storage.device.type == "cpu"
 
-        """Whether it lies in host memory."""
+        """Whether the bytes are in host memory."""
 
     @property
     def tensor(self) -> Any:
-        """The bytes as a ``torch.uint8`` tensor of one dimension that shares their memory."""
+        """Return the bytes as a 1-d ``torch.uint8`` tensor that shares their memory."""
         whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
         return whole[self._start : self._start + self.nbytes]
 
     def read(self, start: int, end: int) -> memoryview:
-        """The bytes [start, end) of the run."""
+        """Return the bytes [start, end) of the run."""
         return memoryview(self.tensor[start:end].cpu().numpy())
 
 
@@ -67,7 +67,7 @@ def describe(value: Any) -> Pickled:
     views of a large buffer, say), only the used bytes are written.
 
     Raises:
-        pickle.PicklingError: Something in it cannot be pickled; so do AttributeError and TypeError.
+        pickle.PicklingError: A value cannot be pickled; AttributeError and TypeError have the same meaning.
     """
     whole = _Whole()
     structure = _pickle(value, whole)
@@ -99,7 +99,7 @@ class _Pickler(pickle.Pickler):
         self._storages = storages
 
     def reducer_override(self, value: Any) -> Any:
-        """Tensors of whose storages only the used bytes are written."""
+        """Replace tensors of mostly unused storages: only used bytes are written."""
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
         storage, offset = value.untyped_storage(), value.storage_offset()
@@ -119,7 +119,7 @@ class _Pickler(pickle.Pickler):
         return torch._tensor._rebuild_from_type_v2, rebuilt
 
     def persistent_id(self, value: Any) -> Any:
-        """Storages, which lie outside the pickle."""
+        """Return the persistent id of a storage: its bytes are outside the pickle."""
         if isinstance(value, _Run):
             kind, width = getattr(torch, torch.storage._dtype_to_storage_type_map()[value.dtype]), value.dtype.itemsize
             key = self._storages.key(value.storage, value.start * width, value.end * width)
@@ -145,7 +145,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _span(tensor: Any) -> int:
-    """Elements of the storage from the first that a tensor uses to the last."""
+    """Return the elements of the storage from the first used by a tensor to the last."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.size(), tensor.stride(), strict=True)
@@ -184,7 +184,7 @@ class _Whole:
 
 
 class _Parts(_Whole):
-    """Gives each run of used bytes a key, where a storage is not mostly used."""
+    """Gives each run of used bytes a key, for storages that are not mostly used."""
 
     def __init__(self, whole: _Whole) -> None:
         super().__init__()

@@ -12,11 +12,11 @@ from ckpttool.saving.coordination import Alone, Ranks
 
 
 def ranks_of_process_group(purpose: str) -> Ranks:
-    """The ranks of the training's process group, for one purpose that all of them share.
+    """Return the ranks of the training's process group, for one purpose common to all ranks.
 
-    They meet in the store that the process group was started with, under their own keys: no communicator of the
-    training is used, and none of its collectives can be mixed up. The n-th call for a purpose on one rank meets the
-    n-th call on the others. The store counts the calls, so that a new process group begins anew.
+    They agree through the store of the process group, under separate keys: the training's communicators are not used,
+    so that its collectives cannot be mixed up. The n-th call for a purpose on one rank agrees with the n-th call on the
+    others. The store counts the calls, so that a new process group starts at zero.
 
     Args:
         purpose: The same on all ranks.
@@ -28,7 +28,7 @@ def ranks_of_process_group(purpose: str) -> Ranks:
         return Alone()
     store = dist.distributed_c10d._get_default_store()
     if store is None:
-        problem = "has a process group without a store, which its ranks need to agree"
+        problem = "has a process group without a store: its ranks cannot agree"
         raise PlanError("torch.distributed", problem, "start it with the nccl or gloo backend")
     keys = dist.PrefixStore("ckpttool", store)
     number = keys.add(f"{purpose}/calls/{dist.get_rank()}", 1)
@@ -36,14 +36,14 @@ def ranks_of_process_group(purpose: str) -> Ranks:
 
 
 def own_group() -> Any:
-    """A gloo process group for small tensors on the host, whatever the training uses; None for one rank."""
+    """Return a gloo process group for small host tensors, for any backend of the training; None for one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo")
 
 
 def any_of(group: Any, value: bool) -> bool:
-    """Whether a value is true on any rank of a group."""
+    """Return whether a value is true on any rank of a group."""
     if group is None:
         return value
     counted = torch.tensor([int(value)])

@@ -7,13 +7,15 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpttool.arguments import check_choice
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.streaming import MEMORY
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import open_checkpoint
+from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
 from ckpttool.targets.weights import select_weights
@@ -34,9 +36,9 @@ class Incompatible(NamedTuple):
     """Names on one side only, as torch's ``load_state_dict`` returns them."""
 
     missing_keys: list[str]
-    """Names that only the module has."""
+    """Names only in the module."""
     unexpected_keys: list[str]
-    """Names that only the checkpoint has."""
+    """Names only in the checkpoint."""
 
 
 def load_state_dict(  # noqa: PLR0913  public API
@@ -51,7 +53,7 @@ def load_state_dict(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LazyStateDict:
-    """The weights and buffers of any checkpoint, ZeRO of any stage and number of ranks included; none is read yet.
+    """Return the weights and buffers of any checkpoint as a lazy mapping; ZeRO of any stage and number of ranks too.
 
     Args:
         src: As for ``inspect``.
@@ -61,18 +63,19 @@ def load_state_dict(  # noqa: PLR0913  public API
         device: Where the tensors go; default: host memory.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
-        check: As for ``consolidate``. A record that several tensors share is compared when the last of them is read.
+        check: As for ``consolidate``. A record shared by several tensors is compared when the last of them is read.
         trust_names: As for ``inspect``.
-        storage_options: What to tell the fsspec class of URLs: keys, an endpoint, ... Default: what it finds itself.
+        storage_options: As for ``inspect``.
 
     Raises:
-        CkptError: The checkpoint is not sound, nothing matches, or a parameter cannot be cast.
+        CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
     """
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():
-        raise PlanError(checkpoint.location, f"cannot be read in {name}", "choose fp32, bf16 or fp16")
+        raise ArgumentError("dtype", f"is {brief(name)}, not fp32, bf16 or fp16", "choose fp32, bf16 or fp16")
+    check_choice("check", check, ("read", "full", "off"))
+    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude, check=check)
 
 
@@ -135,19 +138,19 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         return f"LazyStateDict({self._checkpoint.location!r}, {len(self)} tensors)"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor; nothing is read."""
+        """Return the shape of every tensor, without reading."""
         return {name: weight.state.shape for name, weight in self._weights.items()}
 
     def checks(self) -> ReadReport | None:
-        """Report of the checksums compared so far; None without checks."""
+        """Return the report of the checksums compared so far; None without checks."""
         return None if self._checks is None else self._checks.report
 
     def load_into(self, module: torch.nn.Module, *, strict: bool = True) -> Incompatible:
-        """Copy into a module, one tensor after another, after comparing all names and shapes.
+        """Copy all tensors into a module, one after another; names and shapes are compared first.
 
         Args:
             module: Any module that holds whole parameters.
-            strict: Whether both must hold the same names.
+            strict: Whether both must have the same names.
 
         Raises:
             ChecksumError: The bytes read differ from those saved; the module holds a part of them.
@@ -176,8 +179,8 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         for name in names:
             shape, wanted = self._weights[name].state.shape, tuple(targets[name].shape)
             if shape != wanted:
-                problem = f"{name} has shape {list(shape)} there and {list(wanted)} in the module"
-                raise PlanError(where, problem, "build the module as it was when it was saved")
+                problem = f"{name} has shape {list(shape)}, but {list(wanted)} in the module"
+                raise PlanError(where, problem, "build the module with the shapes of the checkpoint")
             if targets[name].is_meta:
                 raise PlanError(where, f"{name} of the module has no memory", "call module.to_empty(device=...) first")
         done: set[tuple[int, tuple[int, ...]]] = set()

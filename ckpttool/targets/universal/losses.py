@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.formats.universal import STEP
-from ckpttool.model import AHEAD
+from ckpttool.model import NEWER_COPIES
 from ckpttool.targets.embedded import lacks_tensors
 from ckpttool.targets.universal.plan import has_bare_states, optimizer_states, release_numbers, takes_scaler
 from ckpttool.targets.zero.shape import sliced_by_autotp
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, Parameter
 
 STAGE3_RELEASE = "0.19.4"
-"""The first DeepSpeed whose stage 3 takes tensors in dictionaries, as stages 1 and 2 always did."""
+"""The first DeepSpeed whose stage 3 accepts tensors in dictionaries, as stages 1 and 2 always did."""
 STAGE3_STATES = frozenset({"exp_avg", "exp_avg_sq"})
 """The optimizer's states that the loader of stage 3 reads, whatever the optimizer."""
 
@@ -45,12 +45,12 @@ def _not_loaded(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterat
 
 def _bare_states(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     if has_bare_states(checkpoint):
-        yield "states of all but experts are bare tensors, as DeepSpeed has them: it loads them at stage 3 alone"
+        yield "states other than those of experts are bare tensors, as DeepSpeed writes them: they load only at stage 3"
 
 
-def _ahead(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    if checkpoint.ahead:
-        yield f"{AHEAD}: masters are made of them, as ZenFlow itself does when it selects columns anew"
+def _newer_copies(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
+    if checkpoint.has_newer_copies:
+        yield f"{NEWER_COPIES}: the masters are computed from the copies, as ZenFlow does when it selects new columns"
 
 
 def _several_groups(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -105,9 +105,9 @@ def _numbers(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[
         yield f"DeepSpeed's universal load drops {key}; a zero checkpoint keeps it"
 
 
-def _unsliceable(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    for what in checkpoint.unsliceable:
-        yield f"{what}: belongs to no parameter, so a universal checkpoint cannot hold it; a zero checkpoint may"
+def _nonpartitionable(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
+    for what in checkpoint.nonpartitionable:
+        yield f"{what}: belongs to no parameter, so that a universal checkpoint cannot hold it; a zero checkpoint may"
 
 
 def _round_robin(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _round_robin(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Itera
 
 def _scaler(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     if checkpoint.loss_scaler is not None and not takes_scaler(checkpoint.loss_scaler):
-        yield "ZeRO cannot load the state of this loss scaler, which starts anew; a zero checkpoint may keep it"
+        yield "ZeRO cannot load the state of this loss scaler, which is reset; a zero checkpoint may keep it"
 
 
 def _slices(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -136,20 +136,20 @@ def _slices(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[s
     if padded:
         yield (
             f"at stage 3 DeepSpeed's universal load does not pad the vocabulary ({_few(padded)}), and loads "
-            "wrong values into a padded model without an error: use a model of as many rows there, or stages 1 and 2"
+            "wrong values into a padded model without an error: use a model with that number of rows, or stages 1 and 2"
         )
     ranks = checkpoint.topology.tensor_parallel
     if ranks == 1:
         return
     yield (
-        "at stage 3 DeepSpeed's universal load slices tensors for AutoTP alone: other tensor parallelism, as this run "
-        "had, loads it at stages 1 and 2"
+        "at stage 3 DeepSpeed's universal load slices tensors only for AutoTP; the tensor parallelism of this run "
+        "loads at stages 1 and 2"
     )
     sizes = {p.name: p.slicing.view[p.slicing.dim] for p in checkpoint.parameters if p.slicing.view}
     uneven = [name for name, parts in sizes.items() if isinstance(parts, tuple) and any(n % ranks for n in parts)]
     if uneven:
         yield (
-            f"over {ranks} tensor-parallel ranks DeepSpeed's universal load fails, for it takes only slices of one "
+            f"over {ranks} tensor-parallel ranks DeepSpeed's universal load fails, because it takes only slices of one "
             f"size ({_few(uneven)}): load it without tensor parallelism"
         )
 
@@ -163,9 +163,9 @@ def _experts(_checkpoint: Checkpoint, trained: Sequence[Parameter]) -> Iterator[
 
 
 def _client_tensors(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    lost = [key for key, value in checkpoint.client_state.items() if lacks_tensors(checkpoint, value)]
-    if lost:
-        yield f"tensors in the client state are left out ({', '.join(map(str, lost))}); copy them from the source"
+    keys = [key for key, value in checkpoint.client_state.items() if lacks_tensors(checkpoint, value)]
+    if keys:
+        yield f"tensors in the client state are left out ({', '.join(map(str, keys))}); copy them from the source"
 
 
 def _few(names: Sequence[str]) -> str:
@@ -175,7 +175,7 @@ def _few(names: Sequence[str]) -> str:
 _Rule = Callable[["Checkpoint", Sequence["Parameter"]], Iterator[str]]
 
 _RULES: tuple[_Rule, ...] = (
-    _not_loaded, _bare_states, _ahead, _several_groups, _old_release, _other_states, _muon, _numbers, _unsliceable,
-    _round_robin, _scaler, _slices, _experts, _client_tensors,
+    _not_loaded, _bare_states, _newer_copies, _several_groups, _old_release, _other_states, _muon, _numbers,
+    _nonpartitionable, _round_robin, _scaler, _slices, _experts, _client_tensors,
 )  # fmt: skip
 """The rules; each yields its sentences if it applies."""

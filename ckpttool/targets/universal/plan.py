@@ -49,8 +49,8 @@ _LOSS_SCALERS = frozenset({"LossScaler", "DynamicLossScaler"})
 def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: ConsistencyChecks | None = None) -> CopyPlan:
     """Plan ``latest_universal`` and the directory that it names.
 
-    Parallelism of every kind is merged: tensors are whole. A target with tensor parallelism by DeepSpeed's AutoTP knows
-    how to cut them; for a target like Megatron, which does not, the files tell it as far as the source does.
+    Tensors are whole: all kinds of parallelism are merged. AutoTP slices them when it loads them. Targets without such
+    rules (Megatron) slice them by the metadata in the files, as far as the source has it.
 
     Args:
         checkpoint: The source.
@@ -74,7 +74,7 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: Consistency
     return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
 
 
-# ------------------------------------------------------------------------------------------------- what can be written
+# ------------------------------------------------------------------------------------------------- checks
 
 
 def _check_tag(tag: str) -> None:
@@ -137,17 +137,17 @@ def _parameter_files(
             extra |= _slicing(parameter)
             # Masters that the run kept in 16 bit stay so, as DeepSpeed's converter leaves them.
             dtype = parameter.states[MASTER].dtype if MASTER in parameter.states else "F32"
-            told = None if bare and not _expert(parameter) else extra
-            yield _state_file(builder, f"{folder}/{MASTER}.pt", checkpoint.weights(parameter), dtype, told)
+            metadata = None if bare and not _expert(parameter) else extra
+            yield _state_file(builder, f"{folder}/{MASTER}.pt", checkpoint.weights(parameter), dtype, metadata)
             for key, state in optimizer_states(parameter).items():
-                yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, told)
+                yield _state_file(builder, f"{folder}/{key}.pt", state, state.dtype, metadata)
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
         elif parameter.numel == 0 and _is_name(parameter.name):
             # DeepSpeed saves it like a frozen parameter, but loads its states if it is trained.
-            nothing = State(parameter.shape, "F32", one_extent(0, 0, 0))
+            empty = State(parameter.shape, "F32", one_extent(0, 0, 0))
             keys = {key: None for p in checkpoint.parameters for key in optimizer_states(p)}
             for key in (MASTER, *keys):
-                yield _state_file(builder, f"{folder}/{key}.pt", nothing, "F32", extra)
+                yield _state_file(builder, f"{folder}/{key}.pt", empty, "F32", extra)
             steps = [group.scalars.get(STEP) for group in checkpoint.groups]
             step = steps[0] if all(s == steps[0] for s in steps) else None
         else:
@@ -190,18 +190,18 @@ def _slicing(parameter: Parameter) -> dict[str, Any]:
     Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py (``merge_tp_slices``) and checkpoint/universal_checkpoint.py
     (``load_hp_checkpoint_state``), which without a view fails to cut a scalar even over a single rank.
     """
-    how = parameter.slicing
-    told: dict[str, Any] = {"cat_dim": how.dim} if how.dim else {}
-    if how.parts > 1:
-        told["param_n_sub_params"] = how.parts
-    view = how.view if parameter.shape else (1,)
+    slicing = parameter.slicing
+    metadata: dict[str, Any] = {"cat_dim": slicing.dim} if slicing.dim else {}
+    if slicing.parts > 1:
+        metadata["param_n_sub_params"] = slicing.parts
+    view = slicing.view if parameter.shape else (1,)
     if view:
         shape = Opaque("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", "new")
-        shape.stated, shape.state = True, {"patterns": [], "shape": view, "partition_dim": how.dim}
-        told["sub_param_shape"] = shape
-    if how.vocabulary:
-        told["vocab_tensor"] = True
-    return told
+        shape.stated, shape.state = True, {"patterns": [], "shape": view, "partition_dim": slicing.dim}
+        metadata["sub_param_shape"] = shape
+    if slicing.vocabulary:
+        metadata["vocab_tensor"] = True
+    return metadata
 
 
 def _expert(parameter: Parameter) -> dict[str, Any]:
@@ -229,11 +229,11 @@ def scalar_bytes(value: float | int | bool, dtype: str) -> bytes:
     return np.array([value], dtype=numpy_dtype(dtype)).tobytes()
 
 
-# ------------------------------------------------------------------------------------------------- what is kept once
+# ------------------------------------------------------------------------------------------------- shared files
 
 
 def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> TargetFile:
-    """Return the file that loaders read once: the groups for stages 1 and 2, first group and step for stage 3."""
+    """Return the file of the optimizer: the groups for stages 1 and 2, the first group and the step for stage 3."""
     file = TorchFileBuilder(name, builder)
     groups = [
         {**file.hyperparameters(without_tensors(dict(group.hyperparameters))), "params": [g]}
@@ -274,7 +274,7 @@ def release_numbers(version: str) -> tuple[int, ...]:
 def _model_file(
     checkpoint: Checkpoint, builder: CopyBuilder, name: str, groups: Mapping[str, int], *, whole: bool
 ) -> TargetFile:
-    """The model states: counters, scheduler, client state; the weights too, or at stage 3 something in their place.
+    """Return the model states: counters, scheduler, client state, and weights (for stage 3: placeholders).
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``).
     """
@@ -290,7 +290,7 @@ def _model_file(
         module[parameter.name] = (
             _weights(checkpoint, file, parameter)
             if whole
-            else view(file.storage(checkpoint.dtype, 0, []), checkpoint.dtype, 0, (0,))  # as stage 3 has it
+            else view(file.storage(checkpoint.dtype, 0, []), checkpoint.dtype, 0, (0,))  # as in the files of stage 3
         )
         if parameter.name not in groups:
             frozen[parameter.name] = module[parameter.name]
@@ -299,16 +299,16 @@ def _model_file(
     for alias, stored in checkpoint.aliases.items():
         if stored in module:
             module[alias] = module[stored]
-    ours = {p.name: Size(p.shape) for p in checkpoint.parameters if p.name in frozen}
+    frozen_shapes = {p.name: Size(p.shape) for p in checkpoint.parameters if p.name in frozen}
     root: dict[str, Any] = {
         "module": module,
         "buffer_names": [b.name for b in checkpoint.buffers],
         "optimizer": None,
         "param_shapes": shapes,
-        "frozen_param_shapes": OrderedDict(ours) if whole else None,
+        "frozen_param_shapes": OrderedDict(frozen_shapes) if whole else None,
         "shared_params": dict(checkpoint.aliases),
         "frozen_param_fragments": frozen if whole else None,
-        "lr_scheduler": _kept(checkpoint, file, checkpoint.scheduler),
+        "lr_scheduler": _plain_data(checkpoint, file, checkpoint.scheduler),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": checkpoint.skipped_steps,
@@ -318,7 +318,7 @@ def _model_file(
         "ds_config": without_tensors(dict(checkpoint.ds_config)),
         "ds_version": checkpoint.deepspeed_version or FIRST_RELEASE,
     }
-    return file.build({**_kept(checkpoint, file, dict(checkpoint.client_state)), **root})
+    return file.build({**_plain_data(checkpoint, file, dict(checkpoint.client_state)), **root})
 
 
 def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Parameter) -> TensorRef:
@@ -330,6 +330,6 @@ def _weights(checkpoint: Checkpoint, file: TorchFileBuilder, parameter: Paramete
     return file.whole(weights, dtype if castable(weights.dtype, dtype) else weights.dtype)
 
 
-def _kept(checkpoint: Checkpoint, file: TorchFileBuilder, value: Any) -> Any:
-    """Return data of the user or the scheduler, with the tensors whose bytes were located."""
+def _plain_data(checkpoint: Checkpoint, file: TorchFileBuilder, value: Any) -> Any:
+    """Return data of the user or the scheduler; tensors whose bytes the reader has not located are removed."""
     return copy_embedded(file, checkpoint, without_tensors(value, keep=checkpoint.embedded))

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.shape import Shape
 
 RELEASE = "0.19.8"
-"""Release that the files name where the source names none."""
+"""Version of DeepSpeed in the files if the source has none."""
 
 
 def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
-    """One group of all parameters, for weights-only sources."""
+    """Return one group of all parameters for a weights-only source; else nothing."""
     names = tuple(p.name for p in checkpoint.parameters)
     weights_alone = all(p.group == UNKNOWN_GROUP and set(p.states) <= {MODULE} for p in checkpoint.parameters)
     if checkpoint.native or not weights_alone or not names:
@@ -35,15 +35,15 @@ def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
 
 
 class TargetGroups:
-    """The parameter groups of a native checkpoint, and the part of each rank.
+    """The parameter groups of a native checkpoint, partitioned over the ranks of the target.
 
     Args:
         checkpoint: The source.
         shape: Ranks and stage of the target.
-        fresh: Parameters that the source lacks in part or wholly: their missing states stay zero.
+        fresh: Parameters whose states the source lacks in part or wholly; the missing states stay zero.
 
     Raises:
-        PlanError: The source lacks what a ZeRO checkpoint needs.
+        PlanError: The source cannot be written as a ZeRO checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: Shape, fresh: frozenset[str] = frozenset()) -> None:
@@ -52,108 +52,113 @@ class TargetGroups:
         self.fresh = fresh
         self.parameters = {p.name: p for p in checkpoint.parameters}
         self.source_groups = checkpoint.groups or _one_group(checkpoint)
-        """The parameter groups; of weights alone, one of all."""
+        """The parameter groups of the source; one group of all parameters for a weights-only source."""
         self.names = [self._names(group) for group in self.source_groups]
-        """Names of every group, in the whole model."""
+        """For each group: names of its parameters in the whole model."""
         self.keys = [self._keys(names) for names in self.names]
-        """Names of the optimizer's states of every group."""
+        """For each group: names of the optimizer's states."""
         self._check()
         self.experts = TargetExperts(checkpoint, shape.ranks, shape.expert_parallel)
         self.shares = [self.experts.shares(g, n) for g, n in zip(self.source_groups, self.names, strict=True)]
-        """Ranks that share every group: all ranks, except for experts."""
+        """For each group: the sets of ranks that partition it; one set of all ranks, except for experts."""
         self.groups = [self._order(shares[0]) for shares in self.shares]
-        """Names of every group in the order of the target's flat buffers, as a rank knows them."""
+        """For each group: local names of its parameters, in the order of the target's flat buffer."""
         sizes = [
-            {n: shares[0].held[n].numel for n in own} for shares, own in zip(self.shares, self.groups, strict=True)
+            {name: shares[0].parameters[name].numel for name in names}
+            for shares, names in zip(self.shares, self.groups, strict=True)
         ]
         counts = [len(shares[0].ranks) for shares in self.shares]
-        self.flat = [FlatGroup(own, count, shape.alignment) for own, count in zip(sizes, counts, strict=True)]
-        self.subs = [
-            list(sub_groups(own, count, shape.sub_group_size)) for own, count in zip(sizes, counts, strict=True)
-        ]
+        pairs = list(zip(sizes, counts, strict=True))
+        self.flat = [FlatGroup(group_sizes, count, shape.alignment) for group_sizes, count in pairs]
+        """For each group: its flat buffer, at stages 1 and 2."""
+        self.subs = [list(sub_groups(group_sizes, count, shape.sub_group_size)) for group_sizes, count in pairs]
+        """For each group: its sub-groups, at stage 3."""
 
     def _check(self) -> None:
-        c = self.checkpoint
+        checkpoint = self.checkpoint
         if not any(self.names):
             hint = "convert a checkpoint that was saved with its optimizer"
-            raise PlanError(c.location, "does not say what the optimizer trains", hint)
-        if c.unsliceable:
-            problem = f"holds states that cannot be re-partitioned: {', '.join(c.unsliceable[:5])}"
-            raise PlanError(c.location, problem, "resume on the same number of ranks, or consolidate the weights")
+            raise PlanError(checkpoint.location, "does not record the trained parameters", hint)
+        if checkpoint.nonpartitionable:
+            problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.nonpartitionable[:5])}"
+            raise PlanError(
+                checkpoint.location, problem, "resume on the same number of ranks, or consolidate the weights"
+            )
         if self.shape.stage == 3:
             self._check_stage3()
 
     def _check_stage3(self) -> None:
-        c = self.checkpoint
-        others = [p.name for p in c.parameters if p.frozen] if not c.tells_buffers else []
-        if others:
-            problem = f"does not say whether {others[0]} is a frozen parameter or a buffer, which stage 3 keeps apart"
+        checkpoint = self.checkpoint
+        unclear = [p.name for p in checkpoint.parameters if p.frozen] if not checkpoint.tells_buffers else []
+        if unclear:
+            problem = f"does not say whether {unclear[0]} is a frozen parameter or a buffer: stage 3 distinguishes them"
             hint = "choose stage 1 or 2, or convert the checkpoint that it was made from"
-            raise PlanError(c.location, problem, hint, ("stage",))
-        if any(NATIVE.fullmatch(p.name) for p in c.parameters):
+            raise PlanError(checkpoint.location, problem, hint, ("stage",))
+        if any(NATIVE.fullmatch(p.name) for p in checkpoint.parameters):
             problem = "trains DeepSpeed's own mixture of experts, which has no stage 3"
-            raise PlanError(c.location, problem, "choose stage 1 or 2", ("stage",))
-        int8 = [p.name for p in c.parameters if p.frozen and p.numel and p.module_state.dtype == "I8"]
+            raise PlanError(checkpoint.location, problem, "choose stage 1 or 2", ("stage",))
+        int8 = [p.name for p in checkpoint.parameters if p.frozen and p.numel and p.module_state.dtype == "I8"]
         if int8:
             problem = (
-                f"has frozen parameter {int8[0]} in int8, which at stage 3 cannot be told from one that ZeRO++ "
-                "quantised without saving its scale"
+                f"has frozen parameter {int8[0]} in int8: at stage 3 it looks like a parameter that ZeRO++ quantised "
+                "without saving its scale"
             )
-            raise PlanError(c.location, problem, "choose stage 1 or 2", ("stage",))
-        empty = [n for names in self.names for n in names if self.parameters[n].numel == 0]
-        if empty:
-            raise PlanError(c.location, f"trains {empty[0]}, which has no elements", "stage 3 cannot hold it")
+            raise PlanError(checkpoint.location, problem, "choose stage 1 or 2", ("stage",))
+        without_elements = [n for names in self.names for n in names if self.parameters[n].numel == 0]
+        if without_elements:
+            problem = f"trains {without_elements[0]}, which has no elements: stage 3 cannot hold it"
+            raise PlanError(checkpoint.location, problem, "choose stage 1 or 2", ("stage",))
 
     def _names(self, group: ParamGroup) -> list[str]:
         return [n for n in group.parameters if self.parameters[n].numel or self.shape.stage == 3]
 
     def _order(self, share: Share) -> list[str]:
-        """The parameters of a group in the order of the target's flat buffer."""
-        names = list(share.held)
+        """Return the local names of a group in the order of the target's flat buffer."""
+        names = list(share.parameters)
         return round_robin(names, len(share.ranks)) if self.shape.round_robin and self.shape.stage < 3 else names
 
     def place(self, group: int, rank: int) -> tuple[Share, int]:
-        """The share of a group that a rank has a part of, and the number of that part."""
+        """Return the share of a group that contains a rank, and the index of the rank in it."""
         share = next(s for s in self.shares[group] if rank in s.ranks)
         return share, share.ranks.index(rank)
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         names = [n for n in names if n not in self.fresh]
-        held = [set(self.parameters[n].optimizer_states) for n in names]
-        for name, keys in zip(names, held, strict=True):
+        states = [set(self.parameters[n].optimizer_states) for n in names]
+        for name, keys in zip(names, states, strict=True):
             without_master = self.checkpoint.groups and MASTER not in self.parameters[name].states
-            if keys != held[0] or without_master:
-                odd = sorted(keys ^ held[0])[0] if keys != held[0] else "master"
-                problem = f"has {odd} of {name} or of {names[0]}, but not of both, though they are in one group"
+            if keys != states[0] or without_master:
+                state = sorted(keys ^ states[0])[0] if keys != states[0] else "master"
+                problem = f"has {state} of only one of {name} and {names[0]}, which are in one group"
                 raise PlanError(self.checkpoint.location, problem, "convert a checkpoint saved with its optimizer")
-        return [k for k in self.parameters[names[0]].states if k in held[0]] if names else []
+        return [k for k in self.parameters[names[0]].states if k in states[0]] if names else []
 
     def dtype(self, names: Sequence[str], key: str) -> str:
-        """Type of a state of a group's parameters.
+        """Return the dtype of one state of a group's parameters.
 
         Raises:
-            PlanError: The parameters have it in different types.
+            PlanError: The parameters have different dtypes.
         """
         if key == MASTER and not self.checkpoint.groups:
             return "F32"
         dtypes = {self.parameters[n].states[key].dtype for n in names if key in self.parameters[n].states}
         if len(dtypes) > 1 and key == MASTER and not self.fresh.isdisjoint(names):
-            return "F32"  # weights of which there is a 16-bit copy alone
+            return "F32"  # some weights have only a 16-bit copy
         if len(dtypes) > 1:
             raise PlanError(
                 self.checkpoint.location,
-                f"has {key} in {sorted(dtypes)} in one group",
-                "convert a checkpoint saved with one type",
+                f"has {key} of several dtypes in one group: {', '.join(sorted(dtypes))}",
+                "convert a checkpoint saved with one dtype",
             )
         return dtypes.pop() if dtypes else "F32"
 
     @property
     def release(self) -> str:
-        """Version of DeepSpeed that the files name."""
+        """Version of DeepSpeed in the files."""
         return self.checkpoint.deepspeed_version or RELEASE
 
     def config(self) -> dict[str, Any]:
-        """The source's configuration, with the target's partitioning."""
+        """Return the source's configuration with the target's partitioning."""
         config = dict(self.checkpoint.ds_config)
         zero = config.get("zero_optimization")
         zero = {**zero} if isinstance(zero, dict) else {}
@@ -167,15 +172,15 @@ class TargetGroups:
 
     @functools.cached_property
     def fragments(self) -> list[list[list[Fragment]]]:
-        """The fragments in each rank's partition of every group, at stages 1 and 2."""
+        """For each group and rank: the fragments in the rank's partition, at stages 1 and 2."""
         return [g.fragments() for g in self.flat]
 
     def state(self, name: str, key: str) -> State:
-        """A state of a parameter; for weights-only sources, the weights in the place of the master.
+        """Return a state of a parameter; for weights-only sources, the weights serve as fp32 master weights.
 
-        Stage 3 keeps no module copies: if they are newer than the masters, they are written as masters.
+        Stage 3 has no module copies: copies newer than the master weights are written in their place.
         """
         parameter = self.parameters[name]
-        if key == MASTER and self.checkpoint.ahead and self.shape.stage == 3:
+        if key == MASTER and self.checkpoint.has_newer_copies and self.shape.stage == 3:
             return self.checkpoint.weights(parameter)
         return parameter.states.get(key) or parameter.module_state

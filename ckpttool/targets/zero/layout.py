@@ -1,4 +1,4 @@
-"""Compute where DeepSpeed puts each parameter for a number of ranks.
+"""Compute the position of each parameter in DeepSpeed's partitions for a number of ranks.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``__init__``,
 ``get_data_parallel_partitions``) and runtime/zero/stage3.py (``_create_fp16_sub_groups``).
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 ALIGNMENT = 2
-"""Elements for each rank that the length of a flat buffer is a multiple of (``nccl_start_alignment_factor``)."""
+"""Each rank's share of a flat buffer is a multiple of this number of elements (``nccl_start_alignment_factor``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A run of a parameter's elements in one rank's partition."""
+    """Consecutive elements of a parameter in one rank's partition."""
 
     name: str
-    """The parameter."""
+    """Name of the parameter."""
     first: int
-    """First element, of the flattened parameter."""
+    """First element, in the flattened parameter."""
     numel: int
     """Elements."""
     position: int
@@ -37,9 +37,9 @@ class FlatGroup:
     sizes: Mapping[str, int]
     """Elements of each parameter, in the order of the buffer."""
     ranks: int
-    """Ranks that share it."""
+    """Number of ranks that partition it."""
     alignment: int = 1
-    """Elements that the place of every parameter is a multiple of (``parameter_alignment``)."""
+    """The position of every parameter is a multiple of this number of elements (``parameter_alignment``)."""
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ class FlatGroup:
         return sum(self.sizes.values()) + sum(self.paddings())
 
     def paddings(self) -> list[int]:
-        """Elements of padding behind each parameter but the last."""
+        """Return the elements of padding after each parameter except the last."""
         result, at, last = [], 0, len(self.sizes) - 1
         for number, numel in enumerate(self.sizes.values()):
             result.append(-(at + numel) % self.alignment if number < last else 0)
@@ -61,11 +61,11 @@ class FlatGroup:
         return -(-self.numel // unit) * unit // self.ranks
 
     def padding(self, rank: int) -> int:
-        """Elements of padding at the end of a rank's partition."""
+        """Return the elements of padding at the end of a rank's partition."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.numel))
 
     def offsets(self) -> dict[str, int]:
-        """First element of each parameter in the buffer."""
+        """Return the position of each parameter in the buffer, in elements."""
         result, at = {}, 0
         for (name, numel), padding in zip(self.sizes.items(), self.paddings(), strict=True):
             result[name] = at
@@ -73,7 +73,7 @@ class FlatGroup:
         return result
 
     def fragments(self) -> list[list[Fragment]]:
-        """The fragments in each rank's partition."""
+        """Return the fragments in each rank's partition."""
         result: list[list[Fragment]] = [[] for _ in range(self.ranks)]
         size = self.partition
         for name, offset in self.offsets().items():
@@ -88,24 +88,24 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """One flat buffer of stage 3: an equal piece of every parameter for each rank, each padded."""
+    """One flat buffer of stage 3: each rank has an equal part of every parameter, padded."""
 
     sizes: Mapping[str, int]
     """Elements of each parameter, in the order of the buffer."""
     ranks: int
-    """Ranks that share it."""
+    """Number of ranks that partition it."""
 
     @property
     def partition(self) -> int:
-        """Elements that each rank holds, padding included."""
+        """Elements of each rank's partition, padding included."""
         return sum(piece(n, self.ranks) for n in self.sizes.values())
 
     def fragments(self) -> list[list[Fragment]]:
-        """The fragments on each rank."""
-        return [self.held(rank) for rank in range(self.ranks)]
+        """Return the fragments in each rank's partition."""
+        return [self.rank_fragments(rank) for rank in range(self.ranks)]
 
-    def held(self, rank: int) -> list[Fragment]:
-        """The fragments on one rank."""
+    def rank_fragments(self, rank: int) -> list[Fragment]:
+        """Return the fragments in one rank's partition."""
         result: list[Fragment] = []
         position = 0
         for name, numel in self.sizes.items():
@@ -118,12 +118,12 @@ class SubGroup:
 
 
 def piece(numel: int, ranks: int) -> int:
-    """Elements of a parameter that each rank holds at stage 3, padding included."""
+    """Return the elements of each rank's part of a parameter at stage 3, padding included."""
     return -(-numel // ranks)
 
 
 def sub_groups(sizes: Mapping[str, int], ranks: int, limit: int) -> Iterator[SubGroup]:
-    """Cut a parameter group of stage 3 into sub-groups; the parameter that crosses the limit still belongs to one."""
+    """Split a parameter group of stage 3 into sub-groups; the parameter that crosses the limit ends a sub-group."""
     part: dict[str, int] = {}
     filled = 0
     for name, numel in sizes.items():

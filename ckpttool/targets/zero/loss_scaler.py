@@ -13,11 +13,11 @@ LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def loss_scaler(source: object, dtype: str) -> Opaque:
-    """DeepSpeed's object: the source's, or one with the same state.
+    """Return DeepSpeed's loss scaler object: the source's, or a new one with the same state.
 
     Args:
         source: State of the source's loss scaler, as pickled; None if it has none.
-        dtype: Type that the target run computes in.
+        dtype: Compute dtype of the target run.
     """
     if isinstance(source, Opaque):
         return source

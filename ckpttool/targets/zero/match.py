@@ -1,6 +1,6 @@
-"""Match a checkpoint with a live model: its parameters by name, in the model's own groups.
+"""Match a checkpoint with a live model by the names of parameters, in the groups of the model.
 
-The result is a checkpoint again, so that the planner of native files can use it. No file is read.
+The result is a ``Checkpoint``, so that the planner of native files can use it. No file is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, ScalarState, State
 
 NAMED = 5
-"""Names that an error lists."""
+"""Maximum number of names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,63 +25,63 @@ class LiveModel:
     """Names and shapes of a model's parameters and buffers."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Every parameter by its first name, in the order of the module, before ZeRO partitions it."""
+    """Shape of every parameter by its first name, in the order of the module, before ZeRO partitions it."""
     groups: Sequence[Sequence[str]]
     """Names of the trained parameters, by group in the optimizer's order."""
     buffers: Mapping[str, tuple[int, ...]]
     """Shapes of persistent buffers."""
     aliases: Mapping[str, str]
-    """Tied names: another name of a parameter to its first."""
+    """Tied names: further name of a parameter to its first name."""
 
     @property
     def frozen(self) -> list[str]:
-        """Parameters that no group of the optimizer has."""
+        """Parameters outside the optimizer's groups."""
         trained = {name for group in self.groups for name in group}
         return [name for name in self.shapes if name not in trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """A checkpoint matched with a model."""
+    """The match of a checkpoint with a model."""
 
     checkpoint: Checkpoint
-    """The model's parameters, in its groups. Those in ``missing`` have no states."""
+    """The checkpoint with the model's parameters and groups. Parameters in ``missing`` have no states."""
     fresh: frozenset[str] = frozenset()
-    """Parameters of which the checkpoint lacks some or all states."""
+    """Parameters whose states the checkpoint lacks in part or wholly."""
     buffers: Mapping[str, State] = field(default_factory=dict)
     """The model's buffers that the checkpoint has."""
     missing: tuple[str, ...] = ()
-    """Parameters and buffers of the model that the checkpoint lacks."""
+    """Parameters and buffers of the model that are not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
-    """Parameters and buffers of the checkpoint that the model lacks."""
-    kept: tuple[int, ...] = ()
-    """The model's groups for which the checkpoint has no hyper-parameters, or several."""
+    """Parameters and buffers of the checkpoint that are not in the model."""
+    unrestored_groups: tuple[int, ...] = ()
+    """Groups of the model that keep their hyper-parameters: the checkpoint has none for them, or several."""
     regrouped: bool = False
-    """Whether the model's groups are not the checkpoint's."""
+    """Whether the model's groups differ from the checkpoint's."""
     notes: tuple[str, ...] = ()
     """Notes on differences from the checkpoint."""
 
 
 def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: bool) -> Fitted:
-    """Match a checkpoint with a model, by name.
+    """Match a checkpoint with a model by name.
 
     Args:
         checkpoint: Any source.
         live: The model.
-        strict: Whether all names must be on both sides.
+        strict: Whether checkpoint and model must have the same names.
         weights_only: Leave out the optimizer's states.
 
     Raises:
-        PlanError: A shape differs; or with ``strict`` a name is missing; or there is no optimizer.
+        PlanError: A shape differs; with ``strict`` a name is missing; or the checkpoint has no optimizer states.
     """
-    if not weights_only and (not checkpoint.groups or checkpoint.unsliceable):
-        problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.unsliceable[:NAMED])}"
-        problem = problem if checkpoint.unsliceable else "does not say what the optimizer trains"
+    if not weights_only and (not checkpoint.groups or checkpoint.nonpartitionable):
+        problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.nonpartitionable[:NAMED])}"
+        problem = problem if checkpoint.nonpartitionable else "does not record the trained parameters"
         raise PlanError(checkpoint.location, problem, "load it with weights_only=True")
-    return _Fit(checkpoint, live, weights_only).fitted(strict)
+    return _Matcher(checkpoint, live, weights_only).fitted(strict)
 
 
-class _Fit:
+class _Matcher:
     def __init__(self, checkpoint: Checkpoint, live: LiveModel, weights_only: bool) -> None:
         self.checkpoint = checkpoint
         self.live = live
@@ -91,48 +91,48 @@ class _Fit:
         self.sources: dict[str, Parameter | State] = {b.name: b.state for b in checkpoint.buffers}
         self.sources.update(self.parameters)
         self.names: dict[str, list[str]] = {}
-        """Every name of each of the model's parameters."""
+        """Further names of each parameter of the model."""
         for alias, name in live.aliases.items():
             self.names.setdefault(name, []).append(alias)
         self.missing: list[str] = []
-        self.taken: set[str] = set()
+        self.used: set[str] = set()
 
     def fitted(self, strict: bool) -> Fitted:
-        found = {name: self._find(name, shape) for name, shape in self.live.shapes.items()}
+        source_of = {name: self._find(name, shape) for name, shape in self.live.shapes.items()}
         buffers = {n: s for n, shape in self.live.buffers.items() if (s := self._weights(self._find(n, shape)))}
         known = {*self.live.shapes, *self.live.buffers, *self.live.aliases}
-        unexpected = [n for n in self.sources if n not in self.taken and n not in known]
+        unexpected = [n for n in self.sources if n not in self.used and n not in known]
         self.notes += [
-            f"{n} is tied to {live_name} in the model: the values of {self._source_name(live_name)} were taken"
+            f"{n} is tied to {live_name} in the model: it gets the values of {self._source_name(live_name)}"
             for n, live_name in self.live.aliases.items()
-            if n in self.sources and n not in self.taken
+            if n in self.sources and n not in self.used
         ]
         if strict:
-            self._refuse("lacks", "of the model", self.missing, "and these keep the model's values")
-            self._refuse("holds", "that the model lacks", unexpected, "and these are left out")
+            self._check_none("lacks", "of the model", self.missing, "and they keep the model's values")
+            self._check_none("holds", "that the model lacks", unexpected, "and they are left out")
         fresh: set[str] = set()
         parameters = []
         for group, names in enumerate(self.live.groups):
             for name in names:
-                states = self._trained(name, found[name], fresh)
+                states = self._trained(name, source_of[name], fresh)
                 parameters.append(Parameter(name, self.live.shapes[name], group, states))
         self.notes += [
             f"{n} is frozen in the model: its {MASTER} and moments are left out"
             for n in self.live.frozen
-            if not self.weights_only and self._has_moments(found[n])
+            if not self.weights_only and self._has_moments(source_of[n])
         ]
-        frozen = [(n, state) for n in self.live.frozen if (state := self._weights(found[n])) is not None]
+        frozen = [(n, state) for n in self.live.frozen if (state := self._weights(source_of[n])) is not None]
         parameters += [Parameter(n, self.live.shapes[n], None, {MODULE: state}) for n, state in frozen]
-        groups, kept = self._groups()
-        order = [tuple(self._source_name(n) for n in names) for names in self.live.groups]
+        groups, unrestored = self._groups()
+        source_names = [tuple(self._source_name(n) for n in names) for names in self.live.groups]
         checkpoint = replace(
             self.checkpoint,
-            format="zero",  # the model says which are frozen, whatever the source does not tell
+            format="zero",  # the model tells frozen parameters from buffers, even if the source does not
             parameters=tuple(parameters),
             buffers=(),
             aliases={},
             groups=tuple(groups),
-            unsliceable=(),
+            nonpartitionable=(),
             replicas=(),
         )
         return Fitted(
@@ -141,12 +141,12 @@ class _Fit:
             buffers=buffers,
             missing=tuple(self.missing),
             unexpected=tuple(unexpected),
-            kept=tuple(kept),
-            regrouped=order != [g.parameters for g in self.checkpoint.groups],
+            unrestored_groups=tuple(unrestored),
+            regrouped=source_names != [g.parameters for g in self.checkpoint.groups],
             notes=tuple(self.notes),
         )
 
-    def _refuse(self, verb: str, whose: str, names: Sequence[str], otherwise: str) -> None:
+    def _check_none(self, verb: str, whose: str, names: Sequence[str], otherwise: str) -> None:
         if names:
             raise PlanError(
                 self.checkpoint.location, f"{verb} {listed(names)} {whose}", f"pass strict=False, {otherwise}"
@@ -155,7 +155,7 @@ class _Fit:
     # ------------------------------------------------------------------------------------------------ one tensor
 
     def _source_name(self, name: str) -> str:
-        """What the checkpoint calls a parameter of the model; the model's own name if it has none."""
+        """Return the checkpoint's name of a parameter of the model; the model's own name if the checkpoint has none."""
         for candidate in (name, *self.names.get(name, ())):
             stored: str = self.checkpoint.aliases.get(candidate, candidate)
             if stored in self.sources:
@@ -164,43 +164,43 @@ class _Fit:
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Parameter | State | None:
         stored = self._source_name(name)
-        found = self.sources.get(stored)
-        if found is None:
-            if all(shape):  # what has no elements may not have been saved, and nothing is lost
+        source = self.sources.get(stored)
+        if source is None:
+            if all(shape):  # a tensor without elements may not have been saved
                 self.missing.append(name)
             return None
-        self.taken.add(stored)
+        self.used.add(stored)
         # Releases before 0.19.8 lose the shape of a parameter without elements, universal checkpoints that of a scalar.
-        if found.shape != shape and (all(found.shape) or all(shape)) and {found.shape, shape} != {(), (1,)}:
-            problem = f"{name} has shape {list(found.shape)} there and {list(shape)} in the model"
-            raise PlanError(self.checkpoint.location, problem, "build the model as it was when it was saved")
-        return found
+        if source.shape != shape and (all(source.shape) or all(shape)) and {source.shape, shape} != {(), (1,)}:
+            problem = f"{name} has shape {list(source.shape)}, but {list(shape)} in the model"
+            raise PlanError(self.checkpoint.location, problem, "build the model with the shapes of the checkpoint")
+        return source
 
-    def _weights(self, found: Parameter | State | None) -> State | None:
-        if isinstance(found, Parameter):
-            return self.checkpoint.weights(found) if found.states else None
-        return found
+    def _weights(self, source: Parameter | State | None) -> State | None:
+        if isinstance(source, Parameter):
+            return self.checkpoint.weights(source) if source.states else None
+        return source
 
     @staticmethod
-    def _has_moments(found: Parameter | State | None) -> bool:
-        return isinstance(found, Parameter) and not found.frozen and bool(found.optimizer_states)
+    def _has_moments(source: Parameter | State | None) -> bool:
+        return isinstance(source, Parameter) and not source.frozen and bool(source.optimizer_states)
 
-    def _trained(self, name: str, found: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
-        weights = self._weights(found)
+    def _trained(self, name: str, source: Parameter | State | None, fresh: set[str]) -> dict[str, State]:
+        weights = self._weights(source)
         if weights is None or self.weights_only:
             fresh.add(name)
             return {} if weights is None else {MASTER: weights}
-        if isinstance(found, Parameter) and MASTER in found.states and not found.frozen:
-            return {**{key: state for key, state in found.states.items() if key != MODULE}, MASTER: weights}
-        self.notes.append(f"{name} was not trained there: it starts without moments")
+        if isinstance(source, Parameter) and MASTER in source.states and not source.frozen:
+            return {**{key: state for key, state in source.states.items() if key != MODULE}, MASTER: weights}
+        self.notes.append(f"{name} was not trained in the saved run: it starts without moments")
         fresh.add(name)
         return {MASTER: weights}
 
     # ---------------------------------------------------------------------------------------------------- groups
 
     def _groups(self) -> tuple[list[ParamGroup], list[int]]:
-        """The model's groups with the checkpoint's hyper-parameters, and those for which it has none."""
-        groups, kept = [], []
+        """Return the model's groups with the checkpoint's hyper-parameters, and indexes of the other groups."""
+        groups, unrestored = [], []
         for number, names in enumerate(self.live.groups):
             elements: dict[int, int] = {}
             for name in names if not self.weights_only else ():
@@ -211,19 +211,21 @@ class _Fit:
             options = [{k: v for k, v in g.hyperparameters.items() if k != "params"} for g in sources]
             if not options or not options[0] or any(o != options[0] for o in options):
                 if not self.weights_only:
-                    kept.append(number)
-                    differ = f"its parameters came from groups {_numbers(elements)}, which differ"
-                    why = differ if any(options) else "there are none for it"
+                    unrestored.append(number)
+                    differ = f"its parameters are in groups {_numbers(elements)} of the checkpoint, which differ"
+                    why = differ if any(options) else "the checkpoint has none"
                     self.notes.append(f"group {number} keeps the model's hyper-parameters: {why}")
                 options = [{}]
             scalars: Mapping[str, ScalarState] = {}
             if sources:
-                most = max(elements, key=lambda i: elements[i])
-                scalars = self.checkpoint.groups[most].scalars
+                largest = max(elements, key=lambda i: elements[i])
+                scalars = self.checkpoint.groups[largest].scalars
                 if any(dict(g.scalars) != dict(scalars) for g in sources):
-                    self.notes.append(f"group {number} takes the steps of group {most}: those of others differ")
+                    self.notes.append(
+                        f"group {number} gets the step of the checkpoint's group {largest}; others differ"
+                    )
             groups.append(ParamGroup(tuple(names), options[0], scalars))
-        return groups, kept
+        return groups, unrestored
 
 
 def _numbers(values: Iterable[int]) -> str:
@@ -231,6 +233,6 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many there are."""
+    """Return the first few names, and the number of the others."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

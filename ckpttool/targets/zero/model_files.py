@@ -1,4 +1,4 @@
-"""Model-states files of a native checkpoint: one, or at stage 3 one for each rank; and one for each expert.
+"""Plan the model-states files of a native checkpoint: one, or at stage 3 one per rank; and one per expert.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
 """
@@ -28,7 +28,7 @@ class ModelFiles:
     """Plans the model-states files.
 
     Args:
-        groups: What each rank holds.
+        groups: The parameter groups of the target.
         builder: Collects the copies.
         tag: Directory of the files.
     """
@@ -39,11 +39,11 @@ class ModelFiles:
         self._tag = tag
 
     def _name(self, rank: int) -> str:
-        own = f"zero_pp_rank_{rank}_" if self._groups.shape.stage == 3 else ""
-        return f"{self._tag}/{own}mp_rank_00_model_states.pt"
+        prefix = f"zero_pp_rank_{rank}_" if self._groups.shape.stage == 3 else ""
+        return f"{self._tag}/{prefix}mp_rank_00_model_states.pt"
 
     def files(self) -> list[TargetFile]:
-        """One, or at stage 3 one for each rank; below stage 3 one for each expert too."""
+        """Return one file, or at stage 3 one per rank; below stage 3 also one per expert."""
         files = [self.file(rank) for rank in range(self._groups.shape.ranks if self._groups.shape.stage == 3 else 1)]
         return files if self._groups.shape.stage == 3 else [*files, *self._expert_files()]
 
@@ -62,35 +62,38 @@ class ModelFiles:
         ]
         tensors += [(b.name, b.state, b.state.dtype) for b in self._groups.checkpoint.buffers]
         for name, state, dtype in tensors:
-            for layer, expert, held in self._groups.experts.parts(name, state.shape):
+            for layer, expert, part in self._groups.experts.parts(name, state.shape):
                 file = files[layer, expert]
-                storage = file.storage(dtype, held.numel, [Placement(state, dtype, 0, held.first, held.numel)])
-                modules[layer, expert][held.name] = view(storage, dtype, 0, held.shape)
+                storage = file.storage(dtype, part.numel, [Placement(state, dtype, 0, part.first, part.numel)])
+                modules[layer, expert][part.name] = view(storage, dtype, 0, part.shape)
         for key, file in files.items():
             yield file.build(modules[key])
 
     def file(self, rank: int, *, shared: bool = True) -> TargetFile:
-        """The model states of a rank; ``shared`` for those that all ranks hold alike too."""
-        c = self._groups.checkpoint
+        """Return the model states of a rank; with ``shared``, also weights and buffers that are equal on all ranks."""
+        checkpoint = self._groups.checkpoint
         file = TorchFileBuilder(self._name(rank), self._builder)
-        frozen = [p for p in c.parameters if p.frozen]
+        frozen = [p for p in checkpoint.parameters if p.frozen]
         module = self._shared(file) if shared else OrderedDict()
-        # Of weights alone nobody knows which will be frozen: the engine must find all in the module.
-        # Where none is kept (exclude_frozen_parameters) it must not be looked for either.
-        listed = self._groups.shape.stage >= (2 if shared else 3) and bool(c.groups) and bool(frozen)
-        step = {"skipped_steps": c.skipped_steps, "global_steps": c.step or 0}
-        if c.samples is not None:  # left out, DeepSpeed computes it
-            step["global_samples"] = c.samples
-        client = copy_embedded(file, c, c.client_state)
+        # A weights-only source does not tell frozen parameters: the engine must find all parameters in the module.
+        # Without frozen parameters in the source (exclude_frozen_parameters) the list must be absent too.
+        lists_frozen = self._groups.shape.stage >= (2 if shared else 3) and bool(checkpoint.groups) and bool(frozen)
+        step = {"skipped_steps": checkpoint.skipped_steps, "global_steps": checkpoint.step or 0}
+        if checkpoint.samples is not None:  # DeepSpeed computes a missing count
+            step["global_samples"] = checkpoint.samples
+        client = copy_embedded(file, checkpoint, checkpoint.client_state)
         root = {
             "module": module,
-            "buffer_names": [b.name for b in c.buffers],
+            "buffer_names": [b.name for b in checkpoint.buffers],
             "optimizer": None,
-            "param_shapes": [OrderedDict((n, Size(held[n].shape)) for n in names) for names, held in self._buffers()],
-            "frozen_param_shapes": OrderedDict((p.name, Size(p.shape)) for p in frozen) if listed else None,
-            "shared_params": dict(c.aliases) if rank == 0 else {},
-            "frozen_param_fragments": self._frozen(file, frozen, module, rank) if listed else None,
-            "lr_scheduler": copy_embedded(file, c, c.scheduler),
+            "param_shapes": [
+                OrderedDict((name, Size(parameters[name].shape)) for name in names)
+                for names, parameters in self._buffers()
+            ],
+            "frozen_param_shapes": OrderedDict((p.name, Size(p.shape)) for p in frozen) if lists_frozen else None,
+            "shared_params": dict(checkpoint.aliases) if rank == 0 else {},
+            "frozen_param_fragments": self._frozen(file, frozen, module, rank) if lists_frozen else None,
+            "lr_scheduler": copy_embedded(file, checkpoint, checkpoint.scheduler),
             "data_sampler": None,
             "random_ltd": None,
             **step,
@@ -105,7 +108,7 @@ class ModelFiles:
         return file.build(root)
 
     def _shared(self, file: TorchFileBuilder) -> OrderedDict:
-        """The module's state dict, tied names and buffers included."""
+        """Return the module's state dict, with tied names and buffers."""
         module = self._placeholders(file) if self._groups.shape.stage == 3 else self._module(file)
         for buffer in self._groups.checkpoint.buffers:
             if not self._groups.experts.owns(buffer.name):
@@ -116,25 +119,26 @@ class ModelFiles:
         return module
 
     def _buffers(self) -> list[tuple[list[str], Mapping[str, LocalParameter]]]:
-        """Names in every flat buffer, and what they stand for."""
+        """Return the names in every flat buffer, and the local parameter of each name."""
         if self._groups.shape.stage == 3:
             return [
-                (list(sub.sizes), shares[0].held)
+                (list(sub.sizes), shares[0].parameters)
                 for subs, shares in zip(self._groups.subs, self._groups.shares, strict=True)
                 for sub in subs
             ]
-        return [(names, shares[0].held) for names, shares in zip(self._groups.groups, self._groups.shares, strict=True)]
+        groups = zip(self._groups.groups, self._groups.shares, strict=True)
+        return [(names, shares[0].parameters) for names, shares in groups]
 
     def _module(self, file: TorchFileBuilder) -> OrderedDict:
-        """Whole weights: those of a group are views of one flat storage, as DeepSpeed has them."""
+        """Return whole weights; those of a group are views of one flat storage, as in DeepSpeed's files."""
         dtype = self._groups.shape.dtype
         views: dict[str, TensorRef] = {}
-        # Of weights alone nothing tells which are buffers: all keep their type, and loading casts the others.
+        # A weights-only source does not tell buffers: all tensors keep their dtype, and DeepSpeed casts on load.
         for names, flat in (
             zip(self._groups.groups, self._groups.flat, strict=True) if self._groups.checkpoint.groups else ()
         ):
             if any(name not in self._groups.parameters or self._groups.experts.owns(name) for name in names):
-                continue  # experts have files of their own
+                continue  # experts are in separate files
             offsets = flat.offsets()
             width = itemsize(dtype)
             pieces = [
@@ -161,7 +165,7 @@ class ModelFiles:
     def _frozen(
         self, file: TorchFileBuilder, frozen: Sequence[Parameter], module: Mapping[str, TensorRef], rank: int
     ) -> OrderedDict:
-        """Frozen weights: at stage 3 a rank's piece of each, padded; at stage 2 what the module has."""
+        """Return frozen weights: at stage 3 this rank's part of each, padded; at stage 2 the tensors of the module."""
         result = OrderedDict()
         for p in frozen:
             if self._groups.shape.stage < 3:
@@ -169,6 +173,6 @@ class ModelFiles:
                 continue
             state, size = p.module_state, piece(p.numel, self._groups.shape.ranks)
             first = min(p.numel, rank * size)
-            held = [Placement(state, state.dtype, 0, first, min(size, p.numel - first))]
-            result[p.name] = view(file.storage(state.dtype, size, held), state.dtype, 0, (size,))
+            pieces = [Placement(state, state.dtype, 0, first, min(size, p.numel - first))]
+            result[p.name] = view(file.storage(state.dtype, size, pieces), state.dtype, 0, (size,))
         return result

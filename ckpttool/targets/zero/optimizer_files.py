@@ -1,4 +1,4 @@
-"""Optimizer files of a native checkpoint: one for each rank.
+"""Plan the optimizer files of a native checkpoint: one per rank.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``state_dict``) and runtime/zero/stage3.py
 (``_rigid_state_dict``).
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.layout import Fragment
 
 MUON = "momentum_buffer"
-"""Muon's state. At stages 1 and 2 every rank holds the whole of each matrix that its partition touches."""
+"""Muon's state. At stages 1 and 2 each rank holds whole matrices: all that have a fragment in its partition."""
 
 
 class OptimizerFiles:
     """Plans the optimizer files.
 
     Args:
-        groups: What each rank holds.
+        groups: The parameter groups of the target.
         builder: Collects the copies.
         tag: Directory of the files.
     """
@@ -47,17 +47,20 @@ class OptimizerFiles:
         self._scaler = loss_scaler(groups.checkpoint.loss_scaler, groups.shape.dtype)
 
     def files(self) -> list[TargetFile]:
-        """One for each rank."""
+        """Return one file per rank."""
         return [self.file(rank) for rank in range(self._groups.shape.ranks)]
 
     def file(self, rank: int) -> TargetFile:
-        """A rank's partitions of all optimizer states."""
+        """Return the file of a rank: its partitions of all optimizer states."""
         prefix = "bf16_" if self._groups.shape.dtype == "BF16" else ""
         file = TorchFileBuilder(f"{self._tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", self._builder)
         places = [self._groups.place(g, rank) for g in range(len(self._groups.groups))]
         if self._groups.shape.stage == 3:
-            held = [[s.held(part) for s in subs] for subs, (_, part) in zip(self._groups.subs, places, strict=True)]
-            states = self._stage3(file, rank, places, held)
+            fragments = [
+                [sub_group.rank_fragments(part) for sub_group in sub_groups]
+                for sub_groups, (_, part) in zip(self._groups.subs, places, strict=True)
+            ]
+            states = self._stage3(file, rank, places, fragments)
         else:
             states = self._stage12(
                 file, places, [f[part] for f, (_, part) in zip(self._groups.fragments, places, strict=True)]
@@ -74,19 +77,21 @@ class OptimizerFiles:
         mappings = []
         for g, (group, flat) in enumerate(zip(self._groups.source_groups, self._groups.flat, strict=True)):
             names, (share, part) = self._groups.names[g], places[g]
-            own: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
+            values: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
             for key in self._groups.keys[g]:
                 if group.hyperparameters.get("use_muon") and key == MUON:
-                    own[key] = self._whole(file, key, fragments[g], share)
+                    values[key] = self._whole(file, key, fragments[g], share)
                 else:
-                    own[key] = self._flat(
+                    values[key] = self._partition(
                         file, key, self._groups.dtype(names, key), fragments[g], flat.partition, share
                     )
-            if own:
-                state[g] = own
-            groups.append({**file.hyperparameters(self._groups.experts.named(group)), "params": [g]})
-            lean = flat.partition - flat.padding(part)
-            masters.append(self._flat(file, MASTER, self._groups.dtype(names, MASTER), fragments[g], lean, share))
+            if values:
+                state[g] = values
+            groups.append({**file.hyperparameters(self._groups.experts.hyperparameters_of(group)), "params": [g]})
+            unpadded = flat.partition - flat.padding(part)
+            masters.append(
+                self._partition(file, MASTER, self._groups.dtype(names, MASTER), fragments[g], unpadded, share)
+            )
             mappings.append(OrderedDict((f.name, _address(f)) for f in fragments[g]))
         return {
             "loss_scaler": self._scaler,
@@ -104,7 +109,7 @@ class OptimizerFiles:
         }
 
     def _aligned(self) -> dict[str, Any]:
-        """The record of the alignment; without it, DeepSpeed takes parameters as not aligned."""
+        """Return the record of the alignment; without it, DeepSpeed assumes that parameters are not aligned."""
         return (
             {"param_alignment_paddings": [f.paddings() for f in self._groups.flat]}
             if self._groups.shape.alignment > 1
@@ -128,17 +133,17 @@ class OptimizerFiles:
             for sub, own_fragments in zip(self._groups.subs[g], fragments[g], strict=True):
                 number = len(masters)
                 numbers.append(number)
-                own: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
+                values: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
                 for key in self._groups.keys[g]:
-                    own[key] = self._flat(
+                    values[key] = self._partition(
                         file, key, self._groups.dtype(names, key), own_fragments, sub.partition, share
                     )
-                if own:
-                    state[number] = own
+                if values:
+                    state[number] = values
                 dtype = self._groups.dtype(names, MASTER)
-                masters.append(self._flat(file, MASTER, dtype, own_fragments, sub.partition, share))
+                masters.append(self._partition(file, MASTER, dtype, own_fragments, sub.partition, share))
                 shared.append(self._groups.experts.partition_group(group, share, rank, number))
-            groups.append({**file.hyperparameters(self._groups.experts.named(group)), "params": numbers})
+            groups.append({**file.hyperparameters(self._groups.experts.hyperparameters_of(group)), "params": numbers})
         return {
             "zero_stage": 3,
             "loss_scaler": self._scaler,
@@ -150,7 +155,7 @@ class OptimizerFiles:
             "fp32_flat_groups": masters,
         }
 
-    def _flat(
+    def _partition(
         self,
         file: TorchFileBuilder,
         key: str,
@@ -159,28 +164,30 @@ class OptimizerFiles:
         numel: int,
         share: Share,
     ) -> TensorRef:
-        """One rank's partition of a flat buffer; padding is zeros."""
+        """Add one rank's partition of a flat buffer; padding is zeros."""
         width = itemsize(dtype)
         pieces = []
         for f in fragments:
-            held = share.held[f.name]
-            if held.name in self._groups.fresh and key not in self._groups.parameters[held.name].states:
+            local = share.parameters[f.name]
+            if local.name in self._groups.fresh and key not in self._groups.parameters[local.name].states:
                 continue
             pieces.append(
-                Placement(self._groups.state(held.name, key), dtype, f.position * width, held.first + f.first, f.numel)
+                Placement(
+                    self._groups.state(local.name, key), dtype, f.position * width, local.first + f.first, f.numel
+                )
             )
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
     def _whole(self, file: TorchFileBuilder, key: str, fragments: Sequence[Fragment], share: Share) -> TensorRef:
-        """The whole of every parameter that a partition has a fragment of."""
-        touched = [share.held[f.name] for f in fragments]
-        dtype = self._groups.dtype([held.name for held in touched], key)
+        """Add whole parameters: all that have a fragment in a partition."""
+        parameters = [share.parameters[f.name] for f in fragments]
+        dtype = self._groups.dtype([local.name for local in parameters], key)
         pieces, numel = [], 0
-        for held in touched:
-            state = self._groups.parameters[held.name].states.get(key)
+        for local in parameters:
+            state = self._groups.parameters[local.name].states.get(key)
             if state is not None:
-                pieces.append(Placement(state, dtype, numel * itemsize(dtype), held.first, held.numel))
-            numel += held.numel
+                pieces.append(Placement(state, dtype, numel * itemsize(dtype), local.first, local.numel))
+            numel += local.numel
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint -> plan of the files that DeepSpeed's plain ``load_checkpoint`` reads on so many ranks.
+"""Checkpoint -> plan of the files that DeepSpeed's plain ``load_checkpoint`` reads, for any number of ranks.
 
 Source: DeepSpeed 0.19.8, runtime/engine.py (``_save_checkpoint``, ``_save_zero_checkpoint``, ``load_checkpoint``),
 runtime/zero/stage_1_and_2.py (``state_dict``, ``_rigid_load_state_dict``) and runtime/zero/stage3.py
@@ -29,12 +29,12 @@ def plan_zero(checkpoint: Checkpoint, shape: Shape, *, tag: str) -> CopyPlan:
     """Plan a native checkpoint: every rank's files under ``tag``, and ``latest``.
 
     Args:
-        checkpoint: Any source that holds an optimizer's parameter groups.
+        checkpoint: The source.
         shape: Ranks and stage.
         tag: Name of the checkpoint.
 
     Raises:
-        PlanError: The source lacks what a ZeRO checkpoint needs.
+        PlanError: The source cannot be written as a ZeRO checkpoint.
     """
     _check_hyperparameters(checkpoint)
     groups, builder = TargetGroups(checkpoint, shape), CopyBuilder(checkpoint)
@@ -48,21 +48,21 @@ def plan_rank(
 ) -> CopyPlan:
     """Plan the part of a native checkpoint for one rank: its partition, and the structure of its model states.
 
-    Tensors that are equal on all ranks are left out: weights that follow from the masters, buffers and, below stage 3,
-    frozen parameters.
+    The plan leaves out tensors that are equal on all ranks: weights cast from the fp32 master weights, buffers and,
+    below stage 3, frozen parameters.
 
     Args:
         checkpoint: As for ``plan_zero``.
         shape: Ranks and stage.
         rank: The data-parallel rank.
         tag: Name of the checkpoint.
-        fresh: Parameters that the checkpoint lacks in part or wholly: missing states stay zero.
+        fresh: Parameters whose states the checkpoint lacks in part or wholly; the missing states stay zero.
 
     Returns:
         A plan of two files: optimizer states, model states.
 
     Raises:
-        PlanError: The source lacks what a ZeRO checkpoint needs.
+        PlanError: The source cannot be written as a ZeRO checkpoint.
     """
     groups, builder = TargetGroups(checkpoint, shape, fresh), CopyBuilder(checkpoint)
     optimizer, model = OptimizerFiles(groups, builder, tag), ModelFiles(groups, builder, tag)
@@ -70,31 +70,31 @@ def plan_rank(
     return CopyPlan(builder.sources, builder.casts, files)
 
 
-def held_by(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """The parameters of every group as one rank of the target knows them, in the optimizer's order, and their shapes.
+def local_shapes(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Return (local name, shape) of each parameter on one rank of the target, for each group in the optimizer's order.
 
     Raises:
-        PlanError: The source lacks what a ZeRO checkpoint needs.
+        PlanError: The source cannot be written as a ZeRO checkpoint.
     """
     groups = TargetGroups(checkpoint, shape)
     places = (groups.place(g, rank) for g in range(len(groups.groups)))
-    return [[(own, held.shape) for own, held in share.held.items()] for share, _ in places]
+    return [[(name, local.shape) for name, local in share.parameters.items()] for share, _ in places]
 
 
 def _check_hyperparameters(checkpoint: Checkpoint) -> None:
-    """Check that the groups are complete: DeepSpeed's load replaces the run's parameter groups by the file's.
+    """Check that the hyper-parameters are complete: DeepSpeed's load replaces those of the run.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``).
     """
     for number, group in enumerate(checkpoint.groups):
         if group.parameters and not group.hyperparameters:
             problem = (
-                f"holds no hyper-parameters (lr, betas, ...) of group {number}, as is the way of elastic_checkpoint: "
+                f"holds no hyper-parameters (lr, betas, ...) of group {number}, as with elastic_checkpoint: "
                 "a run that loads the result could not take a step"
             )
-            hint = "resume with ckpttool.load(engine, ...), or convert to universal: both keep the run's own"
+            hint = "resume with ckpttool.load(engine, ...), or convert to universal: both keep those of the run"
             raise PlanError(checkpoint.location, problem, hint)
-        lost = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
-        if lost:
-            problem = f"holds hyper-parameter {lost[0]} of group {number} as a tensor of several numbers"
+        tensors = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
+        if tensors:
+            problem = f"holds hyper-parameter {tensors[0]} of group {number} as a tensor of several numbers"
             raise PlanError(checkpoint.location, problem, "resume on the same number of ranks")

@@ -1,0 +1,100 @@
+"""The checkpoint to resume from does not depend on clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.restore_order import candidates, contradiction
+from ckpttool.commit import marks
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.saving.coordination import Alone
+from ckpttool.storage import LOCAL, MANIFEST, MARK
+from tests.saving.checkpoints import chosen, save_version
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _save(root: Path, tag: str, number: int, seconds: float = 0.0) -> None:
+    """Save with a clock that is ahead, or behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        now = time.time
+        patch.setattr(time, "time", lambda: now() + seconds)
+        save_version(LOCAL, str(root), Alone(), tag, number)
+    for above, _, names in os.walk(root / tag):
+        for name in names:
+            os.utime(os.path.join(above, name), (time.time() + seconds,) * 2)
+
+
+def test_a_clock_that_was_ahead_makes_nothing_newer(tmp_path: Path) -> None:
+    _save(tmp_path, "step1", 1, seconds=1e6)
+    _save(tmp_path, "step2", 2)
+    _save(tmp_path, "step3", 3, seconds=-1e6)
+    found = chosen(str(tmp_path))
+    assert found is not None
+    assert found[0] == "step3"
+    assert [c.tag for c in candidates(LOCAL, str(tmp_path))] == ["step3", "step2", "step1"]
+
+
+def test_a_commit_before_latest_was_written_is_found_whatever_the_clock_says(tmp_path: Path) -> None:
+    _save(tmp_path, "step1", 1)
+    latest = (tmp_path / "latest").read_text()
+    _save(tmp_path, "step2", 2, seconds=-1e6)
+    (tmp_path / "latest").write_text(latest)
+    (tmp_path / "step2" / MARK).write_text("{}")  # which goes after latest is written
+    found = candidates(LOCAL, str(tmp_path))
+    assert found[0].tag == "step2"
+    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1, but step2 was committed after it"
+
+
+def test_a_first_commit_with_its_mark_is_not_on_top_of_what_is_gone(tmp_path: Path) -> None:
+    _save(tmp_path, "step1", 1)
+    (tmp_path / "step1" / MARK).write_text("{}")  # it was killed before it took the mark away
+    _save(tmp_path, "step2", 2)
+    (tmp_path / "step2").rename(tmp_path / "step2.replaced")  # and so was one that was to replace this
+    assert [c.tag for c in candidates(LOCAL, str(tmp_path))] == ["step2.replaced", "step1"]
+
+
+def test_a_manual_latest_is_followed_with_a_warning(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        _save(tmp_path, f"step{number}", number)
+    (tmp_path / "latest").write_text("step1")
+    os.utime(tmp_path / "latest", (1, 1))
+    found = candidates(LOCAL, str(tmp_path))
+    assert found[0].tag == "step1"
+    assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1 of step 1, but step3 has step 3"
+
+
+def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        _save(tmp_path, f"step{number}", number)
+    manifests = [read_manifest(LOCAL, str(tmp_path / f"step{number}")) for number in (1, 2, 3)]
+    assert [m.number for m in manifests] == [1, 2, 3]
+    assert [m.parent for m in manifests[1:]] == [m.attempt for m in manifests[:2]]
+
+
+def test_leftovers_with_future_times_are_removed_and_a_live_save_stays(tmp_path: Path) -> None:
+    mark = {"key": "save 1", "files": [], **marks.identity()}
+    for name, process in (("dead", -1), ("live", os.getppid())):
+        (tmp_path / name).mkdir()
+        began = {"process": process, "began": marks._began(process)}
+        (tmp_path / name / MARK).write_text(json.dumps({**mark, **began}))
+        os.utime(tmp_path / name / MARK, (time.time() + 1e8,) * 2)
+    tidy(LOCAL, str(tmp_path), None, grace=900)
+    assert os.listdir(tmp_path) == ["live"]
+    os.utime(tmp_path / "live" / MARK, (1, 1))
+    tidy(LOCAL, str(tmp_path), None, grace=900)
+    assert os.listdir(tmp_path) == ["live"]
+
+
+def test_nested_tags_are_found_though_latest_names_another(tmp_path: Path) -> None:
+    _save(tmp_path, "a/b", 2)
+    _save(tmp_path, "step1", 1)
+    assert (tmp_path / "a" / "b" / MANIFEST).exists()
+    assert [c.tag for c in candidates(LOCAL, str(tmp_path))] == ["step1", "a/b"]

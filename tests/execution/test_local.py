@@ -1,0 +1,579 @@
+"""The executor of local files: all methods of copying give the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from ckpttool.casts import CAST_ELEMENTS, cast
+from ckpttool.concurrency import in_threads
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import StorageError
+from ckpttool.execution import local, local_copy
+from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.output.staging import JOURNAL, Journal
+from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
+from ckpttool.storage import LOCAL, block_writes, direct_io
+from ckpttool.storage.safe_files import Directory
+from ckpttool.storage.write_policy import Pace
+from ckpttool.units import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+SIZE = 3 * local_copy.BUFFER_BYTES + 12345
+PAGE = 4096
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.write_bytes(np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8).tobytes())
+    return path
+
+
+def _source(path: Path) -> SourceFile:
+    with LOCAL.open(str(path)) as reader:
+        return SourceFile(reader.path, reader.nbytes, reader.version)
+
+
+def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8", "U8"),)) -> CopyPlan:
+    """Copy the source's bytes from 10 on behind a literal of ``shift`` bytes."""
+    copies = np.array([(0, 10, SIZE - 10, shift, 0)], dtype=COPY)
+    literals = ((0, b"x" * shift),) if shift else ()
+    return CopyPlan((_source(source),), casts, (TargetFile("out", shift + SIZE - 10, literals, copies),))
+
+
+def _run(plan: CopyPlan, directory: Path, jobs: int = 1) -> bytes:
+    done: list[int] = []
+    local.run(plan, str(directory), jobs=jobs, advance=done.append)
+    assert sum(done) == plan.nbytes_written - sum(len(d) for f in plan.files for _, d in f.literals)
+    return (directory / "out").read_bytes()
+
+
+@pytest.mark.parametrize("shift", [10, 11, 4106, 64])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_bytes_arrive_whether_pages_line_up_or_not(source: Path, tmp_path: Path, shift: int, jobs: int) -> None:
+    expected = b"x" * shift + source.read_bytes()[10:]
+    directory = tmp_path / "target"
+    directory.mkdir()
+    assert _run(_plan(source, shift), directory, jobs) == expected
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL])
+def test_where_the_kernel_cannot_copy_a_buffer_does(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    assert _run(_plan(source, 10), tmp_path) == b"x" * 10 + source.read_bytes()[10:]
+
+
+def test_short_kernel_copies_and_reads_and_writes_are_continued(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, read, write = os.copy_file_range, os.preadv, os.pwrite
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, i, o: copy(a, b, min(n, 99_991), i, o))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:77_777]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:55_555], at))
+    for shift in (10, 11):
+        directory = tmp_path / str(shift)
+        directory.mkdir()
+        assert _run(_plan(source, shift), directory) == b"x" * shift + source.read_bytes()[10:]
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(StorageError, match="out: no space left on the device"):
+        _run(_plan(source, 10), tmp_path)
+
+
+def test_a_source_that_changed_since_the_plan_was_made_is_an_error(source: Path, tmp_path: Path) -> None:
+    plan = _plan(source, 10)
+    os.utime(source, ns=(1, 1))
+    with pytest.raises(StorageError, match="source: changed since its layout was read"):
+        _run(plan, tmp_path)
+
+
+@pytest.mark.parametrize("shift", [10, 11])
+def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
+    source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, read = os.copy_file_range, os.preadv
+    monkeypatch.setattr(local_copy, "KERNEL_COPY_BYTES", local_copy.BUFFER_BYTES)
+
+    def cut_and_copy(*arguments: int) -> int:
+        os.truncate(source, SIZE // 2)
+        return copy(*arguments)
+
+    def cut_and_read(fd: int, buffers: list[memoryview], at: int) -> int:
+        os.truncate(source, SIZE // 2)
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "copy_file_range", cut_and_copy)
+    monkeypatch.setattr(os, "preadv", cut_and_read)
+    with pytest.raises(StorageError, match="source: ended at byte"):
+        _run(_plan(source, shift), tmp_path)
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+
+    def rewrite(fd: int, buffers: list[memoryview], at: int) -> int:
+        os.utime(source, ns=(1, 1))
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", rewrite)
+    with pytest.raises(StorageError, match="changed while it was being read"):
+        _run(_plan(source, 11), tmp_path)
+
+
+def test_the_first_error_stops_the_other_threads() -> None:
+    began: list[int] = []
+
+    def task(number: int) -> int:
+        began.append(number)
+        if number == 0:
+            raise StorageError("x", "broke", "")
+        time.sleep(0.01)
+        return number
+
+    with pytest.raises(StorageError, match="broke"):
+        list(in_threads((partial(task, n) for n in range(1000)), 2))
+    assert len(began) < 20
+
+
+def _two_files(source: Path) -> CopyPlan:
+    """The source twice, in copies of a tenth each, none of which lies as its pages do."""
+    size = SIZE // 10
+    copies = np.array([(0, n * size, size, n * size + 1, 0) for n in range(10)], dtype=COPY)
+    files = tuple(TargetFile(name, 1 + 10 * size, ((0, b"x"),), copies) for name in ("a", "b/c"))
+    return CopyPlan((_source(source),), (("U8", "U8"),), files)
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def test_files_are_written_at_once_and_each_by_one_thread(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, both = os.pwrite, threading.Barrier(2, timeout=30)
+    writers: dict[int, set[int]] = {}
+
+    def together(fd: int, data: memoryview, at: int) -> int:
+        if len(data) > 1:
+            writers.setdefault(fd, set()).add(threading.get_ident())
+            both.wait()  # breaks if the other file is not being written
+        return write(fd, data, at)
+
+    monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(os, "pwrite", together)
+    local.run(_two_files(source), str(tmp_path), jobs=4, advance=lambda _: None)
+    assert [len(threads) for threads in writers.values()] == [1, 1]
+    expected = b"x" + source.read_bytes()[: SIZE // 10 * 10]
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b" / "c").read_bytes() == expected
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+def test_an_error_in_one_file_stops_the_others_in_the_middle(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failed = os.pwrite, threading.Event()
+    after: list[int] = []
+
+    def fail_in_the_second(fd: int, data: memoryview, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("c") and at:
+            failed.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if at:
+            assert failed.wait(30)
+            time.sleep(0.05)  # until it is known
+            after.append(at)
+        return write(fd, data, at)
+
+    monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(os, "pwrite", fail_in_the_second)
+    with pytest.raises(StorageError, match="c: no space left on the device"):
+        local.run(_two_files(source), str(tmp_path), jobs=2, advance=lambda _: None)
+    assert len(after) < 8  # of twenty and more
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+def test_a_meter_adds_up_across_threads() -> None:
+    seen: list[tuple[int, int]] = []
+    meter = Meter(4000, lambda done, total: seen.append((done, total)))
+
+    def work() -> None:
+        for _ in range(1000):
+            meter(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert seen == [(i, 4000) for i in range(1, 4001)]
+
+
+@pytest.mark.parametrize("pair", [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32")])
+@pytest.mark.parametrize("past", [False, True])
+def test_casts_longer_than_a_buffer_are_continued(
+    tmp_path: Path, pair: tuple[str, str], past: bool, request: pytest.FixtureRequest
+) -> None:
+    disk = request.getfixturevalue("past_cache") if past else None
+    count = 2 * CAST_ELEMENTS + 77
+    values = cast(np.random.default_rng(2).standard_normal(count, dtype=np.float32), pair[0])
+    path = tmp_path / "source"
+    path.write_bytes(b"head" + values.tobytes())
+    copies = np.array([(0, 4, count, 0, 0)], dtype=COPY)
+    file = TargetFile("out", count * itemsize(pair[1]), (), copies)
+    plan = CopyPlan((_source(path),), (pair,), (file,))
+    assert _run(plan, tmp_path) == cast(values, pair[1]).tobytes()
+    assert disk is None or disk.written
+
+
+def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path) -> None:
+    count = CAST_ELEMENTS + 5
+    masters = np.random.default_rng(3).standard_normal(count, dtype=np.float32)
+    for change in (0, 1):
+        path = tmp_path / f"source{change}"
+        copies = cast(masters, "BF16").copy()
+        copies[-1] += change
+        path.write_bytes(masters.tobytes() + copies.tobytes())
+        rows = np.array([(0, 0, 0, 4 * count, count, 0, 0)], dtype=CHECK)
+        source = _source(path)
+        proofs = ConsistencyChecks((source,), (("F32", "BF16"),), ("w",), rows)
+        assert len(list(failed_checks(proofs, advance=lambda _: None))) == change
+
+
+# ------------------------------------------------------------------------------------------------- past the cache
+
+
+class _Direct:
+    """The module ``os`` as files written past the page cache see it: notes what is written so, and where."""
+
+    def __init__(self, pwrite: Callable[[int, memoryview, int], int]) -> None:
+        self._pwrite = pwrite
+        self.written: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int) -> int:
+        try:
+            return os.open(path, flags)
+        except OSError:  # the file system of the tests need not take it
+            return os.open(path, flags & ~os.O_DIRECT)
+
+    def pwrite(self, fd: int, data: memoryview, at: int) -> int:
+        assert at % PAGE == len(data) % PAGE == np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0
+        self.written.append((at, len(data)))
+        return self._pwrite(fd, data, at)
+
+
+class _Alternating:
+    """Takes both ways in turn."""
+
+    def __init__(self) -> None:
+        self._calls = itertools.count()
+
+    def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
+        assert nbytes >= block_writes.MIN_DIRECT_BYTES
+        return next(self._calls) % 2 == 0
+
+    def end(self, file: object, past_cache: bool, nbytes: int, seconds: float) -> None:
+        assert nbytes == 0 or nbytes >= block_writes.MIN_DIRECT_BYTES
+        assert seconds > 0
+
+
+@pytest.fixture
+def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
+    """Let files of any size be written past the page cache, in small blocks."""
+    disk = _Direct(os.pwrite)
+    monkeypatch.setattr(direct_io, "os", disk)
+    monkeypatch.setattr(local, "file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(local, "DIRECT_BYTES", 1)
+    for module in (local_copy, block_writes):
+        monkeypatch.setattr(module, "DIRECT_BYTES", 4 * PAGE)
+    monkeypatch.setattr(block_writes, "MIN_DIRECT_BYTES", PAGE)
+    monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
+    return disk
+
+
+@pytest.mark.parametrize("shift", [10, 11, PAGE, PAGE + 10, 3 * PAGE - 1, 64])
+@pytest.mark.parametrize("pace", [Pace, _Alternating])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_bytes_arrive_past_the_cache(
+    source: Path, tmp_path: Path, past_cache: _Direct, shift: int, pace: type, jobs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ckpttool.storage.block_writes.Pace", pace)
+    assert _run(_plan(source, shift), tmp_path, jobs) == b"x" * shift + source.read_bytes()[10:]
+    assert past_cache.written
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+class _Telling(Pace):
+    """Notes which files it is told that one thread alone writes."""
+
+    told: set[bool]
+
+    def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
+        self.told.add(by_one)
+        return super().begin(file, nbytes, by_one=by_one)
+
+
+@pytest.mark.parametrize("files", ["only copied", "cast on the way"])
+def test_files_of_one_thread_are_distinguished_from_shared_files(
+    source: Path, tmp_path: Path, past_cache: _Direct, files: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Telling, "told", set(), raising=False)
+    monkeypatch.setattr(block_writes, "Pace", _Telling)
+    if files == "only copied":
+        plan = _two_files(source)
+    else:
+        _masters(tmp_path / "source")
+        plan = _masters_and_weights(tmp_path / "source")
+    local.run(plan, str(tmp_path), jobs=3, advance=lambda _: None)
+    assert _Telling.told == {files == "only copied"}
+    assert past_cache.written
+
+
+def test_how_many_threads_are_used_unasked(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def noted(tasks: Any, jobs: int, *more: Any) -> Any:
+        used.append(jobs)
+        return in_threads(tasks, jobs, *more)
+
+    monkeypatch.setattr(local, "in_threads", noted)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    _masters(tmp_path / "source")
+    plans = [_plan(source, 10), _two_files(source), _masters_and_weights(tmp_path / "source")]
+    for number, (kind, plan) in enumerate(itertools.product(["ext4", "nfs"], plans)):
+        monkeypatch.setattr(local, "file_system_of", lambda _, kind=kind: kind)
+        (tmp_path / str(number)).mkdir()
+        local.run(plan, str(tmp_path / str(number)), jobs=None, advance=lambda _: None)
+    assert used == [4, 6, 4, 2, 2, 2]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
+def test_a_shared_read_with_direct_io_is_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: _Direct, bytes_read: list[int], jobs: int,
+    elements: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
+    monkeypatch.setattr(block_writes, "Pace", _Alternating)
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source", "F16")
+    meter = Meter(plan.nbytes_written, None)
+    assert local.run(plan, str(tmp_path), jobs=jobs, advance=meter).overflowed == 2
+    _check_masters_and_weights(tmp_path, values, "F16")
+    assert past_cache.written
+    assert sum(bytes_read) == 4 * COUNT
+    assert meter.done == plan.nbytes_written - 66
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_two_casts_of_one_read_are_both_written(
+    tmp_path: Path, past: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ends in the order in which they begin."""
+    if past:
+        request.getfixturevalue("past_cache")
+    monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
+    values = _masters(tmp_path / "source")
+    casts = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"))
+    spans = [("all", 0, COUNT, 1), ("first", 1, 3000, 2), ("middle", 2000, HALF, 1), ("late", 40_000, 41_000, 2)]
+    files = [TargetFile("masters", 4 * COUNT, (), np.array([(0, 0, COUNT, 0, 0)], dtype=COPY))]
+    for name, a, b, number in spans:
+        files.append(TargetFile(name, 2 * (b - a), (), np.array([(0, 4 * a, b - a, 0, number)], dtype=COPY)))
+    plan = CopyPlan((_source(tmp_path / "source"),), casts, tuple(files))
+    local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None)
+    assert (tmp_path / "masters").read_bytes() == values.tobytes()
+    for name, a, b, number in spans:
+        assert (tmp_path / name).read_bytes() == cast(values[a:b], casts[number][1]).tobytes(), name
+
+
+@pytest.mark.parametrize("how", ["another alignment", "short", "none"])
+def test_blocks_refused_by_direct_io_go_through_the_cache(
+    source: Path, tmp_path: Path, past_cache: _Direct, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwrite(fd: int, data: memoryview, at: int) -> int:
+        if how == "another alignment":
+            raise OSError(errno.EINVAL, "no")
+        return os.pwrite(fd, data[:PAGE], at) if how == "short" else 0
+
+    monkeypatch.setattr(past_cache, "_pwrite", pwrite)
+    assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
+    assert past_cache.written
+
+
+def test_a_full_disk_is_an_error_past_the_cache_too(
+    source: Path, tmp_path: Path, past_cache: _Direct, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(past_cache, "_pwrite", full)
+    with pytest.raises(StorageError, match="out: no space left on the device"):
+        _run(_plan(source, 10), tmp_path)
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+@pytest.mark.parametrize(("kind", "shift", "past"), [("ext4", 10, True), ("xfs", 10, False), ("xfs", 11, True)])
+def test_shareable_blocks_are_copied_by_the_kernel(
+    source: Path, tmp_path: Path, past_cache: _Direct, kind: str, shift: int, past: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(local, "file_system_of", lambda _: kind)
+    assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
+    assert bool(past_cache.written) == past
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "tmpfs", "btrfs", ""])
+def test_other_file_systems_are_written_through_the_cache(
+    source: Path, tmp_path: Path, past_cache: _Direct, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "file_system_of", lambda _: kind)
+    assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
+    assert not past_cache.written
+
+
+# ------------------------------------------------------------------------------------------------- read once
+
+COUNT = 300_000
+HALF = COUNT // 2 + 1
+
+
+def _masters(path: Path) -> NDArray[np.float32]:
+    values = np.random.default_rng(4).standard_normal(COUNT, dtype=np.float32)
+    values[[0, 77_777, COUNT - 1]] = 1e30, np.nan, -1e30
+    path.write_bytes(values.tobytes())
+    return values
+
+
+def _masters_and_weights(source: Path, dtype: str = "BF16") -> CopyPlan:
+    """A file of weights, cast from masters which two others hold as they are, cut elsewhere, one behind a header."""
+    casts = (("F32", dtype), ("F32", "F32"))
+    pieces = [(0, COUNT // 3), (COUNT // 3, COUNT)]
+    weights = np.array([(0, 4 * a, b - a, 2 + 2 * a, 0) for a, b in pieces], dtype=COPY)
+    one, two = (np.array([(0, 4 * a, b - a, at, 1)], dtype=COPY) for a, b, at in ((0, HALF, 64), (HALF, COUNT, 0)))
+    files = (
+        TargetFile("weights", 2 + 2 * COUNT, ((0, b"xx"),), weights),
+        TargetFile("masters/1", 64 + 4 * HALF, ((0, b"y" * 64),), one),
+        TargetFile("masters/2", 4 * (COUNT - HALF), (), two),
+    )
+    return CopyPlan((_source(source),), casts, files)
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    read, seen = os.preadv, []
+
+    def counted(fd: int, buffers: list[memoryview], at: int) -> int:
+        seen.append(read(fd, buffers, at))
+        return seen[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return seen
+
+
+def _check_masters_and_weights(directory: Path, values: NDArray[np.float32], dtype: str = "BF16") -> None:
+    assert (directory / "weights").read_bytes() == b"xx" + cast(values, dtype).tobytes()
+    masters = (directory / "masters" / "1").read_bytes()[64:] + (directory / "masters" / "2").read_bytes()
+    assert masters == values.tobytes()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
+def test_bytes_copied_and_cast_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_read: list[int], jobs: int, elements: int
+) -> None:
+    monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source")
+    meter = Meter(plan.nbytes_written, None)
+    local.run(plan, str(tmp_path), jobs=jobs, advance=meter)
+    _check_masters_and_weights(tmp_path, values)
+    assert sum(bytes_read) == local.nbytes_read(plan) == 4 * COUNT
+    assert meter.done == plan.nbytes_written - 66  # all but the headers
+    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
+
+
+def test_overflows_of_shared_reads_are_counted(tmp_path: Path) -> None:
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source", "F16")
+    assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None).overflowed == 2
+    _check_masters_and_weights(tmp_path, values, "F16")
+
+
+@pytest.mark.parametrize(
+    ("gone", "elements"),
+    [(["weights"], COUNT), (["masters/1"], HALF), (["weights", "masters/2"], COUNT + COUNT - HALF)],
+)
+def test_parts_missing_in_an_earlier_run_are_read_alone(
+    tmp_path: Path, bytes_read: list[int], gone: list[str], elements: int
+) -> None:
+    values = _masters(tmp_path / "source")
+    plan = _masters_and_weights(tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    with Directory.open(str(out)) as directory:
+        local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+    entries = (out / JOURNAL).read_text().splitlines(keepends=True)
+    (out / JOURNAL).write_text("".join(e for e in entries if not any(name in e for name in gone)))
+    for name in gone:
+        (out / name).unlink()
+    bytes_read.clear()
+    with Directory.open(str(out)) as directory:
+        local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+    _check_masters_and_weights(out, values)
+    assert sum(bytes_read) == 4 * elements
+
+
+def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _masters(tmp_path / "source")
+    out = tmp_path / "out"
+    out.mkdir()
+    write = os.pwrite
+
+    def fail(fd: int, data: memoryview, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("masters/2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    plan = _masters_and_weights(tmp_path / "source")
+    with Directory.open(str(out)) as directory:
+        with pytest.raises(StorageError, match="2: no space left on the device"):
+            local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+        assert [f.name for f in plan.files if Journal(directory).has(f.name, f.nbytes)] == ["masters/1"]
+    assert not {f for f in _open_files() if f.startswith(str(out))}
