@@ -112,6 +112,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [ZERO2, ZERO3])
 @pytest.mark.parametrize("called", NAMES.values(), ids=NAMES)
 def test_parameter_may_have_any_name(
@@ -230,6 +231,7 @@ def test_junk_in_optimizer_states(name: str, place: tuple[Any, ...], checkpoint_
     _assert_harmless_at(root, ("optimizer_state_dict", *place), JUNK, "optim")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("junk", "kind", "place"),
     [
@@ -355,6 +357,7 @@ def test_tensor_that_repeats_its_memory_is_read_as_torch_reads_it(checkpoint_cop
         assert done.code == 0
 
 
+@pytest.mark.slow
 def test_client_state_without_end_is_shown_up_to_a_limit(checkpoint_copy: Callable[[str], Path]) -> None:
     big = "x" * 1_000_000
     root = checkpoint_copy(ZERO3)

@@ -177,6 +177,7 @@ def test_a_missing_manifest_is_refused_if_required(signed: Path) -> None:
         open_whole(LOCAL, str(signed), committed=True)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3 * MIN_CHUNK_BYTES + 5), st.lists(st.integers(1, 2 * MIN_CHUNK_BYTES), min_size=1, max_size=4))
 def test_each_chunk_has_its_sha256_however_the_bytes_come(nbytes: int, sizes: list[int]) -> None:
     data = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)

@@ -131,8 +131,8 @@ def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Pa
     _mix(Bed(name, tmp_path), deed, manifest=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_none_does_where_there_is_a_manifest(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     bed = Bed(name, tmp_path)
