@@ -2,7 +2,7 @@
 
     python benchmarks/storage.py [--runs N] [--latency SECONDS ...] [--stage 2]
 
-Needs the AWS CLI (``pip install awscli``) beside what the tests need. The bucket is ``benchmarks/s3_server.py`` on the
+Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) beside what the tests need. The bucket is ``benchmarks/s3_server.py`` on the
 loopback, which takes its share of this machine's cores; with ``--latency`` it is as far away as S3 is. The checkpoints
 are those of ``consolidate.py``.
 """
@@ -30,7 +30,7 @@ fs = s3fs.S3FileSystem()
 if fs.exists(sys.argv[1]):
     fs.rm(sys.argv[1], recursive=True)
 """
-AWS = str(Path(PYTHON).with_name("aws"))
+AWS = shutil.which("aws") or str(Path(PYTHON).with_name("aws"))
 OUT = DATA / "out"
 
 # Counts what goes over the wire: requests, and bytes of their answers.
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, nargs="+", default=(0.0, 0.05), metavar="SECONDS")
     arguments = parser.parse_args()
     if arguments.peer_runs and not Path(AWS).exists():
-        sys.exit(f"{AWS} is missing: pip install awscli")
+        sys.exit(f"{AWS} is missing: pipx install awscli")
     DATA.mkdir(exist_ok=True)
     root = checkpoint(arguments.stage, arguments.scale)
     for latency in arguments.latency:
