@@ -22,6 +22,8 @@ from measure import DATA, SCALES, TRIAL, Command, alternate, print_table, run_on
 from s3_server import running
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from s3_server import Server
 
 REMOVE = """
@@ -61,7 +63,7 @@ def ours(name: str, src: str, out: str, *options: str) -> Command:
     return Command(name, [[CKPTTOOL, "consolidate", src, out, "--to", "safetensors", *options]], _fresh(out))
 
 
-def _fresh(out: str):  # noqa: ANN202  a closure
+def _fresh(out: str) -> Callable[[], None]:
     def prepare() -> None:
         clear()
         if out.startswith("s3://"):
