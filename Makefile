@@ -10,7 +10,7 @@ QUICK_READY := $(QUICK)/.ready
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo quick test check format format-check lint types layers property docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick test check format format-check lint types layers property dist lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -65,6 +65,9 @@ types: $(READY)  ## mypy, strict
 
 layers: $(READY)  ## do imports point downwards only?
 	$(BIN)/lint-imports
+
+dist: $(READY)  ## build the wheel and the sdist, and try each in an empty environment
+	$(BIN)/python tests/versions/distributions.py
 
 docs: $(DOCS_READY)  ## build the documentation into docs/_build/html; a broken link or reference fails
 	$(BIN)/python -m sphinx -b html -W -n --keep-going -q -j 2 docs docs/_build/html

@@ -9,10 +9,13 @@ Weights and moments must be, bit for bit, what the live engine held.
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.metadata
 import os
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,8 @@ def held(engine: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {}
-    if hasattr(engine.optimizer, "_link_all_hp_params"):
-        engine.optimizer._link_all_hp_params()  # which is done in the next step otherwise
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):  # a step calls it
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         found[f"fp32/{name}"] = safe_get_full_fp32_param(parameter).clone()
         for state in STATES[1:]:
@@ -144,9 +147,15 @@ def run_ranks(ranks: int, *arguments: object) -> None:
 
 def on_rank(job: str, stage: int, directory: Path) -> None:
     """What one rank does."""
+    release = tuple(map(int, importlib.metadata.version("deepspeed").split(".")[:3]))
+    if release < (0, 14, 4):  # it asks for Intel's extensions on a CPU, and calls nothing of them here
+        for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
     import deepspeed
     import torch
 
+    torch.Tensor.record_stream = lambda *_: None  # which torch before 2.2 lacks on a CPU
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False  # else it is compiled first
     deepspeed.init_distributed("gloo")
     if job == "train":
