@@ -2,9 +2,9 @@
 
     python benchmarks/storage.py [--runs N] [--latency SECONDS ...] [--stage 2]
 
-Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) beside what the tests need. The bucket is ``benchmarks/s3_server.py`` on the
-loopback, which takes its share of this machine's cores; with ``--latency`` it is as far away as S3 is. The checkpoints
-are those of ``consolidate.py``.
+Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) beside what the tests need. The bucket
+is ``benchmarks/s3_server.py`` on the loopback, which takes its share of this machine's cores; with ``--latency`` it is
+as far away as S3 is. The checkpoints are those of ``consolidate.py``.
 """
 
 from __future__ import annotations
