@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 QUICK := .venv-quick
+LOWEST := .venv-lowest
 QUICK_READY := $(QUICK)/.ready
 # Where to find torch's CPU build, if pip does not find one by itself: make TORCH_OPTIONS="--index-url ..." test
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo quick test check format format-check lint types layers property docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick test check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,10 +41,25 @@ demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the re
 quick: $(QUICK_READY)  ## run the fast tests (FILE=tests/...: only those of a file or directory)
 	$(QUICK)/bin/python -m pytest -q -n 2 --dist loadfile --quick $(FILE)
 
+# Constraints of dev.txt for what is no dependency of ours: pytest and its like.
+lowest:  ## run the quick tests with the lowest versions of all dependencies (PYTHON=python3.13: with another Python)
+	$(PYTHON) -m venv --clear $(LOWEST)
+	grep -vE '^(click|fsspec|isal|ml-dtypes|numpy|rich)==' requirements/dev.txt > $(LOWEST)/others.txt
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet -c $(LOWEST)/others.txt \
+	  -r requirements/lowest.txt -r requirements/quick.txt
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
+	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile --quick $(FILE)
+
 # Ray's clusters come last and by themselves: each takes all cores that there are.
 test: $(READY)  ## run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ray"
 	$(BIN)/python -m pytest -m ray
+
+coverage: $(READY)  ## measure branch coverage and show it (FILE=tests/...: of those tests; else of all but Ray's)
+	rm -f .coverage .coverage.*
+	-$(BIN)/python -m coverage run -m pytest -q -n 2 --dist loadfile -m "not ray" $(FILE)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 property: $(READY)  ## run the property tests with many more examples
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=thorough
@@ -65,6 +81,9 @@ types: $(READY)  ## mypy, strict
 
 layers: $(READY)  ## do imports point downwards only?
 	$(BIN)/lint-imports
+
+dist: $(READY)  ## build the wheel and the sdist, and try each in an empty environment
+	$(BIN)/python tests/versions/distributions.py
 
 docs: $(DOCS_READY)  ## build the documentation into docs/_build/html; a broken link or reference fails
 	$(BIN)/python -m sphinx -b html -W -n --keep-going -q -j 2 docs docs/_build/html
@@ -92,4 +111,4 @@ requirements: $(READY)  ## pin the development requirements again (needs uv)
 	mv requirements/docs.txt.new requirements/docs.txt
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) $(QUICK) demo-out benchmarks/.data docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(QUICK) demo-out benchmarks/.data docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -120,7 +120,7 @@ def _does_a_task(process: psutil.Process) -> bool:
 
 def _mb(process: psutil.Process) -> float:
     with contextlib.suppress(psutil.Error):
-        return process.memory_info().rss / 1e6
+        return float(process.memory_info().rss) / 1e6
     return 0.0
 
 

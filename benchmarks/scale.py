@@ -9,6 +9,7 @@ measured is reading structure and planning, which never look there.
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import shutil
 import time
@@ -62,7 +63,7 @@ def make(ranks: int, layers: int, hidden: int) -> int:
     tag.mkdir(parents=True)
     (DATA / "latest").write_text("global_step1")
     shapes = shapes_of(layers, hidden)
-    numels = {n: Size(s) and _product(s) for n, s in shapes.items()}
+    numels = {n: math.prod(s) for n, s in shapes.items()}
     partition = sum(-(-n // ranks) for n in numels.values())
     for rank in range(ranks):
         sizes: dict[str, int] = {}
@@ -91,13 +92,6 @@ def make(ranks: int, layers: int, hidden: int) -> int:
         }
         write(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", model, sizes)
     return sum(numels.values())
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def main() -> None:

@@ -2,9 +2,9 @@
 
     python benchmarks/storage.py [--runs N] [--latency SECONDS ...] [--stage 2]
 
-Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) beside what the tests need. The bucket is ``benchmarks/s3_server.py`` on the
-loopback, which takes its share of this machine's cores; with ``--latency`` it is as far away as S3 is. The checkpoints
-are those of ``consolidate.py``.
+Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) beside what the tests need. The bucket
+is ``benchmarks/s3_server.py`` on the loopback, which takes its share of this machine's cores; with ``--latency`` it is
+as far away as S3 is. The checkpoints are those of ``consolidate.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from measure import DATA, SCALES, TRIAL, Command, alternate, print_table, run_on
 from s3_server import running
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from s3_server import Server
 
 REMOVE = """
@@ -61,7 +63,7 @@ def ours(name: str, src: str, out: str, *options: str) -> Command:
     return Command(name, [[CKPTTOOL, "consolidate", src, out, "--to", "safetensors", *options]], _fresh(out))
 
 
-def _fresh(out: str):  # noqa: ANN202  a closure
+def _fresh(out: str) -> Callable[[], None]:
     def prepare() -> None:
         clear()
         if out.startswith("s3://"):

@@ -57,9 +57,10 @@ def main() -> None:
     module = Regression()
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=BATCH))
     trainer.save_checkpoint(options.run)
+    engine: Any = trainer.strategy.model
     with torch.no_grad():
         given = inputs.to(module.device, torch.bfloat16)
-        trained = trainer.strategy.model.module.model(given)
+        trained = engine.module.model(given)
 
     if trainer.is_global_zero:
         ckpttool.consolidate(options.run, options.out, to="safetensors", dtype="bf16")

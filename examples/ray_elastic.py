@@ -170,7 +170,7 @@ def simulate(storage: str) -> None:
             time.sleep(0.2)
 
     def newest() -> int:
-        return max(e["step"] for e in seen if e["event"] != "start")
+        return max(int(e["step"]) for e in seen if e["event"] != "start")
 
     until("start", 3)
     until("save", 3)

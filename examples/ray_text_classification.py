@@ -51,9 +51,9 @@ def batches(data: str, epoch: int, rank: int, workers: int) -> Any:
         )
         return
     rows = pairs()
-    sampler: Any = torch.utils.data.DistributedSampler(rows, workers, rank, seed=0)  # type: ignore[arg-type]
+    sampler: Any = torch.utils.data.DistributedSampler(rows, workers, rank, seed=0)
     sampler.set_epoch(epoch)
-    yield from torch.utils.data.DataLoader(rows, BATCH // workers, sampler=sampler, drop_last=True)  # type: ignore[arg-type]
+    yield from torch.utils.data.DataLoader(rows, BATCH // workers, sampler=sampler, drop_last=True)
 
 
 def train_func(config: dict[str, Any]) -> None:

@@ -285,7 +285,7 @@ def _load_parallel(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     from tests.parallel_engines import build
 
     config = {"scheduler": None, "gradient_clipping": None, **load.config}
-    case = common.Case(load.id, load.stage, load.world_size, common.leave, load.dtype, load.zero_options, config)
+    case = common.Case(load.id, load.stage, load.world_size, common.no_training, load.dtype, load.zero_options, config)
     config = {**common.ds_config(case), "checkpoint": {"load_universal": load.universal}}
     parallel = build(load.model, config, tensor=load.tensor, stages=load.stages, experts=load.experts)
     engine = parallel.engine

@@ -24,9 +24,13 @@ _OPEN_BUDGET = "ckpttool.open_budget"
 _NO_CHECK = "ckpttool.no_check"
 """Key of ``--no-check``."""
 F = TypeVar("F", bound="Callable[..., Any]")
+if TYPE_CHECKING:
+    _IntegerType = click.ParamType[int]
+else:  # click before 8.4 cannot subscript it
+    _IntegerType = click.ParamType
 
 
-class Size(click.ParamType[int]):
+class Size(_IntegerType):
     """A size such as 5GB."""
 
     name = "SIZE"

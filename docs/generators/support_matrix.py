@@ -127,7 +127,7 @@ def read_rows() -> list[Row]:
     """Every fixture, in the order of ``fixtures/README.md``."""
     sys.path.insert(0, str(FIXTURES))
     try:
-        from make import CASES  # type: ignore[import-not-found]
+        from make import CASES
     finally:
         sys.path.remove(str(FIXTURES))
     text = (FIXTURES / "README.md").read_text(encoding="utf-8")

@@ -50,7 +50,9 @@ def build(job: dict[str, Any]) -> Any:
     from tests.parallel_engines import build as build_parallel
 
     config = {"scheduler": None, "gradient_clipping": None, **job.get("config", {})}
-    case = common.Case(job["id"], job["stage"], job["world_size"], common.leave, job.get("dtype", "bf16"), {}, config)
+    case = common.Case(
+        job["id"], job["stage"], job["world_size"], common.no_training, job.get("dtype", "bf16"), {}, config
+    )
     if job["model"] == "plain":
         return _plain(common.ds_config(case))
     return build_parallel(

@@ -23,12 +23,12 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
     """Load one checkpoint, hold it against the truth and train on."""
     import deepspeed
     import torch
-    from recipes.common import Case, ds_config, hyper_parameters, live_groups, live_scalars, live_tensors
+    from recipes.common import Case, ds_config, hyper_parameters, live_groups, live_scalars, live_tensors, no_training
     from recipes.plain import build_model, param_groups
     from safetensors.torch import load_file
 
     torch.manual_seed(777)  # other weights than those of the checkpoint
-    case = Case("", job["stage"], torch.distributed.get_world_size(), load, job["dtype"], job.get("zero", {}))
+    case = Case("", job["stage"], torch.distributed.get_world_size(), no_training, job["dtype"], job.get("zero", {}))
     model = build_model()
     if job.get("without_scalar"):
         model.scale = torch.nn.Parameter(torch.tensor([1.25]))  # stage 3 cannot gather a 0-dim parameter

@@ -1,0 +1,181 @@
+"""Describes the public interface: exported names with their signatures, and what the commands print as JSON.
+
+    python -m tests.golden.interface     # writes interface.json anew, after a change of the interface that is meant
+
+``test_interface_file.py`` compares. Nothing here needs torch, DeepSpeed or Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ckpttool
+from ckpttool.cli import COMMANDS, cli
+from ckpttool.cli._errors import invoke
+from tests.truth import source
+
+GOLDEN = Path(__file__).with_name("interface.json")
+ZERO2, ZERO3, OTHER = source("zero2-dp2-bf16"), source("zero3-dp2-bf16"), source("universal-zero3-dp2-bf16")
+
+
+def describe() -> dict[str, Any]:
+    """The whole interface, as plain values."""
+    return {"names": {name: _describe_name(getattr(ckpttool, name)) for name in ckpttool.__all__}, "json": _outputs()}
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def _describe_name(value: Any) -> Any:
+    if inspect.isclass(value):
+        bases = [base.__name__ for base in value.__bases__ if base is not object]
+        return {"class": bases, "members": _members(value)}
+    return f"{value.__name__}{_signature(value)}" if callable(value) else type(value).__name__
+
+
+def _members(cls: type) -> dict[str, str]:
+    """Fields, properties and methods without an underscore, and how it is made; inherited ones of this package too."""
+    found: dict[str, str] = {}
+    if not _is_foreign(inspect.getattr_static(cls, "__init__")):
+        found["__init__"] = _signature(cls)
+    if dataclasses.is_dataclass(cls):
+        found |= {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    for name in dir(cls):
+        member = inspect.getattr_static(cls, name)
+        if name.startswith("_") or name in found or _is_foreign(member):
+            continue
+        if isinstance(member, property) or hasattr(member, "func"):
+            getter: Any = member.fget if isinstance(member, property) else member.func
+            found[name] = f"property -> {inspect.signature(getter).return_annotation}"
+        elif isinstance(member, classmethod | staticmethod):
+            found[name] = f"{type(member).__name__} {_signature(member.__func__)}"
+        elif inspect.isfunction(member):
+            found[name] = _signature(member)
+    return dict(sorted(found.items()))
+
+
+def _is_foreign(member: Any) -> bool:
+    """Whether it is inherited from Python itself."""
+    inner = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
+    return callable(inner) and not str(getattr(inner, "__module__", "")).startswith("ckpttool")
+
+
+def _signature(function: Any) -> str:
+    """Parameters with annotations as they are written, which is the same for every release of Python."""
+    written = str(inspect.signature(function)).replace("'", "").replace('"', "")
+    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", written)
+
+
+# ------------------------------------------------------------------------------------------------- JSON
+
+
+def _outputs() -> dict[str, Any]:
+    """Keys and types of what every command with --json prints."""
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = Path(temporary, "runs")
+        _many_tags(runs)
+        calls: dict[str, list[list[Any]]] = {
+            "inspect": [["inspect", path] for path in (ZERO2, ZERO3, OTHER)],
+            "inspect --param": [["inspect", ZERO3, "--param", "up.weight"]],
+            "inspect --digest": [["inspect", ZERO3, "--digest"]],
+            "verify": [["verify", ZERO3], ["verify", _damaged(Path(temporary)), "--deep"]],
+            "stats": [["stats", ZERO3]],
+            "diff": [["diff", ZERO3, OTHER], ["diff", ZERO3, ZERO2]],
+            "ls": [["ls", runs]],
+            "cp": [["cp", ZERO3, Path(temporary, "copied")]],
+            "prune": [["prune", runs, "--keep-last", "1", "--dry-run"]],
+            "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
+            "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
+        }
+        with_json = {name for name in COMMANDS if "as_json" in {p.name for p in _command(name).params}}
+        covered = {key.partition(" ")[0] for key in calls}
+        assert covered == with_json, f"--json is not described for {with_json ^ covered}"
+        return {key: _merged([_schema(_run([*call, "--json"])) for call in calls[key]]) for key in sorted(calls)}
+
+
+def _command(name: str) -> Any:
+    import click
+
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
+
+
+def _many_tags(root: Path) -> None:
+    """A root of three checkpoints."""
+    for step in (1, 2, 3):
+        shutil.copytree(Path(ZERO2, Path(ZERO2, "latest").read_text()), root / f"global_step{step}")
+    (root / "latest").write_text("global_step3")
+
+
+def _damaged(directory: Path) -> str:
+    """A checkpoint with findings."""
+    root = directory / "damaged"
+    shutil.copytree(ZERO2, root)
+    next(iter(sorted(root.rglob("*optim_states.pt")))).unlink()
+    return str(root)
+
+
+def _run(arguments: list[Any]) -> Any:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = invoke(cli, [os.fspath(a) for a in arguments])
+    assert code in {0, 1}, err.getvalue()
+    assert out.getvalue(), err.getvalue()
+    return json.loads(out.getvalue())
+
+
+FREE = {"states", "aliases", "tied"}
+"""Mappings from names in the checkpoint; their values alone are described."""
+TYPES = {type(None): "null", bool: "boolean", str: "string", int: "integer", float: "number"}
+OPAQUE = {"client_state", "ds_config", "hyperparameters", "scalars", "scheduler", "loss_scaler", "metrics"}
+"""Mappings that are copied from the checkpoint as they are."""
+
+
+def _schema(value: Any, key: str = "") -> Any:
+    """What a value of JSON is: a mapping by keys, a list by its merged elements, else the name of its type."""
+    if isinstance(value, dict):
+        if key in OPAQUE:
+            return {"object"}
+        if key in FREE:
+            return {"*": _merged([_schema(each) for each in value.values()])}
+        return {name: _schema(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_merged([_schema(each, key) for each in value])] if value else []
+    return {TYPES[type(value)]}
+
+
+def _merged(schemas: list[Any]) -> Any:
+    """One schema that says what several values of the same place are."""
+    sets = [schema for schema in schemas if isinstance(schema, set)]
+    mappings = [schema for schema in schemas if isinstance(schema, dict)]
+    lists = [schema for schema in schemas if isinstance(schema, list)]
+    plain = set().union(*sets)
+    if mappings:
+        names = list(dict.fromkeys(name for mapping in mappings for name in mapping))
+        merged: Any = {name: _merged([mapping[name] for mapping in mappings if name in mapping]) for name in names}
+    elif lists:
+        inner = [schema for each in lists for schema in each]
+        merged = [_merged(inner)] if inner else []
+    else:
+        return plain
+    return {"either": [merged, plain]} if plain else merged
+
+
+def text() -> str:
+    """The content of the golden file."""
+    return json.dumps(describe(), indent=1, default=lambda kinds: " or ".join(sorted(kinds))) + "\n"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(text(), encoding="utf-8")

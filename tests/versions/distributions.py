@@ -1,0 +1,102 @@
+"""Builds the wheel and the sdist, installs each into an empty environment, and tries the command and the library there.
+
+    python tests/versions/distributions.py
+
+Prints what each holds; exits with an error if something fails. Needs ``hatchling``, and pip's way to the dependencies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "fixtures" / "checkpoints" / "zero2-dp2-bf16"
+IMPORTED = """
+import sys
+import ckpttool
+report = ckpttool.inspect(sys.argv[1])
+assert len(report.parameters) > 0
+heavy = {"torch", "deepspeed", "ray", "fsspec"} & set(sys.modules)
+assert not heavy, heavy
+import importlib.util
+assert importlib.util.find_spec("torch") is None, "the environment is not empty"
+print(ckpttool.__file__)
+"""
+
+
+def build(directory: Path) -> list[Path]:
+    """Build both, the wheel from the sdist as package indexes have it; the paths."""
+    environment = dict(os.environ) | {"PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(directory)]
+    subprocess.run([*command, "--target", "sdist"], cwd=ROOT, check=True, capture_output=True, env=environment)
+    (sdist,) = directory.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(directory / "unpacked", filter="data")
+    (unpacked,) = (directory / "unpacked").iterdir()
+    subprocess.run([*command, "--target", "wheel"], cwd=unpacked, check=True, capture_output=True, env=environment)
+    (wheel,) = directory.glob("*.whl")
+    return [wheel, sdist]
+
+
+def check_content(distribution: Path) -> None:
+    """It holds every module of the package, the type marker and the license, and no tests."""
+    if distribution.suffix == ".whl":
+        with zipfile.ZipFile(distribution) as archive:
+            names = archive.namelist()
+    else:
+        with tarfile.open(distribution) as tar:
+            names = [name.partition("/")[2] for name in tar.getnames()]
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckpttool").rglob("*.py")} | {"ckpttool/py.typed"}
+    assert package <= set(names), sorted(package - set(names))
+    assert any(name.endswith("LICENSE") for name in names), names
+    other = {name.partition("/")[0] for name in names} & {"tests", "fixtures", "benchmarks", "docs"}
+    assert not other, other
+    print(f"{distribution.name}: {len(names)} files, {distribution.stat().st_size:,} bytes")
+
+
+def try_out(distribution: Path, directory: Path) -> None:
+    """Install it into an empty environment, and run commands and the library, away from the source."""
+    venv.create(directory / "env")
+    python, command = (str(directory / "env" / "bin" / name) for name in ("python", "ckpttool"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*arguments: object) -> str:
+        done = subprocess.run(
+            [str(a) for a in arguments], cwd=directory, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run(*pip, "install", "--quiet", "--no-compile", distribution)
+    version = distribution.name.split("-")[1].removesuffix(".tar.gz")
+    assert run(command, "--version") == f"ckpttool, version {version}\n"
+    inspected = json.loads(run(command, "inspect", CHECKPOINT, "--json"))
+    written = json.loads(run(command, "consolidate", CHECKPOINT, "out", "--to", "safetensors", "--json"))
+    assert (directory / "out" / "model.safetensors").stat().st_size >= written["nbytes_written"] > 0
+    assert inspected["stage"] == 2
+    assert str(directory) in run(python, "-c", IMPORTED, CHECKPOINT)
+    print(f"{distribution.name}: installed, inspects and consolidates without torch")
+
+
+def main() -> None:
+    """Build and try both."""
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary).resolve()
+        for distribution in build(directory):
+            check_content(distribution)
+            own = directory / f"of-{distribution.suffix[1:]}"
+            own.mkdir()
+            try_out(distribution, own)
+
+
+if __name__ == "__main__":
+    main()
