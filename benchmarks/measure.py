@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DATA = Path(os.environ.get("CKPTTOOL_BENCHMARK_DATA") or Path(__file__).resolve().parent / ".data")
 """Where checkpoints are made and results written."""
 TRIAL = "CKPTTOOL_BENCHMARK_TRIAL" in os.environ
-"""Whether this only tries a benchmark out: fewer ranks, no run to warm up."""
+"""Whether this is a trial run of the scripts: fewer ranks, no warm-up."""
 RECORD = os.environ.get("CKPTTOOL_BENCHMARK_RECORD", "")
 """File that comparisons are appended to; "" for none."""
 SCALES = {"large": "253M", "small": "24M", "tiny": "a few thousand"}
@@ -53,7 +53,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Figures:
-    """What several runs of a command took."""
+    """Usage of several runs of one command."""
 
     runs: Sequence[Usage]
 

@@ -32,7 +32,7 @@ class Row:
     peer: str
     """Contestant of the record."""
     name: str
-    """What the summary calls the peer."""
+    """Name of the peer in the summary."""
     quantity: str = "wall"
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     """Inspect, verify, consolidate, load."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("demo-out")
     shutil.rmtree(ROOT / out, ignore_errors=True)
-    print("A tiny Llama, trained by the Hugging Face Trainer with DeepSpeed ZeRO-3 on 2 ranks, in pieces:")
+    print("A tiny Llama, trained by the Hugging Face Trainer with DeepSpeed ZeRO-3 on 2 ranks, a partition for each:")
     ckpttool("inspect", str(CHECKPOINT))
     ckpttool("verify", str(CHECKPOINT), "--deep")
     ckpttool("consolidate", str(CHECKPOINT), str(out), "--to", "safetensors")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,3 +71,50 @@ def test_it_runs_on_ray_and_prints_figures(name: str, data: Path) -> None:
 
 def test_every_benchmark_is_run() -> None:
     assert {path.name for path in BENCHMARKS.glob("*.py")} == {*RUNS, *ON_RAY, *PARTS}
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("tables")
+
+
+def _record(tables: Any, seconds: float) -> dict[str, Any]:
+    """A record in which each peer of the summary takes ``seconds``, and ckpttool half a second."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in tables.SUMMARY:
+        ours = {"median": 0.5, "min": 0.4, "max": 0.6}
+        peer = {"median": seconds, "min": seconds, "max": seconds}
+        contestants = found.setdefault((row.benchmark, row.comparison), {})
+        contestants |= {row.ours: {row.quantity: ours}, row.peer: {row.quantity: peer}}
+    comparisons = [
+        {"benchmark": benchmark, "comparison": comparison, "commit": "abc", "contestants": contestants}
+        for (benchmark, comparison), contestants in found.items()
+    ]
+    machine = {"cores": 2, "processor": "x", "memory_gb": 24, "file_system": "ext4", "python": "3.11", "packages": {}}
+    return {"machine": machine, "comparisons": comparisons}
+
+
+def test_a_table_changes_with_the_record(tables: Any) -> None:
+    text = "before\n<!-- figures: summary -->\nold\n<!-- end of figures -->\nafter\n"
+    new = tables.updated(text, _record(tables, 2.0))
+    assert new.startswith("before\n<!-- figures: summary -->\n| task |")
+    assert new.endswith("<!-- end of figures -->\nafter\n")
+    assert "| 2.00 s | 4.00 |" in new
+    assert "commit abc" in new
+    assert tables.updated(new, _record(tables, 2.0)) == new
+    assert "| 3.00 s | 6.00 |" in tables.updated(new, _record(tables, 3.0))
+
+
+def test_a_missing_comparison_is_named(tables: Any) -> None:
+    record = _record(tables, 2.0)
+    record["comparisons"].pop(0)
+    with pytest.raises(KeyError, match="zero2 to fp32, cp"):
+        tables.render(record, "summary")
+
+
+def test_each_table_of_the_documents_has_a_benchmark(tables: Any) -> None:
+    names = set(importlib.import_module("record").BENCHMARKS) | {"summary"}
+    assert tables.documents()
+    for path in tables.documents():
+        assert {name for _, name, _ in tables.BLOCK.findall(path.read_text(encoding="utf-8"))} <= names, path

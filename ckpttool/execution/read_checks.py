@@ -75,7 +75,8 @@ class ReadReport:
 
 
 Check = Literal["read", "full", "off"]
-"""Which records to check: those read (nearly) whole; all that are read, also in part; or none."""
+"""Which records to check: "read" for records that are read whole or nearly so, "full" for records that are read in part
+too, "off" for none."""
 
 Owners = Callable[[str, int, int], Sequence[str]]
 """Returns the names of the parameters in the bytes [start, end) of the file at a path."""
@@ -393,7 +394,7 @@ class _OpenRecord:
     pieces: list[tuple[int, int, int]]
     """(first byte, byte after the last, CRC-32), in any order; they may overlap."""
     required: bool
-    """Whether it must be checked, regardless of the number of missing bytes."""
+    """Whether to check the record however many of its bytes were not read."""
 
     @property
     def allowance(self) -> int:

@@ -72,7 +72,7 @@ class _Entries:
     other_numbers: dict[str, float | int | bool] = field(default_factory=dict)
     """Numbers outside the model and the optimizer."""
     flattened: bool = False
-    """Whether the optimizer's part has one flat key for each value."""
+    """Whether the optimizer's states have flat keys in the place of nested dictionaries."""
 
 
 def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoint:

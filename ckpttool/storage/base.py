@@ -106,7 +106,7 @@ class Reader(RangeReader, Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StorageSpec:
-    """What opens a storage, as data: layouts and plans name their storage by it.
+    """The description of a storage, as data. Layouts and plans hold it in the place of the open storage.
 
     It pickles without connections; ``connect`` of ``storage.specs`` opens it again in another process. Compares by
     identity: two specs may open the same storage with other options.

@@ -60,15 +60,12 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     kind: type[RemoteStorage] = RemoteStorage
     given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
     try:
-        if scheme in {"s3", "s3a"}:
-            from ckpttool.storage.s3 import S3Storage, with_defaults
-
-            kind, given = S3Storage, with_defaults(given)
         cls = fsspec.get_filesystem_class(scheme)
         if scheme in {"s3", "s3a"}:
+            from ckpttool.storage.s3 import S3Storage, with_defaults
             from ckpttool.storage.s3_file_system import single_attempt
 
-            cls = single_attempt(cls)
+            kind, given, cls = S3Storage, with_defaults(given), single_attempt(cls)
         from_url = cls._get_kwargs_from_urls(url)
         fs = cls(**{**{k: v for k, v in from_url.items() if k not in {"path", "fo"}}, **given})
     except ImportError:

@@ -45,7 +45,7 @@ class Cut:
     copies: tuple[tuple[int, Box, int, Box], ...] = ()
     """Replicas: (rank, its box, other rank, box of that rank)."""
     averaged: bool = False
-    """Whether every rank has the whole tensor, and its values are the mean over the ranks."""
+    """Whether every rank stores the whole tensor, and the values of the parameter are the mean over the ranks."""
     slicing: Slicing = BY_ROWS
     """The slicing for other numbers of ranks."""
 
