@@ -10,8 +10,7 @@ import contextlib
 import threading
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.errors import ContainerError
 
@@ -22,8 +21,7 @@ OPTION = "open_budget"
 """The storage option that multiplies the limits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(NamedTuple):
     """The limit of one resource."""
 
     base: float

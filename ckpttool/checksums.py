@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from isal.isal_zlib import crc32  # zlib's, and seven times as fast
 
@@ -22,8 +21,7 @@ MAX_CHUNKS = 1 << 10
 _POLYNOMIAL = 0xEDB88320
 
 
-@dataclass(frozen=True, slots=True)
-class Checksums:
+class Checksums(NamedTuple):
     """CRC-32 of each chunk of a file, in order; with a signature also SHA-256."""
 
     nbytes: int
@@ -42,8 +40,7 @@ class Checksums:
     """SHA-256 of each chunk, 32 bytes each; empty without a signature."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A range of a file with a recorded CRC-32: a record of an archive, or a chunk in a manifest."""
 
     name: str

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """An element type under all of its names."""
 
     name: str
@@ -62,6 +61,11 @@ SHORT_NAMES: dict[str, str] = {name: short for short, name in TRAINING_DTYPES.it
 """Short names by names in safetensors."""
 
 _FROM_ML_DTYPES = {"BF16", "F8_E4M3", "F8_E5M2"}
+_STRUCT_CODES = {
+    "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U64": "Q", "U32": "I",
+    "U16": "H", "U8": "B", "BOOL": "?",
+}  # fmt: skip
+"""Codes of the struct module, for the types that it knows."""
 
 
 def itemsize(name: str) -> int:
@@ -79,3 +83,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         kind: np.dtype[Any] = np.dtype(getattr(ml_dtypes, DTYPES[name].numpy))
         return kind
     return np.dtype(DTYPES[name].numpy)
+
+
+def parse_number(data: bytes | memoryview, name: str) -> Any:
+    """Return the one element of a type in ``data`` (little-endian) as a Python number."""
+    if name == "BF16":  # the upper half of an fp32
+        return struct.unpack("<f", b"\0\0" + data)[0]
+    if (code := _STRUCT_CODES.get(name)) is not None:
+        return struct.unpack(f"<{code}", data)[0]
+    import numpy as np
+
+    return np.frombuffer(data, numpy_dtype(name))[0].item()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """A half-open range of bytes in one file: [start, end)."""
 
     start: int
@@ -52,8 +49,7 @@ def ends(nbytes: int, each: int) -> list[ByteRange]:
     return [ByteRange(0, each), ByteRange(nbytes - each, nbytes)]
 
 
-@dataclass(frozen=True, slots=True)
-class CoverProblem:
+class CoverProblem(NamedTuple):
     """The first place where spans do not cover [0, total) exactly once."""
 
     kind: str
@@ -73,6 +69,8 @@ def exact_cover_problem(
 
     Ignores spans of length zero; accepts spans in any order.
     """
+    import numpy as np  # most users of byte ranges need none
+
     begin = np.asarray(starts, dtype=np.uint64)
     size = np.asarray(lengths, dtype=np.uint64)
     keep = size > 0

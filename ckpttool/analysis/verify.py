@@ -19,7 +19,7 @@ from ckpttool.errors import CkptError, PlanError
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.sources import ReadBuffer, Sources
 from ckpttool.formats import open_checkpoint
-from ckpttool.model import stored_blocks
+from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
 from ckpttool.storage import connect, without_secrets
 from ckpttool.units import Meter

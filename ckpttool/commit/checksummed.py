@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
@@ -40,7 +39,7 @@ def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> S
     for problem in size_problems(storage, directory, manifest):
         raise problem
     # Without a key the SHA-256 prove no more than the CRC-32, and take ten times as long.
-    files = {name: sums if key is not None else replace(sums, sha256=()) for name, sums in manifest.files.items()}
+    files = {name: sums if key is not None else sums._replace(sha256=()) for name, sums in manifest.files.items()}
     return ChecksummedStorage(storage, {f"{directory}/{name}": sums for name, sums in files.items()})
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import note_file
 from ckpttool.checksums import Record, crc32
@@ -25,8 +24,7 @@ MAX_PICKLE_BYTES = 1 << 27
 _HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchFile:
+class TorchFile(NamedTuple):
     """The structure of one file and the place of its storages."""
 
     path: str

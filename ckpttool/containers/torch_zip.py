@@ -13,8 +13,7 @@ import itertools
 import re
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.checksums import Record
 from ckpttool.errors import ContainerError, PlanError
@@ -96,8 +95,7 @@ def directory_start(reader: RangeReader) -> int:
     return _read_directory(reader)[0].start
 
 
-@dataclass(frozen=True, slots=True)
-class _DirectoryEntry:
+class _DirectoryEntry(NamedTuple):
     name: str
     raw_name: bytes
     header: int
@@ -263,8 +261,7 @@ _NAME = re.compile(r"(?!\.\.?$)[^/\0\ud800-\udfff]{1,255}")
 """Allowed characters between two slashes of a record's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltArchive:
+class BuiltArchive(NamedTuple):
     """The layout of an archive, without its payloads."""
 
     nbytes: int

@@ -16,8 +16,7 @@ Source: CPython, Modules/_pickle.c; torch 2.13, torch/_weights_only_unpickler.py
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import MEMORY, left, spend
 from ckpttool.containers.pickle_machine import Machine, RefusedError, Truncated
@@ -40,8 +39,7 @@ _DAMAGED = (IndexError, KeyError, ValueError, TypeError, AttributeError, Overflo
 """What Python raises while the machine reads a damaged stream: missing operands, bad text, wrong types."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Unpickled:
+class Unpickled(NamedTuple):
     """What one pickle holds."""
 
     value: Any

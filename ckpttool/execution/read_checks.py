@@ -23,7 +23,7 @@ from ckpttool.concurrency import in_threads
 from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ChecksumError
-from ckpttool.model import stored_blocks
+from ckpttool.model.extents import stored_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -155,7 +155,7 @@ def _open(
                     directory, problem, "pass directories of one checkpoint, or choose with tag", ("tag",)
                 )
         location = Location(location.root, location.directory, location.tag, tuple(directories))
-    location = replace(location, trust_names=trust_names)
+    location = location._replace(trust_names=trust_names)
     for directory in {location.root, location.directory} if not unfinished else ():
         refuse_unfinished(storage, directory)
     checked: StructureStorage | None = None

@@ -11,12 +11,10 @@ import posixpath
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ckpttool.budget import CHUNKS, spend
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, TensorRef
-from ckpttool.dtypes import BY_TORCH_NAME, itemsize, numpy_dtype
+from ckpttool.dtypes import BY_TORCH_NAME, itemsize, parse_number
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, shape_of
 from ckpttool.formats.reports import RESTORE
@@ -24,6 +22,7 @@ from ckpttool.formats.strided import Box, merge_slices
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import CheckpointFile, ScalarState, State, tensor_number
+from ckpttool.model.places import Table
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
@@ -180,10 +179,10 @@ class Shards:
         rows = state.extents.copy()
         rows["offset"] += chunk.start
         self._records.setdefault(index, []).extend(
-            replace(r, name=f"{fqn}: {r.name}", where=ByteRange(chunk.start + r.where.start, chunk.start + r.where.end))
+            r._replace(name=f"{fqn}: {r.name}", where=ByteRange(chunk.start + r.where.start, chunk.start + r.where.end))
             for r in torch.records
         )
-        return State(state.shape, state.dtype, rows)
+        return State(state.shape, state.dtype, Table(rows))
 
     def number(self, state: State) -> ScalarState | None:
         """Return the value of a tensor of one element; None for any other tensor."""
@@ -193,7 +192,7 @@ class Shards:
         reader = next(reader for index, reader in self._opened.values() if index == int(row["file"]))
         start = int(row["offset"])
         data = reader.read(start, start + itemsize(state.dtype))
-        return ScalarState(np.frombuffer(data, numpy_dtype(state.dtype))[0].item(), state.dtype, state.shape)
+        return ScalarState(parse_number(data, state.dtype), state.dtype, state.shape)
 
     def object(self, fqn: str, limit: int) -> Any:
         """Return an object; None if it has more than ``limit`` bytes or cannot be read."""
@@ -285,7 +284,7 @@ def _plain(value: Any, torch: TorchFile, part: _FilePart) -> Any:
     if isinstance(value, TensorRef) and value.shape == ():
         where = torch.locate(value)
         data = part.read(where.start, where.end)
-        return tensor_number(ScalarState(np.frombuffer(data, numpy_dtype(value.dtype))[0].item(), value.dtype))
+        return tensor_number(ScalarState(parse_number(data, value.dtype), value.dtype))
     if type(value) is dict:
         return {key: _plain(v, torch, part) for key, v in value.items()}
     if type(value) in {list, tuple}:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit.manifest import is_commit
 from ckpttool.errors import LayoutError, StorageError
@@ -32,8 +31,7 @@ class NoCheckpointError(LayoutError):
     """A directory holds no DeepSpeed checkpoint; it may have another format."""
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """One checkpoint on a storage."""
 
     root: str

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import posixpath
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ckpttool.formats.locate import Location
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """One source format."""
 
     reader: str

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.dtypes import itemsize
-from ckpttool.model import EXTENT, State, single_runs
+from ckpttool.model import State
+from ckpttool.model.places import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Runs of equal length at equal distances, in a slice and in the whole tensor, both flattened in C order."""
 
     source: int
@@ -72,6 +70,10 @@ def merge_slices(
         shape: Shape of the whole tensor.
         dtype: Type of the whole tensor; default: that of the first slice.
     """
+    import numpy as np  # needed for the slices of tensor parallelism, and for little else of most checkpoints
+
+    from ckpttool.model.extents import EXTENT, single_runs
+
     total = math.prod(shape)
     dtype = dtype or parts[0][0].dtype
     width = itemsize(dtype)
@@ -91,7 +93,7 @@ def merge_slices(
     table["numel"] -= beyond
     table["padding"] += beyond
     table["start"] = np.minimum(table["start"], total)
-    return State(shape, dtype, table)
+    return State(shape, dtype, Table(table))
 
 
 def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
-from ckpttool.model import State, extents, one_extent
+from ckpttool.model import State
+from ckpttool.model.places import Contiguous, Table
 
 if TYPE_CHECKING:
     from ckpttool.containers.torch_file import TorchFile
@@ -30,18 +29,22 @@ def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
         LayoutError: The tensor is not contiguous, and too large.
     """
     if ref.contiguous:
-        return State(ref.shape, ref.dtype, one_extent(ref.numel, index, torch.locate(ref).start))
+        return State(ref.shape, ref.dtype, Contiguous(ref.numel, index, torch.locate(ref).start))
     if ref.numel > MAX_STRIDED:
         problem = f"a tensor of shape {ref.shape} is stored with strides {ref.stride}"
         raise LayoutError(torch.path, problem, "save it contiguous")
+    import numpy as np  # hardly any tensor of a checkpoint is stored with strides
+
+    from ckpttool.model.extents import blank_rows
+
     place = np.zeros(1, dtype=np.int64)
     for size, stride in zip(ref.shape, ref.stride, strict=True):
         place = (place[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
     first = np.flatnonzero(np.concatenate([[True], np.diff(place) != 1]))  # start of each contiguous run
-    table = extents(len(first))
+    table = blank_rows(len(first))
     table["start"] = first
     table["numel"] = np.diff(np.append(first, len(place)))
     table["file"] = index
     base = torch.storages[ref.storage.key].start
     table["offset"] = base + (ref.offset + place[first]) * itemsize(ref.dtype)
-    return State(ref.shape, ref.dtype, table)
+    return State(ref.shape, ref.dtype, Table(table))

@@ -197,7 +197,7 @@ def _read_module_side(
     aliases = {**ties.names, **experts.router_aliases(tensors, states)}
     copies = {}
     if whole and not placeholders:
-        copies = {n: whole_tensor(first.torch, first.index, ref) for n, ref in tensors.items()}
+        copies = {n: whole_tensor(first.torch, first.file_index, ref) for n, ref in tensors.items()}
         copies = _without_padded(first, states, copies)
     names = with_experts(list(tensors), [n for n in states if experts.own(n)])
     ordered = [n for n in dict.fromkeys([*names, *states, *folders]) if n not in aliases]
@@ -224,7 +224,7 @@ def _place(
             slicing = trained.slicings[name]
             parameters.append(Parameter(name, states[MASTER].shape, group_of.get(name), states, slicing))
         elif name in module.buffers and name in module.tensors:
-            buffers.append(Buffer(name, whole_tensor(first.torch, first.index, module.tensors[name])))
+            buffers.append(Buffer(name, whole_tensor(first.torch, first.file_index, module.tensors[name])))
         elif name in module.buffers:
             buffers.append(Buffer(name, _converted(opener, name)))
         elif (state := module.frozen.get(name) or module.copies.get(name)) is not None:
@@ -368,12 +368,12 @@ def _tensor(file: RankFile, name: str, shape: tuple[int, ...] | None) -> State:
         value = value.get("param")
     if not isinstance(value, TensorRef):
         raise LayoutError(file.path, f"holds no tensor of {name}", RESTORE)
-    state = whole_tensor(file.torch, file.index, value)
+    state = whole_tensor(file.torch, file.file_index, value)
     if isinstance(file.torch.root, TensorRef) and shape is not None and state.shape != shape:
         if math.prod(shape) != state.numel:
             problem = f"has {state.numel} elements, but the model states give {name} shape {shape}"
             raise LayoutError(file.path, problem, RESTORE)
-        state = State(shape, state.dtype, state.extents)
+        state = State(shape, state.dtype, state.place)
     return state
 
 

@@ -28,8 +28,8 @@ from ckpttool.model import (
     Parameter,
     State,
     Topology,
-    one_extent,
 )
+from ckpttool.model.places import Contiguous
 from ckpttool.storage import parent
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: 
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
                 file_states = {
-                    n: State(t.shape, t.dtype, one_extent(t.nbytes and _numel(t), index, where.start))
+                    n: State(t.shape, t.dtype, Contiguous(t.nbytes and _numel(t), index, where.start))
                     for n, (t, where) in entries.items()
                 }
                 aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}

@@ -10,35 +10,19 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
-from ckpttool.ranges import exact_cover_problem
 from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from ckpttool.checksums import Record
+    from ckpttool.model.places import Place
     from ckpttool.storage import StorageSpec
-
-EXTENT = np.dtype(
-    [
-        ("start", "<u8"),  # first element, in elements of the flattened tensor (C order)
-        ("numel", "<u8"),  # elements of one run; 0 where a rank holds only padding
-        ("file", "<u4"),  # index into Checkpoint.files
-        ("offset", "<u8"),  # first byte, counted from the start of that file
-        ("padding", "<u8"),  # elements of padding stored after them
-        ("runs", "<u8"),  # number of runs: 1, except for a tensor that is cut across its rows
-        ("pitch", "<u8"),  # elements of the tensor from the start of one run to that of the next
-        ("stride", "<u8"),  # elements of the file from the start of one run to that of the next
-    ]
-)
-"""One row: a contiguous run of elements in one file, or many such runs at equal distances (the columns of a
-tensor-parallel rank). Rows are in ascending ``start``."""
 
 MASTER = "fp32"
 """The master weights, which the optimizer updates: fp32, unless the run kept them in 16 bit (see the dtype)."""
@@ -63,14 +47,16 @@ class State:
     """The whole tensor before partitioning; () is a scalar, and a dimension may be 0."""
     dtype: str
     """safetensors' spelling: "F32", "BF16"."""
-    extents: NDArray[np.void]
-    """Rows of EXTENT in ascending start; read-only."""
+    place: Place
+    """The place of its elements in the files."""
     mean_with: tuple[State, ...] = ()
     """Other states of the same shape and type; the values are the mean of all: the copies of one parameter on
     tensor-parallel ranks that have drifted apart."""
 
-    def __post_init__(self) -> None:
-        self.extents.flags.writeable = False
+    @property
+    def extents(self) -> NDArray[np.void]:
+        """The place of its elements as rows of ``model.extents.EXTENT`` in ascending start; read-only."""
+        return self.place.rows
 
     @property
     def numel(self) -> int:
@@ -383,24 +369,25 @@ class Checkpoint:
 
     def problems(self) -> Iterator[LayoutError]:
         """Find states whose extents do not fill their shape exactly once, or reach beyond their file."""
-        sizes = np.array([f.nbytes for f in self.files], dtype=np.uint64)
+        sizes = [f.nbytes for f in self.files]
         copies = ((t.name, "a copy", copy) for t in self.replicas for copy in (t.state, t.copy))
-        everything = [*self.states(), *copies]
-        for i in _suspects([state for _, _, state in everything], sizes):
-            name, key, state = everything[i]
-            rows = single_runs(state.extents, itemsize(state.dtype))
-            gap = exact_cover_problem(rows["start"], rows["numel"], state.numel)
+        everything = (*self.states(), *copies)
+        unsure = [named for named in everything if not named[2].place.sound(named[2].numel, named[2].dtype, sizes)]
+        if not unsure:
+            return
+        from ckpttool.model import extents  # numpy: unneeded for the places of most checkpoints
+
+        for i in extents.suspects([(state.extents, state.numel, state.dtype) for *_, state in unsure], sizes):
+            name, key, state = unsure[i]
+            gap = extents.cover_problem(state.extents, state.numel, state.dtype)
             if gap is not None:
                 what = f"{key} of {name}: {gap.kind} at elements {gap.start} to {gap.end} of {state.numel}"
                 yield LayoutError(self.location, what, "the checkpoint is damaged, or its layout is not supported")
                 continue
-            ends = rows["offset"] + rows["numel"] * np.uint64(itemsize(state.dtype))
-            outside = np.flatnonzero(ends > sizes[rows["file"]])
-            if outside.size:
-                file = self.files[int(rows["file"][outside[0]])]
-                yield LayoutError(
-                    f"{self.location}/{file.name}", f"{key} of {name} lies beyond its end", "restore it from a copy"
-                )
+            beyond = extents.file_too_short(state.extents, state.dtype, sizes)
+            if beyond is not None:
+                path = f"{self.location}/{self.files[beyond].name}"
+                yield LayoutError(path, f"{key} of {name} lies beyond its end", "restore it from a copy")
 
     def states(self) -> Iterator[tuple[str, str, State]]:
         """(parameter or buffer, name of the state, state) of every tensor."""
@@ -433,63 +420,3 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Size of all files."""
         return sum(f.nbytes for f in self.files)
-
-
-def _suspects(states: Sequence[State], sizes: NDArray[np.uint64]) -> list[int]:
-    """Indices of the states that may be incomplete, out of order or beyond their files, by one vectorised check."""
-    if not states:
-        return []
-    number = np.repeat(np.arange(len(states)), [len(s.extents) for s in states])
-    rows = np.concatenate([s.extents for s in states])
-    woven = number[rows["runs"] > 1]
-    item = np.array([itemsize(s.dtype) for s in states], dtype=np.uint64)
-    bad = rows["offset"] + rows["numel"] * item[number] > sizes[rows["file"]]
-    wrong = np.zeros(len(states), dtype=bool)
-    wrong[number[bad]] = wrong[woven] = True
-    # Of the rows with elements, each begins at the end of the one before it, and the last one reaches the end.
-    held = rows["numel"] > 0
-    number, start, end = number[held], rows["start"][held], (rows["start"] + rows["numel"])[held]
-    first = np.diff(number, prepend=-1) > 0
-    wrong[number[start != np.where(first, 0, np.roll(end, 1))]] = True
-    total = np.zeros(len(states), dtype=np.uint64)
-    total[number] = end  # the last run of a state wins
-    wrong |= total != np.array([s.numel for s in states], dtype=np.uint64)
-    return [int(i) for i in np.flatnonzero(wrong)]
-
-
-def extents(rows: int) -> NDArray[np.void]:
-    """A table of extents to fill in, each a single run."""
-    table = np.zeros(rows, dtype=EXTENT)
-    table["runs"] = 1
-    return table
-
-
-def single_runs(table: NDArray[np.void], width: int) -> NDArray[np.void]:
-    """The same extents with a row for each run, in ascending start; ``width`` is the bytes of an element."""
-    if not (table["runs"] > 1).any():
-        return table
-    runs = table["runs"].astype(np.int64)
-    rows = np.repeat(table, runs)
-    number = (np.arange(len(rows)) - np.repeat(np.cumsum(runs) - runs, runs)).astype(np.uint64)
-    rows["start"] += number * rows["pitch"]
-    rows["offset"] += number * rows["stride"] * np.uint64(width)
-    rows["padding"][:-1][np.diff(np.repeat(np.arange(len(table)), runs)) == 0] = 0  # it is stored after the last run
-    rows["runs"] = 1
-    return rows[np.argsort(rows["start"], kind="stable")]
-
-
-def stored_blocks(table: NDArray[np.void], width: int) -> NDArray[np.void]:
-    """The same bytes as contiguous blocks of the file, regardless of their place in the tensor."""
-    table = table.copy()
-    dense = (table["runs"] > 1) & (table["stride"] == table["numel"])
-    table["numel"][dense] *= table["runs"][dense]
-    table["runs"][dense] = 1
-    return single_runs(table, width)
-
-
-def one_extent(numel: int, file: int, offset: int) -> NDArray[np.void]:
-    """A table of one row: the whole tensor, contiguous."""
-    table = extents(1 if numel else 0)
-    if numel:
-        table["numel"], table["file"], table["offset"] = numel, file, offset
-    return table

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.model import stored_blocks
+from ckpttool.model.extents import stored_blocks
 from ckpttool.ranges import exact_cover_problem
 from ckpttool.storage import LOCAL_SPEC
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpttool.casts import castable
 from ckpttool.dtypes import itemsize
-from ckpttool.model import single_runs
+from ckpttool.model.extents import single_runs
 from ckpttool.plan import CHECK, ConsistencyChecks, SourceFile
 
 if TYPE_CHECKING:

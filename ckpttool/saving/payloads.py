@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -189,7 +189,7 @@ class HashedFile:
     @property
     def checksums(self) -> Checksums:
         """Checksums of the file; known when ``stream`` has ended."""
-        return replace(self.inner.checksums, sha256=self._digests)
+        return self.inner.checksums._replace(sha256=self._digests)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order."""

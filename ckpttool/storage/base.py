@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckpttool.errors import StorageError
 
@@ -35,8 +35,7 @@ OF_OPENING = {FOLLOW_LINKS, "open_budget"}
 """Options of ckpttool itself; all others go to the fsspec class."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One name in a directory."""
 
     name: str

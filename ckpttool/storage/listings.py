@@ -7,7 +7,6 @@ object becomes one file in the last directory with a valid name; its name is the
 from __future__ import annotations
 
 import posixpath
-from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ def tree_of(root: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, list[Ent
         directory, name = _split(root, str(info["name"]))
         if name_of(info) == root or _is_marker(info):
             continue
-        listed.setdefault(directory, {})[name, False] = replace(entry_of(info), name=name)
+        listed.setdefault(directory, {})[name, False] = entry_of(info)._replace(name=name)
         while directory != root and len(directory) > len(root):
             above, base = posixpath.split(directory)
             listed.setdefault(above, {}).setdefault((base, True), Entry(base, is_dir=True, nbytes=0))

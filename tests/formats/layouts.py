@@ -9,7 +9,9 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize
 from ckpttool.execution.sources import Sources
-from ckpttool.model import EXTENT, State
+from ckpttool.model import State
+from ckpttool.model.extents import EXTENT
+from ckpttool.model.places import Table
 from ckpttool.plan import SourceFile
 from ckpttool.storage import LocalReader
 
@@ -39,7 +41,7 @@ class Disk:
             padding = i % 3
             rows.append((begin, end - begin, file, len(data), padding, 1, 0, 0))
             data += flat[begin:end].tobytes() + b"\xff" * (padding * flat.itemsize + i % 5)
-        return State(values.shape, dtype, np.array(rows, dtype=EXTENT))
+        return State(values.shape, dtype, Table(np.array(rows, dtype=EXTENT)))
 
     def sources(self) -> Sources:
         """The files, written and to be read."""

@@ -9,7 +9,7 @@ import itertools
 import shutil
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,7 @@ def _sums(path: Path) -> Checksums:
         return sums
     with LocalReader(str(path)) as reader:
         start = directory_start(reader)
-    return replace(sums, directory=(start, zlib.crc32(data[start:])))
+    return sums._replace(directory=(start, zlib.crc32(data[start:])))
 
 
 @pytest.mark.sweep

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ckpttool.execution.state_reader import StateReader, whole
 from ckpttool.formats.strided import Box, box, merge_slices
-from ckpttool.model import State, single_runs, stored_blocks
+from ckpttool.model import State
+from ckpttool.model.extents import single_runs, stored_blocks
 from ckpttool.ranges import exact_cover_problem
 from tests.formats.layouts import Disk, counted
 from tests.truth import gathered
@@ -123,7 +124,7 @@ def test_a_mean_is_that_of_all_its_states(shape: tuple[int, ...], count: int, da
     with tempfile.TemporaryDirectory() as directory:
         disk = Disk(Path(directory), FILES)
         first, *others = (disk.store(c, "F32", _borders(data, c.size)) for c in copies)
-        state = State(shape, "F32", first.extents, tuple(others))
+        state = State(shape, "F32", first.place, tuple(others))
         begin = data.draw(st.integers(0, state.numel), label="first")
         with disk.sources() as sources:
             out = np.zeros(state.numel - begin, dtype=np.float32)

@@ -11,7 +11,8 @@ import torch
 import ckpttool
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.model import MASTER, MODULE, State, one_extent
+from ckpttool.model import MASTER, MODULE, State
+from ckpttool.model.places import Contiguous
 from tests import damage
 from tests.truth import gather, raw_bytes, source, truth
 
@@ -168,7 +169,7 @@ def test_a_tied_tensor_stored_twice_must_be_the_same_twice(checkpoint_copy: Call
 
 def test_extents_that_leave_a_gap_are_no_checkpoint() -> None:
     sound = open_checkpoint(source("zero1-dp1-bf16"))
-    broken = State((4,), "F32", one_extent(3, 0, 0))
+    broken = State((4,), "F32", Contiguous(3, 0, 0))
     parameter = replace(sound.parameters[0], states={MASTER: broken})
     with pytest.raises(LayoutError, match="gap at elements 3 to 4 of 4"):
         replace(sound, parameters=(parameter,))
@@ -176,7 +177,7 @@ def test_extents_that_leave_a_gap_are_no_checkpoint() -> None:
 
 def test_extents_beyond_the_end_of_a_file_are_no_checkpoint() -> None:
     sound = open_checkpoint(source("zero1-dp1-bf16"))
-    broken = State((4,), "F32", one_extent(4, 0, sound.files[0].nbytes - 15))
+    broken = State((4,), "F32", Contiguous(4, 0, sound.files[0].nbytes - 15))
     parameter = replace(sound.parameters[0], states={MASTER: broken})
     with pytest.raises(LayoutError, match="lies beyond its end"):
         replace(sound, parameters=(parameter,))

@@ -7,7 +7,6 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def _file(value: Any, name: str = "file.pt") -> bytes:
     file = TorchFile(name, pickled.structure, pickled.storages)
     data = b"".join(file.stream())
     assert len(data) == file.nbytes
-    assert replace(file.checksums, directory=None) == of_bytes(data)
+    assert file.checksums._replace(directory=None) == of_bytes(data)
     assert file.checksums.directory is not None
     start, crc = file.checksums.directory
     assert (data[start : start + 4], checksums.crc32(data[start:])) == (b"PK\x01\x02", crc)
@@ -41,7 +40,7 @@ def _file(value: Any, name: str = "file.pt") -> bytes:
             assert data[record.header_offset + 14 :][:4] == record.CRC.to_bytes(4, "little")
     with ThreadPoolExecutor(1) as pool:
         assert b"".join(file.stream(pool.map)) == data
-    assert replace(file.checksums, directory=None) == of_bytes(data)
+    assert file.checksums._replace(directory=None) == of_bytes(data)
     return data
 
 
@@ -245,4 +244,4 @@ def test_checksums_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plain_file_is_its_bytes() -> None:
     file = PlainFile("raw", describe(torch.arange(9, dtype=torch.uint8)).storages["0"])
     assert b"".join(file.stream()) == bytes(range(9))
-    assert replace(file.checksums, directory=None) == of_bytes(bytes(range(9)))
+    assert file.checksums._replace(directory=None) == of_bytes(bytes(range(9)))

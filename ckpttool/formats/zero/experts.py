@@ -94,7 +94,7 @@ class Experts:
             for name, ref in expert.file.fields.values.items():
                 if not isinstance(name, str) or not isinstance(ref, TensorRef):
                     continue
-                state = whole_tensor(expert.file.torch, expert.file.index, ref)
+                state = whole_tensor(expert.file.torch, expert.file.file_index, ref)
                 stem, _, number = name.rpartition(".")
                 if self._experts_of(stem) is not None and number == str(expert.expert):
                     stacked.setdefault(stem, {})[expert.expert] = state
@@ -104,7 +104,7 @@ class Experts:
                 else:
                     result[name] = state
         for stem, experts in stacked.items():
-            each = [State((1, *s.shape), s.dtype, s.extents) for _, s in sorted(experts.items())]
+            each = [State((1, *s.shape), s.dtype, s.place) for _, s in sorted(experts.items())]
             shape = (len(each), *each[0].shape[1:])
             placed = [(s, [box(s.shape, shape, 0, source=0, target=i)]) for i, s in enumerate(each)]
             result[stem] = merge_slices(placed, shape)

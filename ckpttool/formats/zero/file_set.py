@@ -74,16 +74,15 @@ def _renumbered(
     files: list[CheckpointFile] = []
 
     def kept(file: RankFile) -> RankFile:
-        files.append(opener.files[file.index])
+        files.append(opener.files[file.file_index])
         return RankFile(len(files) - 1, file.torch, file.fields, file.numbers)
 
     def kept_swapped(file: SwappedFile) -> SwappedFile:
-        files.append(opener.files[file.index])
+        files.append(opener.files[file.file_index])
         return SwappedFile(len(files) - 1, file.path, file.nbytes)
 
     numbered = tuple(
-        replace(
-            s,
+        s._replace(
             optimizer=[kept(f) for f in s.optimizer],
             model=[kept(f) for f in s.model],
             experts=tuple(ExpertFile(e.layer, e.expert, kept(e.file)) for e in s.experts),

@@ -7,8 +7,7 @@ its archive, its recorded slices and its checksums identify its rank.
 from __future__ import annotations
 
 import posixpath
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import DTYPES, SHORT_NAMES
@@ -19,11 +18,9 @@ from ckpttool.messages import brief
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Fields
+    from ckpttool.formats.zero.fragments import BufferSlice
     from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
     from ckpttool.storage import Storage
 
@@ -139,8 +136,7 @@ def check_listed(file: RankFile, module: Mapping[str, TensorRef], names: Iterabl
         raise LayoutError(file.path, f"{problem}: two saves are mixed", "restore it from a copy")
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(NamedTuple):
     """A value that is equal in all files of one save."""
 
     name: str
@@ -204,7 +200,7 @@ def mixed_types(files: Sequence[RankFile]) -> LayoutError | None:
 
 
 def check_recorded_slices(
-    states: Sequence[Fields], group: int, fragments: Mapping[str, NDArray[np.void]], *, trust_names: bool
+    states: Sequence[Fields], group: int, fragments: Mapping[str, BufferSlice], *, trust_names: bool
 ) -> None:
     """Compare the recorded slices of each rank with the slices that its position gives it.
 
@@ -214,7 +210,7 @@ def check_recorded_slices(
     Args:
         states: ``optimizer_state_dict`` of each rank.
         group: The parameter group.
-        fragments: Rows of FRAGMENT of each parameter.
+        fragments: The place of each parameter in the flat buffer.
         trust_names: Skip the comparison.
 
     Raises:
@@ -228,12 +224,12 @@ def check_recorded_slices(
         if not isinstance(mapping, dict) or not mapping:
             continue
         recorded = {name: _numel(fragment) for name, fragment in mapping.items()}
-        expected = {n: sum(int(row["numel"]) for row in rows if row["rank"] == rank) for n, rows in fragments.items()}
-        wrong = next((n for n, numel in recorded.items() if numel is not None and expected.get(n, 0) != numel), None)
+        expected = {name: fragments[name].numel_on(rank) if name in fragments else 0 for name in recorded}
+        wrong = next((n for n, numel in recorded.items() if numel is not None and expected[n] != numel), None)
         if wrong is not None:
             problem = (
                 f"recorded {recorded[wrong]:,} elements of {brief(wrong, 200)} for its rank, but rank {rank} holds "
-                f"{expected.get(wrong, 0):,}: files were renamed or swapped"
+                f"{expected[wrong]:,}: files were renamed or swapped"
             )
             raise LayoutError(fields.path, problem, HINT, OPTIONS)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats.reports import RESTORE
@@ -36,8 +35,7 @@ PIPELINE_STAGE0 = (
 """Remark on a pipeline without ZeRO."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelPart:
+class ModelPart(NamedTuple):
     """The part of the model that one model-parallel rank holds."""
 
     files: ZeroFiles
@@ -81,7 +79,7 @@ def read_model_rank(
     experts = Experts(files)
     copies = dict(layers)
     if files.stage != 3:
-        copies |= {name: whole_tensor(first.torch, first.index, ref) for name, ref in module.items()}
+        copies |= {name: whole_tensor(first.torch, first.file_index, ref) for name, ref in module.items()}
     expert_copies = experts.modules()
     buffer_names = read_buffer_names(first, module)
     partitions = _partitions(files, module, pipeline, copies, expert_copies, buffer_names, report)
@@ -101,7 +99,7 @@ def read_model_rank(
     return ModelPart(
         files,
         parameters,
-        {n: copies[n] if n in copies else whole_tensor(first.torch, first.index, module[n]) for n in others},
+        {n: copies[n] if n in copies else whole_tensor(first.torch, first.file_index, module[n]) for n in others},
         aliases,
         list(partitions.groups),
         list(partitions.nonpartitionable),

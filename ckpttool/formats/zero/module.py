@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
-from ckpttool.model import State, one_extent
+from ckpttool.model import State
+from ckpttool.model.places import Contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -118,8 +118,7 @@ def own_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorNames:
+class TensorNames(NamedTuple):
     """Names of tensors, by the part of the checkpoint that stores their values."""
 
     stored: Container[str]
@@ -132,8 +131,7 @@ class TensorNames:
     """Names of buffers: several may share bytes, and each is stored."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Aliases:
+class Aliases(NamedTuple):
     """Tied names."""
 
     names: Mapping[str, str]
@@ -195,7 +193,7 @@ def _recorded_ties(
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             raise file.fields.error("shared_params", f"ties {alias} {ours.shape} to {name} {theirs.shape}")
         if ours.numel:
-            copies[alias] = whole_tensor(file.torch, file.index, ours)
+            copies[alias] = whole_tensor(file.torch, file.file_index, ours)
     return Aliases(names, copies)
 
 
@@ -242,7 +240,7 @@ def embedded_storages(file: RankFile, *values: object) -> dict[str, State]:
         if isinstance(item, TensorRef):
             ref = item.storage
             where = file.torch.storages[ref.key]
-            result[ref.key] = State((ref.numel,), ref.dtype, one_extent(ref.numel, file.index, where.start))
+            result[ref.key] = State((ref.numel,), ref.dtype, Contiguous(ref.numel, file.file_index, where.start))
     return result
 
 

@@ -7,7 +7,7 @@ runtime/pipe/module.py (``ckpt_layer_path``).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_DIGITS = 6
 """Maximum number of digits in the number of a rank, layer or expert."""
@@ -25,8 +25,7 @@ _NAMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroName:
+class ZeroName(NamedTuple):
     """A parsed file name."""
 
     name: str

@@ -6,13 +6,11 @@ import posixpath
 import re
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ckpttool.checksums import crc32
 from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.torch_zip import bytes_with_crc
 from ckpttool.containers.values import TensorRef, walk
-from ckpttool.dtypes import numpy_dtype
+from ckpttool.dtypes import parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError
 from ckpttool.formats.fields import Fields, describe
 from ckpttool.formats.reports import RESTORE
@@ -248,8 +246,5 @@ def _read_numbers(reader: RangeReader, torch: TorchFile) -> dict[tuple[str, int]
             problem = f"record {recorded[where].name} does not match its checksum"
             raise ChecksumError(reader.path, problem, RESTORE)
     return {
-        (s.storage.key, s.offset): ScalarState(
-            np.frombuffer(values[torch.locate(s)], numpy_dtype(s.dtype))[0].item(), s.dtype
-        )
-        for s in scalars
+        (s.storage.key, s.offset): ScalarState(parse_number(values[torch.locate(s)], s.dtype), s.dtype) for s in scalars
     }

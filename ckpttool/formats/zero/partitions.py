@@ -7,41 +7,27 @@ flat buffers, its sub-groups. ``stage12`` and ``stage3`` compute the fragments; 
 from __future__ import annotations
 
 import posixpath
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.reports import RESTORE
-from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, extents, tensor_number
+from ckpttool.formats.zero.fragments import Partitioned, StoredPartitions
+from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, tensor_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from ckpttool.formats.fields import Fields
     from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.fragments import Fragments
     from ckpttool.formats.zero.rank_files import RankFile, SwappedFile, ZeroFiles
 
-FRAGMENT = np.dtype(
-    [
-        ("start", "<u8"),  # first element, in elements of the flattened parameter
-        ("numel", "<u8"),  # elements of the parameter in this run
-        ("rank", "<u4"),  # data-parallel rank of the partition
-        ("position", "<u8"),  # first element, counted from the start of the rank's partition
-        ("padding", "<u8"),  # elements of padding after the run
-    ]
-)
-"""One row: a run of a parameter's elements in one rank's partition of a flat buffer."""
 
-
-@dataclass(frozen=True, slots=True)
-class SwappedTensor:
+class SwappedTensor(NamedTuple):
     """A rank's partition offloaded to NVMe: raw elements in a separate file."""
 
     file: SwappedFile
@@ -61,8 +47,7 @@ Stored = TensorRef | SwappedTensor
 """A rank's partition, in its optimizer file or in a separate file."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatBuffer:
+class FlatBuffer(NamedTuple):
     """One flat buffer and its optimizer states."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -75,13 +60,15 @@ class FlatBuffer:
     """Non-partitionable states: name to the value on each rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Partitions:
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Partitions(NamedTuple):
     """The content of the optimizer files, or of some of their groups."""
 
-    states: Mapping[str, Mapping[str, State]] = field(default_factory=dict)
+    states: Mapping[str, Mapping[str, State]] = _NONE
     """Trainable parameter to its partitioned states."""
-    frozen: Mapping[str, State] = field(default_factory=dict)
+    frozen: Mapping[str, State] = _NONE
     """Frozen parameter to its 16-bit copy, if partitioned or listed; the module has the others."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameter groups."""
@@ -175,7 +162,7 @@ def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
 
 
 def locate_states(
-    files: ZeroFiles, buffer: FlatBuffer, fragments: Mapping[str, NDArray[np.void]]
+    files: ZeroFiles, buffer: FlatBuffer, fragments: Mapping[str, Fragments]
 ) -> dict[str, dict[str, State]]:
     """Locate every state of every parameter of a flat buffer.
 
@@ -184,38 +171,23 @@ def locate_states(
     """
     result: dict[str, dict[str, State]] = {name: {} for name in buffer.shapes}
     for key, pieces in buffer.tensors.items():
-        dtype = pieces[0].dtype
-        places = [_place(file, p) for file, p in zip(files.optimizer, pieces, strict=True)]
-        index, base = (np.array(column, dtype=np.uint64) for column in zip(*places, strict=True))
-        stored = np.array([p.numel for p in pieces], dtype=np.uint64)
-        size = np.uint64(itemsize(dtype))
+        stored = StoredPartitions(
+            pieces[0].dtype, [_place(file, p) for file, p in zip(files.optimizer, pieces, strict=True)]
+        )
         for name, shape in buffer.shapes.items():
-            rows = fragments[name]
-            rank = rows["rank"]
-            end = rows["position"] + rows["numel"]
-            short = np.flatnonzero(end > stored[rank])
-            if short.size:
-                r = int(rank[short[0]])
-                raise LayoutError(
-                    files.optimizer[r].path,
-                    f"its partition of {key} has {int(stored[r])} elements, too few for {name}",
-                    RESTORE,
-                )
-            table = extents(len(rows))
-            table["start"], table["numel"] = rows["start"], rows["numel"]
-            table["file"] = index[rank]
-            table["offset"] = base[rank] + rows["position"] * size
-            # Stages 1 and 2 save masters without the padding at the end, and moments with it.
-            table["padding"] = np.minimum(rows["padding"], stored[rank] - end)
-            result[name][key] = State(shape, dtype, table)
+            short = fragments[name].too_short(stored)
+            if short is not None:
+                problem = f"its partition of {key} has {stored.numels[short]} elements, too few for {name}"
+                raise LayoutError(files.optimizer[short].path, problem, RESTORE)
+            result[name][key] = State(shape, stored.dtype, Partitioned(stored, fragments[name]))
     return result
 
 
-def _place(file: RankFile, piece: Stored) -> tuple[int, int]:
-    """Return the index of a partition's file, and the partition's first byte in it."""
+def _place(file: RankFile, piece: Stored) -> tuple[int, int, int]:
+    """Return the index of a partition's file, the partition's first byte in it, and its elements."""
     if isinstance(piece, SwappedTensor):
-        return piece.file.index, 0
-    return file.index, file.torch.locate(piece).start
+        return piece.file.file_index, 0, piece.numel
+    return file.file_index, file.torch.locate(piece).start, piece.numel
 
 
 def find_swapped(

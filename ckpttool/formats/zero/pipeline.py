@@ -57,7 +57,7 @@ class Layers:
             # A layer without trained parameters does not tell its stage; it is in the stage of the previous layer.
             stage = next((i for i, numbers in enumerate(named) if str(layer.layer) in numbers), stage)
             tensors = {
-                str(name): whole_tensor(layer.file.torch, layer.file.index, ref)
+                str(name): whole_tensor(layer.file.torch, layer.file.file_index, ref)
                 for name, ref in layer.file.fields.values.items()
                 if isinstance(ref, TensorRef)
             }

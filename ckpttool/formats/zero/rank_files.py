@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.model import ScalarState
@@ -19,11 +19,10 @@ MAX_RANKS = 1 << 20
 """Maximum number of ranks in a file."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankFile:
+class RankFile(NamedTuple):
     """The structure of one file."""
 
-    index: int
+    file_index: int
     """Index into the checkpoint's files."""
     torch: TorchFile
     """Its structure."""
@@ -53,11 +52,10 @@ class RankFile:
         return None if number is None else replace(number, shape=(1,))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SwappedFile:
+class SwappedFile(NamedTuple):
     """Raw elements of one tensor, copied from an NVMe swap folder."""
 
-    index: int
+    file_index: int
     """Index into the checkpoint's files."""
     path: str
     """Its path, for errors."""
@@ -65,8 +63,7 @@ class SwappedFile:
     """Its size; may be rounded up."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertFile:
+class ExpertFile(NamedTuple):
     """One expert of one MoE layer."""
 
     layer: int
@@ -77,8 +74,7 @@ class ExpertFile:
     """Its weights."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerFile:
+class LayerFile(NamedTuple):
     """One layer of a pipeline."""
 
     layer: int
@@ -89,8 +85,7 @@ class LayerFile:
     """Its state dict."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ZeroFiles:
+class ZeroFiles(NamedTuple):
     """The files of one model-parallel rank; of the whole model if there is only one."""
 
     location: Location
@@ -122,8 +117,7 @@ class ZeroFiles:
         return self.optimizer[rank].fields.child("optimizer_state_dict")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AllFiles:
+class AllFiles(NamedTuple):
     """The files of a whole checkpoint."""
 
     slices: tuple[ZeroFiles, ...]

@@ -42,7 +42,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     layers = [_layers(found, rank, tensor) for rank in range(tensor)]
     stages = []
     for stage in range(pipeline):
-        ranks = [replace(f, recorded=recorded) for f in found.slices[stage * tensor : (stage + 1) * tensor]]
+        ranks = [f._replace(recorded=recorded) for f in found.slices[stage * tensor : (stage + 1) * tensor]]
         slices = _read_slices(ranks, layers, stage, report)
         stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
     replicas = [twin for own in layers if own for twin in own.replicas]
@@ -209,8 +209,7 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
     groups = _merge_groups(slices, report)
     nonpartitionable = list(dict.fromkeys(u for s in slices for u in s.nonpartitionable))
     aliases = {a: n for s in reversed(slices) for a, n in s.aliases.items()}
-    return replace(
-        first,
+    return first._replace(
         parameters=parameters,
         replicas=replicas,
         groups=groups,
@@ -243,8 +242,7 @@ def _merge_pipeline(stages: Sequence[ModelPart], report: Report) -> ModelPart:
     nonpartitionable = list(dict.fromkeys(u for s in stages for u in s.nonpartitionable))
     aliases = {a: n for s in stages for a, n in s.aliases.items()}
     remarks = list(dict.fromkeys(r for s in stages for r in s.remarks))
-    return replace(
-        first,
+    return first._replace(
         parameters=parameters,
         buffers=buffers,
         replicas=replicas,

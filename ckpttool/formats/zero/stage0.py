@@ -19,7 +19,8 @@ from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
 from ckpttool.formats.zero.matching import match_names
 from ckpttool.formats.zero.partitions import Partitions, merge_partitions, read_group
-from ckpttool.model import MASTER, MODULE, ScalarState, State, one_extent
+from ckpttool.model import MASTER, MODULE, ScalarState, State
+from ckpttool.model.places import Contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -101,7 +102,7 @@ def read_partitions(
         renamed = global_names(part.states, rank)
         groups = (replace(g, parameters=tuple(renamed.get(n, n) for n in g.parameters)) for g in part.groups)
         states = {renamed.get(name, name): states for name, states in part.states.items()}
-        parts.append(replace(part, states=states, groups=tuple(groups)))
+        parts.append(part._replace(states=states, groups=tuple(groups)))
     return _merge_expert_ranks(parts)
 
 
@@ -117,7 +118,7 @@ def _merge_expert_ranks(parts: Sequence[Partitions]) -> Partitions:
         for g, group in enumerate(part.groups):
             names = dict.fromkeys((*groups[g].parameters, *group.parameters))
             groups[g] = replace(groups[g], parameters=tuple(names))
-    return replace(merged, states=states, groups=tuple(groups))
+    return merged._replace(states=states, groups=tuple(groups))
 
 
 def _check_experts_are_there(files: ZeroFiles, experts: Mapping[str, State]) -> None:
@@ -349,7 +350,9 @@ def _flat_states(
         shape = known[name].shape
         numel = math.prod(shape)
         states[name] = {
-            key: State(shape, t.dtype, one_extent(numel, file.index, file.torch.locate(t).start + first * _width(t)))
+            key: State(
+                shape, t.dtype, Contiguous(numel, file.file_index, file.torch.locate(t).start + first * _width(t))
+            )
             for key, t in tensors.items()
         }
         first += numel
@@ -400,7 +403,7 @@ def _states_of(
     odd: list[str] = []
     for key, value in items:
         if isinstance(value, TensorRef) and value.shape == shape and key not in {MASTER, MODULE, "step"}:
-            states[key] = whole_tensor(file.torch, file.index, value)
+            states[key] = whole_tensor(file.torch, file.file_index, value)
         elif (scalar := file.scalar(value) or file.single(value)) is not None:
             scalars[key] = scalar
         elif value is not None:
@@ -418,7 +421,7 @@ def _items(states: Fields, number: object) -> list[tuple[str, Any]]:
 def _whole(file: RankFile, value: object) -> State:
     if not isinstance(value, TensorRef):
         raise LayoutError(file.path, "its fp32_groups hold a value that is not a tensor", RESTORE)
-    return whole_tensor(file.torch, file.index, value)
+    return whole_tensor(file.torch, file.file_index, value)
 
 
 def _width(ref: TensorRef) -> int:

@@ -6,11 +6,9 @@ utils/zero_to_fp32.py (``_zero2_merge_trainable_params``).
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
@@ -18,10 +16,10 @@ from ckpttool.formats.fields import Fields
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.checks import partition_counts
 from ckpttool.formats.zero.experts import Experts
+from ckpttool.formats.zero.fragments import BufferSlice
 from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
 from ckpttool.formats.zero.partitions import (
-    FRAGMENT,
     Partitions,
     check_agreement,
     flat_state,
@@ -32,12 +30,11 @@ from ckpttool.formats.zero.partitions import (
 )
 from ckpttool.formats.zero.round_robin import undo_round_robin
 from ckpttool.messages import brief
-from ckpttool.model import Replica, State, one_extent
+from ckpttool.model import Replica, State
+from ckpttool.model.places import Contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
 
     from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
@@ -90,7 +87,7 @@ def read_partitions(
         if count == files.ranks:
             groups.append(_read_group(files, module, g, shapes, report))
         else:
-            parts = [replace(files, optimizer=[files.optimizer[r] for r in ranks]) for ranks in experts.ranks(count)]
+            parts = [files._replace(optimizer=[files.optimizer[r] for r in ranks]) for ranks in experts.ranks(count)]
             read = [_read_group(part, {}, g, shapes, report) for part in parts]
             groups.append(experts.joined(read, f"group {g}", report))
     return merge_partitions(groups)
@@ -165,7 +162,8 @@ def _read_group(
     alignments = [s.values.get("param_alignment_paddings") for s in states]
     check_agreement(files.optimizer, "param_alignment_paddings", alignments, report)
     alignment = _alignment_paddings(states[0], group, len(shapes))
-    offsets, total = _offsets(shapes, alignment)
+    offsets = _offsets(shapes, alignment)
+    total = offsets[-1] + math.prod([*shapes.values()][-1]) if shapes else 0
     partition = _partition_size(files, states, end_paddings, group, pieces, flat_states, total)
     buffer = read_flat_buffer(files, shapes, pieces, flat_states, partition, what, report)
     slack = 0 if end_paddings[0] is not None else 2 * files.ranks
@@ -199,7 +197,7 @@ def _locate_whole(
     files: ZeroFiles,
     values: Sequence[object],
     shapes: Mapping[str, tuple[int, ...]],
-    fragments: Mapping[str, NDArray[np.void]],
+    fragments: Mapping[str, BufferSlice],
 ) -> dict[str, list[State]] | None:
     """Locate a state of which every rank holds whole parameters: all that have a fragment in its partition.
 
@@ -211,8 +209,8 @@ def _locate_whole(
         The copies of each parameter's state, one for each rank that holds it; None if the state has another form.
     """
     touching: list[list[str]] = [[] for _ in values]
-    for name, rows in fragments.items():
-        for rank in rows["rank"].tolist():
+    for name, fragment in fragments.items():
+        for rank in fragment.ranks:
             touching[rank].append(name)
     result: dict[str, list[State]] = {}
     for file, value, names in zip(files.optimizer, values, touching, strict=True):
@@ -220,7 +218,7 @@ def _locate_whole(
             return None
         at = file.torch.locate(value).start
         for name in names:
-            state = State(shapes[name], value.dtype, one_extent(math.prod(shapes[name]), file.index, at))
+            state = State(shapes[name], value.dtype, Contiguous(math.prod(shapes[name]), file.file_index, at))
             at += state.nbytes
             result.setdefault(name, []).append(state)
     return result
@@ -275,12 +273,10 @@ def _alignment_paddings(states: Fields, group: int, count: int) -> list[int]:
     return paddings
 
 
-def _offsets(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]) -> tuple[NDArray[np.int64], int]:
-    """Return the first element of each parameter in the flat buffer, and the end of the last one."""
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    ends = np.cumsum(np.array([n + p for n, p in zip(sizes, paddings, strict=True)], dtype=np.int64))
-    offsets = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if sizes else np.zeros(0, np.int64)
-    return offsets, int(offsets[-1]) + sizes[-1] if sizes else 0
+def _offsets(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]) -> list[int]:
+    """Return the first element of each parameter in the flat buffer."""
+    sizes = [math.prod(shape) + padding for shape, padding in zip(shapes.values(), paddings, strict=True)]
+    return list(itertools.accumulate(sizes[:-1], initial=0)) if sizes else []
 
 
 def _partition_size(
@@ -341,35 +337,21 @@ def _partition_size(
 
 
 def _fragments(
-    shapes: Mapping[str, tuple[int, ...]], offsets: NDArray[np.int64], partition: int, ranks: int
-) -> dict[str, NDArray[np.void]]:
-    """Split every parameter at the borders of the partitions."""
-    result: dict[str, NDArray[np.void]] = {}
-    begins = [*offsets.tolist(), partition * ranks]
-    for i, (name, shape) in enumerate(shapes.items()):
-        offset, next_offset = begins[i], begins[i + 1]
-        numel = math.prod(shape)
-        if numel == 0:
-            result[name] = np.zeros(0, dtype=FRAGMENT)
-            continue
-        rank = np.arange(offset // partition, (offset + numel - 1) // partition + 1, dtype=np.int64)
-        begin = np.maximum(rank * partition, offset)
-        end = np.minimum((rank + 1) * partition, offset + numel)
-        rows = np.zeros(len(rank), dtype=FRAGMENT)
-        rows["start"] = begin - offset
-        rows["numel"] = end - begin
-        rows["rank"] = rank
-        rows["position"] = begin - rank * partition
-        rows["padding"][-1] = min(next_offset, int(rank[-1] + 1) * partition) - (offset + numel)
-        result[name] = rows
-    return result
+    shapes: Mapping[str, tuple[int, ...]], offsets: Sequence[int], partition: int, ranks: int
+) -> dict[str, BufferSlice]:
+    """Return the elements of every parameter in the flat buffer."""
+    ends = [*offsets[1:], partition * ranks]
+    return {
+        name: BufferSlice(math.prod(shape), offset, end, partition)
+        for (name, shape), offset, end in zip(shapes.items(), offsets, ends, strict=False)
+    }
 
 
 def _check_storage_offsets(
     file: RankFile,
     module: Mapping[str, TensorRef],
     shapes: Mapping[str, tuple[int, ...]],
-    offsets: NDArray[np.int64],
+    offsets: Sequence[int],
     total: int,
     slack: int,
     group: int,
@@ -386,7 +368,7 @@ def _check_storage_offsets(
     storages = {ref.storage.key for ref in views.values()}
     if len(storages) != 1 or len(views) < 2:
         return
-    for (name, shape), offset in zip(shapes.items(), offsets.tolist(), strict=True):
+    for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
         ref = views.get(name)
         if ref is None:
             continue

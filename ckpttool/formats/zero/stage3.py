@@ -7,19 +7,16 @@ and utils/zero_to_fp32.py (``zero3_partitioned_param_info``).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields, shape_of
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.experts import Experts
+from ckpttool.formats.zero.fragments import EqualParts, Partitioned, StoredPartitions
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
 from ckpttool.formats.zero.opener import SWAPPED
 from ckpttool.formats.zero.partitions import (
-    FRAGMENT,
     Partitions,
     check_agreement,
     find_swapped,
@@ -30,12 +27,10 @@ from ckpttool.formats.zero.partitions import (
     read_group,
 )
 from ckpttool.messages import brief
-from ckpttool.model import ParamGroup, State, extents
+from ckpttool.model import ParamGroup, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from numpy.typing import NDArray
 
     from ckpttool.containers.values import TensorRef
     from ckpttool.formats.reports import Report
@@ -70,7 +65,7 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
     in_sub_groups = [part.groups[0] for part in sub_groups]
     base = [s.child("optimizer_state_dict") for s in states]
     groups = _groups(files, base, in_sub_groups, report)
-    return replace(merge_partitions(sub_groups), groups=tuple(groups), frozen=read_frozen(files.model, report))
+    return merge_partitions(sub_groups)._replace(groups=tuple(groups), frozen=read_frozen(files.model, report))
 
 
 def _in_sub_groups(
@@ -104,8 +99,7 @@ def _part(files: ZeroFiles, ranks: Sequence[int]) -> ZeroFiles:
     """Return the files of some of the ranks."""
     if len(ranks) == files.ranks:
         return files
-    return replace(
-        files,
+    return files._replace(
         optimizer=[files.optimizer[r] for r in ranks],
         swapped=tuple(files.swapped[r] for r in ranks),
     )
@@ -153,22 +147,13 @@ def _read_sub_group(
     )
 
 
-def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, NDArray[np.void]], int]:
-    """Split every parameter into one part per rank, of ceil(numel / ranks) elements; the last ones are padded."""
-    result: dict[str, NDArray[np.void]] = {}
-    rank = np.arange(ranks, dtype=np.int64)
+def _fragments(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> tuple[dict[str, EqualParts], int]:
+    """Return the parts of every parameter, and the elements of a partition."""
+    result: dict[str, EqualParts] = {}
     position = 0
     for name, shape in shapes.items():
-        numel = math.prod(shape)
-        piece = -(-numel // ranks)
-        rows = np.zeros(ranks, dtype=FRAGMENT)
-        rows["start"] = np.minimum(rank * piece, numel)
-        rows["numel"] = np.clip(numel - rank * piece, 0, piece)
-        rows["rank"] = rank
-        rows["position"] = position
-        rows["padding"] = np.uint64(piece) - rows["numel"]
-        result[name] = rows
-        position += piece
+        result[name] = EqualParts(math.prod(shape), ranks, position)
+        position += result[name].part
     return result, position
 
 
@@ -229,28 +214,22 @@ def read_frozen(model: Sequence[RankFile], report: Report) -> dict[str, State]:
         shape = shape_of(raw)
         if not isinstance(name, str) or shape is None:
             raise model[0].fields.error("frozen_param_shapes", f"gives {brief(name, 200)} no shape")
-        rows, piece = _fragments({name: shape}, len(model))
-        result[name] = _frozen_state(model, name, shape, rows[name], piece, [f.get(name) for f in fragments])
+        result[name] = _frozen_state(model, name, shape, [f.get(name) for f in fragments])
     return result
 
 
 def _frozen_state(
-    model: Sequence[RankFile],
-    name: str,
-    shape: tuple[int, ...],
-    rows: NDArray[np.void],
-    piece: int,
-    fragments: Sequence[TensorRef | None],
+    model: Sequence[RankFile], name: str, shape: tuple[int, ...], pieces: Sequence[TensorRef | None]
 ) -> State:
-    table = extents(len(rows))
-    table["start"], table["numel"], table["padding"] = rows["start"], rows["numel"], rows["padding"]
+    parts = EqualParts(math.prod(shape), len(model), 0)
+    places = []
     dtypes = set()
-    for r, (file, ref) in enumerate(zip(model, fragments, strict=True)):
-        if ref is None or ref.numel != piece:
+    for file, ref in zip(model, pieces, strict=True):
+        if ref is None or ref.numel != parts.part:
             held = "no" if ref is None else f"{ref.numel}"
-            raise LayoutError(file.path, f"holds {held} elements of frozen parameter {name}, not {piece}", RESTORE)
+            raise LayoutError(file.path, f"holds {held} elements of frozen parameter {name}, not {parts.part}", RESTORE)
         dtypes.add(ref.dtype)
-        table["file"][r], table["offset"][r] = file.index, file.torch.locate(ref).start
+        places.append((file.file_index, file.torch.locate(ref).start, ref.numel))
     if dtypes == {"I8"}:
         problem = f"frozen parameter {name} is quantised to 8 bit (ZeRO++), and its scale was not saved"
         raise LayoutError(
@@ -258,4 +237,4 @@ def _frozen_state(
         )
     if len(dtypes) != 1:
         raise LayoutError(model[0].path, f"frozen parameter {name} has several dtypes: {sorted(dtypes)}", RESTORE)
-    return State(shape, dtypes.pop(), table)
+    return State(shape, min(dtypes), Partitioned(StoredPartitions(min(dtypes), places), parts))

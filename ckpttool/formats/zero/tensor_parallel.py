@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.values import Opaque
     from ckpttool.formats.zero.rank_files import ZeroFiles
+    from ckpttool.model.places import Place
 
 NEWEST_VERSION = 0.4
 """Newest known version of ``universal_checkpoint_info``."""
@@ -271,16 +272,16 @@ class TensorParallel:
 def merge(cut: Cut, states: Sequence[State]) -> tuple[State, list[tuple[State, State]]]:
     """Merge the slices of a state; also returns the pairs of replicas, which must be equal."""
     if cut.averaged:
-        first = State(cut.shape, states[0].dtype, _rows(states[0], cut))
-        others = tuple(State(cut.shape, s.dtype, _rows(s, cut)) for s in states[1:])
-        return State(first.shape, first.dtype, first.extents, others), []
+        first = State(cut.shape, states[0].dtype, _place(states[0], cut))
+        others = tuple(State(cut.shape, s.dtype, _place(s, cut)) for s in states[1:])
+        return State(first.shape, first.dtype, first.place, others), []
     whole = merge_slices([(s, boxes) for s, boxes in zip(states, cut.boxes, strict=True) if boxes], cut.shape)
     pairs = [(_cut_out(states[owner], theirs), _cut_out(states[rank], own)) for rank, own, owner, theirs in cut.copies]
     return whole, pairs
 
 
-def _rows(state: State, cut: Cut) -> Any:
-    return merge_slices([(state, cut.boxes[0])], cut.shape).extents
+def _place(state: State, cut: Cut) -> Place:
+    return merge_slices([(state, cut.boxes[0])], cut.shape).place
 
 
 def _cut_out(state: State, b: Box) -> State:

@@ -21,7 +21,8 @@ from ckpttool.errors import PlanError
 from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
 from ckpttool.messages import brief
-from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State, one_extent
+from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State
+from ckpttool.model.places import Contiguous
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.embedded import copy_embedded, holds_tensors, without_tensors
@@ -144,7 +145,7 @@ def _parameter_files(
             step = checkpoint.groups[groups[parameter.name]].scalars.get(STEP)
         elif parameter.numel == 0 and _is_name(parameter.name):
             # DeepSpeed saves it like a frozen parameter, but loads its states if it is trained.
-            empty = State(parameter.shape, "F32", one_extent(0, 0, 0))
+            empty = State(parameter.shape, "F32", Contiguous(0, 0, 0))
             keys = {key: None for p in checkpoint.parameters for key in optimizer_states(p)}
             for key in (MASTER, *keys):
                 yield _state_file(builder, f"{folder}/{key}.pt", empty, "F32", extra)

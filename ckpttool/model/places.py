@@ -1,0 +1,98 @@
+"""The place of a tensor's elements in the files of a checkpoint.
+
+A place computes its rows when they are asked for: to show a layout takes none of them, and neither numpy.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from ckpttool.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_ROW = struct.Struct("<QQIQQQQQ")
+"""The bytes of one row of EXTENT."""
+
+
+class Place(ABC):
+    """Where the elements of a tensor lie. Callers must not change it."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def rows(self) -> NDArray[np.void]:
+        """Rows of EXTENT in ascending start; read-only."""
+
+    @abstractmethod
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return whether the place surely has each element exactly once, inside its files; if not, its rows decide.
+
+        Args:
+            numel: Elements of the tensor.
+            dtype: Its type, safetensors' spelling.
+            sizes: Bytes of each file.
+        """
+
+
+class Table(Place):
+    """Elements in any order and any number of runs.
+
+    Args:
+        rows: Rows of EXTENT in ascending start.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: NDArray[np.void]) -> None:
+        rows.flags.writeable = False
+        self._rows = rows
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """The rows."""
+        return self._rows
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return False: only the rows tell."""
+        return False
+
+
+class Contiguous(Place):
+    """All elements in order, one behind the other in one file.
+
+    Args:
+        numel: Elements.
+        file: Index into the checkpoint's files.
+        offset: First byte, counted from the start of the file.
+    """
+
+    __slots__ = ("file", "numel", "offset")
+
+    def __init__(self, numel: int, file: int, offset: int) -> None:
+        self.numel = numel
+        self.file = file
+        self.offset = offset
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """One row; none for a tensor without elements."""
+        import numpy as np
+
+        from ckpttool.model.extents import EXTENT
+
+        row = _ROW.pack(0, self.numel, self.file, self.offset, 0, 1, 0, 0) if self.numel else b""
+        return np.frombuffer(row, dtype=EXTENT)
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return whether the run has the tensor's length and ends inside its file."""
+        if numel != self.numel:
+            return False
+        return not numel or self.offset + numel * itemsize(dtype) <= sizes[self.file]
