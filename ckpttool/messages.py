@@ -20,7 +20,7 @@ _AZURE = {"abfs", "abfss", "az", "adl", "wasb", "wasbs"}
 """Schemes whose URLs have a container before the "@"."""
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,31}://?[^\s\"<>]*")
 """A URL within a text. One slash suffices: normalized as a path, a URL loses the other."""
-_NAMED_SECRET = re.compile(
+_NAMED_CREDENTIAL = (
     r"(?i)([?&;]?\b(?:x-amz-(?:signature|credential|security-token)|awsaccesskeyid|signature|sig|sas_token|access_token"
     r"|token|password|secret|account_key|api_key)=)[^\s&;\"'<>,)]+"
 )
@@ -68,7 +68,7 @@ def hide_secrets(text: str) -> str:
     """Remove the secrets from every URL in a text."""
     if "://" in text or ":/" in text:
         text = _URL.sub(lambda found: without_secrets(found[0]), text)
-    return _NAMED_SECRET.sub(rf"\g<1>{HIDDEN}", text) if "=" in text else text
+    return re.sub(_NAMED_CREDENTIAL, rf"\g<1>{HIDDEN}", text) if "=" in text else text
 
 
 def printable(text: str, limit: int = MAX_TEXT) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import crc32, cuts
-from ckpttool.commit.manifest import is_commit, read_manifest, size_problems
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalog.entries import committed
 from ckpttool.catalog.retention import decide, parse_best
-from ckpttool.commit.manifest import REPLACED, commits, directories, is_commit
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import REPLACED, commits, directories
 from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, read_mark
 from ckpttool.errors import CkptError
 from ckpttool.formats.whole import is_whole, open_whole

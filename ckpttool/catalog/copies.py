@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import chunk_records, crc32
-from ckpttool.commit.manifest import is_commit, read_manifest
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.execution.permissions import mode_of_file
 from ckpttool.execution.read_checks import archive_records

@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import check_path
-from ckpttool.commit.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import commits, read_manifest, size_problems
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, LayoutError, StorageError

@@ -6,7 +6,8 @@ import posixpath
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.commit.manifest import commits, is_commit, read_manifest
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import commits, read_manifest
 from ckpttool.errors import CkptError, LinkError
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import parse_name

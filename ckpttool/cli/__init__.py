@@ -15,7 +15,7 @@ from ckpttool.cli._errors import run
 
 COMMANDS = ("inspect", "consolidate", "convert", "verify", "diff", "stats", "extract", "ls", "cp", "prune")
 """Commands; each has a module of its name."""
-GC_OBJECTS = 10_000
+GC_OBJECTS = 100_000
 """Allocations of containers between two garbage collections."""
 
 

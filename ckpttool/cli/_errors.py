@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import sys
 import threading
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,12 +31,20 @@ POSITIONAL = frozenset({"src", "out", "dst", "root"})
 
 def run(command: click.Command) -> NoReturn:
     """Run the command line and end the process."""
-    # Log lines of libraries would hide the error's one line.
-    logging.getLogger().addHandler(logging.NullHandler())
+    arguments = sys.argv[1:]
+    if arguments[:1] != ["inspect"] or any("://" in argument for argument in arguments):
+        _silence_logs()  # to look at local files imports no library that logs, and should start fast
     # SIGTERM ends the command like Ctrl-C, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
     sys.excepthook = _print_bug
-    _leave(invoke(command, sys.argv[1:]))
+    _leave(invoke(command, arguments))
+
+
+def _silence_logs() -> None:
+    """Drop the log lines of libraries, which would hide the error's one line."""
+    import logging
+
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 def _leave(code: int) -> NoReturn:
@@ -67,6 +73,8 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
         return error.exit_code
     except CkptError as error:
         if "--debug" in arguments:
+            import traceback
+
             click.echo(hide_secrets(traceback.format_exc()), err=True, nl=False)
             return 1
         click.echo(f"Error: {with_flags(error)}", err=True)
@@ -117,6 +125,8 @@ def _shown(error: click.ClickException) -> str:
 
 def _print_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the traceback of a bug without secrets: users paste it into public reports."""
+    import traceback
+
     sys.stderr.write(hide_secrets("".join(traceback.format_exception(kind, error, trace))))
 
 

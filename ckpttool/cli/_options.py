@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,6 +110,8 @@ def _plain(key: str, value: str) -> Any:
     if key in {"key", "secret", "token", "username", "password", "account_name", "account_key"}:
         return value
     if value in {"true", "false", "null"} or re.fullmatch(r"-?\d+", value):
+        import json  # hardly any command needs it
+
         return json.loads(value)
     return value
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -65,6 +64,8 @@ def print_line(text: str, *, color: str | None = None) -> None:
 
 def print_json(data: Any) -> None:
     """Print plain values or dataclasses of them as JSON; the keys of a dataclass are its field names."""
+    import json  # tables need none
+
     _write(json.dumps(_as_plain(data), indent=2, allow_nan=False) + "\n")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
-from ckpttool.commit.manifest import is_commit, read_manifest, size_problems
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.errors import ChecksumError, ContainerError, PlanError
 from ckpttool.storage.specs import Described, connect
 from ckpttool.storage.wrapped import WrappedReader

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
+from ckpttool.commit import is_commit
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.errors import LayoutError, PlanError, StorageError
 from ckpttool.messages import brief
-from ckpttool.storage import MANIFEST, is_half_removed, walk
+from ckpttool.storage import MANIFEST, walk
 from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
@@ -114,11 +115,6 @@ def _entry(file: Checksums) -> dict[str, Any]:
 
 def _shallow(manifest: Manifest) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
-
-
-def is_commit(storage: Storage, directory: str) -> bool:
-    """Return whether a directory has a manifest and is not half removed."""
-    return storage.exists(posixpath.join(directory, MANIFEST)) and not is_half_removed(storage, directory)
 
 
 def commits(storage: Storage, root: str) -> list[str]:

@@ -11,7 +11,7 @@ import posixpath
 import socket
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.commit.manifest import is_commit
+from ckpttool.commit import is_commit
 from ckpttool.errors import StorageError
 from ckpttool.storage import MARK
 

@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.commit.manifest import is_commit, read_manifest
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.storage import MANIFEST
 

@@ -132,7 +132,7 @@ def _old_string_line(m: Machine) -> None:
     raw = m.line().strip()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in {b"'", b'"'}:
         raise RefusedError("a string without quotes")
-    m.stack.append(_decode_old(_ESCAPE.sub(_unescape, raw[1:-1])))
+    m.stack.append(_decode_old(re.sub(_ESCAPE, _unescape, raw[1:-1])))
 
 
 def _decode_old(raw: bytes) -> str:
@@ -143,7 +143,7 @@ def _decode_old(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|.?)", re.DOTALL)
+_ESCAPE = rb"(?s)\\(x[0-9a-fA-F]{2}|.?)"
 _ESCAPED = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 

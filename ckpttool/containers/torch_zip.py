@@ -257,7 +257,7 @@ def _zip64_sizes(reader: RangeReader, extra: bytes, nbytes: int, packed: int, he
 
 # ------------------------------------------------------------------------------------------------- build
 
-_NAME = re.compile(r"(?!\.\.?$)[^/\0\ud800-\udfff]{1,255}")
+_NAME = r"(?!\.\.?$)[^/\0\ud800-\udfff]{1,255}"
 """Allowed characters between two slashes of a record's name."""
 
 
@@ -288,7 +288,7 @@ def build(
     Raises:
         PlanError: The prefix or a storage key cannot be part of a record's name.
     """
-    if not _NAME.fullmatch(prefix):
+    if not re.fullmatch(_NAME, prefix):
         raise PlanError(path, f"{brief(prefix)} cannot be the name of an archive", "choose another file name")
     known = crc32 or {}
     writer = _ArchiveWriter()
@@ -298,7 +298,7 @@ def build(
     writer.literal(f"{prefix}/byteorder", b"little")
     payloads: dict[str, ByteRange] = {}
     for key, nbytes in sizes.items():
-        if not _NAME.fullmatch(key):
+        if not re.fullmatch(_NAME, key):
             raise PlanError(path, f"storage key {brief(key)} cannot name a record", "this is a bug in ckpttool")
         payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
     writer.literal(f"{prefix}/version", b"3\n")

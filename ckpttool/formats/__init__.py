@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
-from ckpttool.commit.checksummed import with_manifest
+from ckpttool.commit import is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.registry import formats_with_tags
@@ -160,7 +160,7 @@ def _open(
         refuse_unfinished(storage, directory)
     checked: StructureStorage | None = None
     try:
-        checked = with_manifest(storage, location.directory)
+        checked = _with_manifest(storage, location.directory)
     except CkptError as error:
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
@@ -204,6 +204,15 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
     return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
 
 
+def _with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
+    """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest."""
+    if not is_commit(storage, directory):
+        return None
+    from ckpttool.commit.checksummed import with_manifest  # most checkpoints have no manifest
+
+    return with_manifest(storage, directory)
+
+
 def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:
     candidates = formats_with_tags(tagged=True)
     marked = (f for f in candidates if f.matches(storage, location.directory))
@@ -219,7 +228,7 @@ def _read_marked(storage: Storage, src: str) -> Checkpoint | None:
     location = Location(src, src, posixpath.basename(src))
     for known in formats_with_tags(tagged=False):
         if known.matches(storage, src):
-            checked = with_manifest(storage, src)
+            checked = _with_manifest(storage, src)
             found = known.read(checked or storage, location, raise_at_once)
             return found if found is None or checked is None else _as_saved(found, checked, raise_at_once)
     return None

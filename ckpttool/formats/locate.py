@@ -7,7 +7,7 @@ import posixpath
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.commit.manifest import is_commit
+from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.messages import brief

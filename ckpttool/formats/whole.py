@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpttool.commit import is_commit
 from ckpttool.commit.checksummed import checksummed
-from ckpttool.commit.manifest import is_commit
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import is_half_removed

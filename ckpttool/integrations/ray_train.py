@@ -33,7 +33,8 @@ import ray.train
 
 from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.restore_order import Candidate, candidates, step_of
-from ckpttool.commit.manifest import commits, is_commit, read_manifest, size_problems
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import commits, read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, read_mark
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError

@@ -6,7 +6,6 @@ Paths are ``str``: ``pathlib.Path`` would turn ``s3://`` into ``s3:/``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckpttool.errors import StorageError
@@ -103,20 +102,24 @@ class Reader(RangeReader, Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class StorageSpec:
     """The description of a storage, as data. Layouts and plans hold it in the place of the open storage.
 
     It pickles without connections; ``connect`` of ``storage.specs`` opens it again in another process. Compares by
     identity: two specs may open the same storage with other options.
+
+    Args:
+        opener: Function or class at the top of a module.
+        arguments: Positional arguments of the opener; may hold credentials.
+        remote: ``Storage.remote``.
     """
 
-    opener: Callable[..., Storage]
-    """Function or class at the top of a module."""
-    arguments: tuple[Any, ...]
-    """Positional arguments of the opener; may hold credentials."""
-    remote: bool
-    """``Storage.remote``."""
+    __slots__ = ("__weakref__", "arguments", "opener", "remote")
+
+    def __init__(self, opener: Callable[..., Storage], arguments: tuple[Any, ...], remote: bool) -> None:
+        self.opener = opener
+        self.arguments = arguments
+        self.remote = remote
 
     def __repr__(self) -> str:
         return f"StorageSpec({getattr(self.opener, '__qualname__', self.opener)}, remote={self.remote})"

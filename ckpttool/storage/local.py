@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import Entry, check_text, decode_text
 from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
-from ckpttool.storage.local_writer import LocalWriter
 from ckpttool.storage.posix import sync_directory
 from ckpttool.storage.removal import remove_local
 from ckpttool.storage.retry import Tally
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from ckpttool.ranges import ByteRange
     from ckpttool.storage.base import Reader, Storage
+    from ckpttool.storage.local_writer import LocalWriter
 
 
 class LocalReader:
@@ -242,6 +242,8 @@ class LocalStorage(Described):
         return True
 
     def _put(self, path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool) -> None:
+        from ckpttool.storage.local_writer import LocalWriter  # most commands write nothing
+
         writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
         try:
             writer.append(parts)
@@ -257,6 +259,8 @@ class LocalStorage(Described):
         Raises:
             StorageError: The file cannot be created.
         """
+        from ckpttool.storage.local_writer import LocalWriter  # as in ``_put``
+
         return LocalWriter(path, nbytes, new=new, reserved=True)
 
     def sync(self, path: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import os
@@ -38,6 +37,8 @@ def rename_new(before: str, after: str) -> None:
     if call is not None:
         if not call(_AT_FDCWD, os.fsencode(before), _AT_FDCWD, os.fsencode(after), _RENAME_NOREPLACE):
             return
+        import ctypes  # as in ``_renameat2``
+
         code = ctypes.get_errno()
         if code not in _NO_SUCH_RENAME:
             raise OSError(code, os.strerror(code), after)
@@ -55,6 +56,8 @@ def rename_new(before: str, after: str) -> None:
 
 @functools.cache
 def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    import ctypes  # importing it takes longer than reading a small checkpoint
+
     found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
@@ -103,6 +106,8 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
     Not os.posix_fallocate: on file systems without support, the C library writes to every block instead.
     """
+    import ctypes  # as in ``_renameat2``
+
     found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -122,6 +127,8 @@ def reserve(fd: int, nbytes: int, target: str) -> None:
         fallocate = _fallocate()
         if fallocate is None or not nbytes:
             return
+        import ctypes  # as in ``_renameat2``
+
         if fallocate(fd, 0, 0, nbytes) and ctypes.get_errno() in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -181,6 +188,8 @@ def write_all(fd: int, data: bytes | memoryview, start: int) -> None:
 
 @functools.cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    import ctypes  # as in ``_renameat2``
+
     found = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if found is not None:
         found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ REMOVED = ".removed"
 
 
 MAX_NAME_BYTES = 255
-_ASIDE = re.compile(rf"\..+{re.escape(REMOVED)}")
 REMOVAL_MARK = '{"key": "removed", "files": []}'
 """Content of the in-progress marker in a remote directory that is being removed."""
 HALF_REMOVED = "half removed by a run that was killed"
@@ -35,9 +33,14 @@ def is_half_removed(storage: Storage, path: str) -> bool:
         StorageError: The directory cannot be read.
     """
     if not storage.remote:
-        return _ASIDE.fullmatch(os.path.basename(path)) is not None
+        return _is_aside(os.path.basename(path))
     mark = f"{path}/{MARK}"
     return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK
+
+
+def _is_aside(name: str) -> bool:
+    """Return whether a name is one of ``_aside_name``."""
+    return name.startswith(".") and name.endswith(REMOVED) and len(name) > len(f".{REMOVED}")
 
 
 def _aside_name(name: str) -> str:
@@ -64,7 +67,7 @@ def remove_local(path: str) -> None:
     above, name = os.path.split(path)
     if os.path.islink(path):
         raise StorageError(path, "is a link, and ckpttool does not remove its target", "remove the link by hand")
-    aside = path if _ASIDE.fullmatch(name) else os.path.join(above, _aside_name(name))
+    aside = path if _is_aside(name) else os.path.join(above, _aside_name(name))
     if os.path.islink(aside):
         aside = os.path.join(above, _aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{os.urandom(4).hex()}"))
     with translate_os_errors(path):

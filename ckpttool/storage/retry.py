@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -159,6 +158,8 @@ def call(path: str, function: Callable[[], T], retries: Tally) -> T:
                 problem = f"the store failed {attempt} times, last with {_short_name(error)}"
                 raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
         retries.add()
+        import random  # hardly any command retries
+
         # Random, so that many processes that failed together do not retry together.
         time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
         pause = min(2 * pause, LONGEST_PAUSE)

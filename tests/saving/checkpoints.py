@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.restore_order import candidates
+from ckpttool.commit import is_commit
 from ckpttool.commit.checksummed import ChecksummedStorage
-from ckpttool.commit.manifest import CHECKSUM, is_commit, parse_manifest, read_manifest
+from ckpttool.commit.manifest import CHECKSUM, parse_manifest, read_manifest
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
 from ckpttool.formats.whole import open_whole

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.cleanup import left_over, tidy
 from ckpttool.catalog.retention import Rules
-from ckpttool.commit.manifest import is_commit
+from ckpttool.commit import is_commit
 from ckpttool.formats.whole import open_whole
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from ckpttool.testing import disks

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpttool.commit.manifest import is_commit, read_manifest
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest
 from ckpttool.storage import LOCAL
 
 PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPTTOOL_TEST_PYTHONS", "").split(os.pathsep))]

@@ -6,9 +6,7 @@ numbers, and become rows of numpy when a state's elements are read.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.dtypes import itemsize
 from ckpttool.model.places import Place
@@ -20,33 +18,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Fragments(ABC):
-    """The elements of one parameter in the partitions of a flat buffer."""
-
-    __slots__ = ()
-
-    numel: int
-    """Elements of the parameter."""
-
-    @abstractmethod
-    def columns(self) -> tuple[NDArray[np.int64], ...]:
-        """Return one row for each fragment, in ascending start, as five columns.
-
-        Returns:
-            First element, in elements of the flattened parameter; elements; data-parallel rank of the partition; first
-            element, counted from the start of the rank's partition; elements of padding behind the fragment.
-        """
-
-    @abstractmethod
-    def too_short(self, partitions: StoredPartitions) -> int | None:
-        """Return the first rank whose partition ends before its fragment; None if there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSlice(Fragments):
+class BufferSlice(NamedTuple):
     """Elements of a flat buffer that is cut into equal partitions (stages 1 and 2)."""
 
     numel: int
+    """Elements of the parameter."""
     offset: int
     """First element in the flat buffer."""
     end: int
@@ -67,7 +43,12 @@ class BufferSlice(Fragments):
         return max(0, min(begin + self.partition, self.offset + self.numel) - max(begin, self.offset))
 
     def columns(self) -> tuple[NDArray[np.int64], ...]:
-        """Cut the parameter at the borders of the partitions; see ``Fragments``."""
+        """Cut the parameter at the borders of the partitions; one row for each fragment, in ascending start.
+
+        Returns:
+            First element, in elements of the flattened parameter; elements; data-parallel rank of the partition; first
+            element, counted from the start of the rank's partition; elements of padding behind the fragment.
+        """
         import numpy as np
 
         rank = np.arange(self.ranks.start, self.ranks.stop, dtype=np.int64)
@@ -78,18 +59,18 @@ class BufferSlice(Fragments):
         return begin - self.offset, numel, rank, begin - rank * self.partition, padding
 
     def too_short(self, partitions: StoredPartitions) -> int | None:
-        """Return the first rank whose partition ends before its fragment; see ``Fragments``."""
+        """Return the first rank whose partition ends before its fragment; None if there is none."""
         end = self.offset + self.numel
         return next(
             (r for r in self.ranks if partitions.numels[r] < min(end - r * self.partition, self.partition)), None
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EqualParts(Fragments):
+class EqualParts(NamedTuple):
     """A parameter that is cut into one part per rank, of ceil(numel / ranks) elements; the last ones are padded."""
 
     numel: int
+    """Elements of the parameter."""
     ranks: int
     """Number of ranks."""
     position: int
@@ -101,7 +82,7 @@ class EqualParts(Fragments):
         return -(-self.numel // self.ranks)
 
     def columns(self) -> tuple[NDArray[np.int64], ...]:
-        """Cut the parameter into its parts; see ``Fragments``."""
+        """Cut the parameter into its parts; see ``BufferSlice.columns``."""
         import numpy as np
 
         rank = np.arange(self.ranks, dtype=np.int64)
@@ -110,11 +91,15 @@ class EqualParts(Fragments):
         return start, numel, rank, np.full_like(rank, self.position), self.part - numel
 
     def too_short(self, partitions: StoredPartitions) -> int | None:
-        """Return the first rank whose partition ends before its fragment; see ``Fragments``."""
+        """Return the first rank whose partition ends before its part; None if there is none."""
         if partitions.shortest >= self.position + self.part:
             return None
         left = ((r, max(0, min(self.part, self.numel - r * self.part))) for r in range(self.ranks))
         return next((r for r, numel in left if partitions.numels[r] < self.position + numel), None)
+
+
+Fragments = BufferSlice | EqualParts
+"""The elements of one parameter in the partitions of a flat buffer."""
 
 
 class StoredPartitions:

@@ -7,7 +7,7 @@ import posixpath
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.restore_order import Candidate, candidates, contradiction
-from ckpttool.commit.manifest import is_commit
+from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 
 if TYPE_CHECKING:

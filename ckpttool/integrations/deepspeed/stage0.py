@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.commit.manifest import is_commit, read_manifest
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.states import REBUILD
 from ckpttool.model import MASTER, MODULE
