@@ -15,6 +15,8 @@ MAX_KEY_VALUES = 256
 """Most values in a tuple that is used as a key, nested ones included: each use as a key reads them all."""
 MAX_SAME_HASH = 64
 """Most keys that may share one hash: a dict of them takes quadratic time. Floats of real checkpoints reach 33."""
+_SAFE_KEYS = (str, bytes, TorchDType, Opaque)
+"""Types of keys that are quick to hash and compare."""
 MAX_NAME = 1000
 """Longest name of a class, in characters."""
 
@@ -125,7 +127,7 @@ class Machine:
             # An entry of a growing dict takes 100 bytes and more.
             self.charge(160)
             # Python salts the hash of text; small integers have distinct hashes; the others are hashed by identity.
-            if key is None or isinstance(key, str | bytes | TorchDType | Opaque):
+            if key is None or isinstance(key, _SAFE_KEYS):
                 continue
             if isinstance(key, int) and -(1 << 60) < key < 1 << 60:
                 continue

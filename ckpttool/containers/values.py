@@ -156,7 +156,9 @@ class Opaque:
         return f"<{'global' if self.how == 'global' else 'opaque'} {self.qualified_name}>"
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, Opaque)
+_SEQUENCES = (list, tuple, set, frozenset)
+_CONTAINERS = (dict, *_SEQUENCES, Opaque)
+_PARENTS = (*_CONTAINERS, TensorRef)
 
 
 def children(value: object) -> Iterator[Any]:
@@ -170,7 +172,7 @@ def children(value: object) -> Iterator[Any]:
         yield from value.values()
         if isinstance(value, OrderedDict) and value.attributes is not None:
             yield value.attributes
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, _SEQUENCES):
         yield from value
     elif isinstance(value, Opaque):
         if value.function is not None:
@@ -199,4 +201,5 @@ def walk(root: object) -> Iterator[Any]:
                 continue
             seen.add(id(value))
         yield value
-        stack.extend(children(value))
+        if isinstance(value, _PARENTS):
+            stack.extend(children(value))

@@ -443,14 +443,22 @@ def test_the_old_name_of_the_method_of_a_load_is_deprecated() -> None:
 HEAVY = ["torch", "deepspeed", "ray", "s3fs", "fsspec", "transformers", "safetensors", "pandas", "rich.table"]
 
 
+SMALL = ["zero2-dp2-bf16", "zero3-dp4-bf16", "moe-zero2-dp4-ep2-bf16", "pipeline-zero1-pp2-dp2-bf16",
+         "universal-zero2-dp2-bf16", "zero0-dp2-bf16"]  # fmt: skip
+"""One checkpoint of each layout whose rows nothing needs before a conversion."""
+WRITERS = ["ctypes", "logging", "ckpttool.plan", "ckpttool.commit.manifest", "ckpttool.storage.local_writer"]
+
+
 @pytest.mark.parametrize(
     ("code", "more"),
     [
         ("import ckpttool", ["numpy", "click"]),
         ("import ckpttool.cli", ["numpy", "rich"]),
-        ("run(['--help'])", ["numpy", "rich"]),
-        ("run(['inspect', SRC])", ["rich"]),
-        ("run(['inspect', SRC, '--json'])", ["rich"]),
+        ("run(['--help'])", ["numpy", "rich", "ckpttool.formats", "ckpttool.model"]),
+        *((f"run(['inspect', {source(name)!r}])", ["numpy", "rich", "json", *WRITERS]) for name in SMALL),
+        ("run(['inspect', SRC, '--params'])", ["numpy", "rich"]),
+        ("run(['inspect', SRC, '--json'])", ["numpy", "rich"]),
+        ("run(['inspect', SRC, '--param', 'embed.weight'])", ["rich"]),
         ("run(['verify', SRC, '--deep'])", ["rich"]),
         ("run(['consolidate', SRC, OUT, '--to', 'safetensors'])", ["rich"]),
     ],
