@@ -11,7 +11,7 @@ QUICK_READY := $(QUICK)/.ready
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo quick test check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick test thorough check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,8 +61,12 @@ coverage: $(READY)  ## measure branch coverage and show it (FILE=tests/...: of t
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
+thorough: $(READY)  ## run all tests on all checkpoints, points of failure and hostile files (an hour or two)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --thorough --hypothesis-profile=thorough -m "not ray"
+	$(BIN)/python -m pytest --thorough -m ray
+
 property: $(READY)  ## run the property tests with many more examples
-	$(BIN)/python -m pytest tests/property --hypothesis-profile=thorough
+	$(BIN)/python -m pytest tests/property --thorough --hypothesis-profile=thorough
 
 check: format-check lint types layers test  ## everything that must hold before a commit
 

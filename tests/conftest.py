@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import quick
+from tests import quick, sampling
 from tests.storage import server
 from tests.truth import HERE
 
@@ -26,9 +27,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of ``make quick``."""
+    """Add the options of ``make quick`` and ``make thorough``."""
     what = "leave out slow tests, all but one checkpoint of each kind, and files whose packages are not installed"
     parser.addoption("--quick", action="store_true", help=what)
+    what = "try all checkpoints, all points of failure and all hostile files instead of some of them"
+    parser.addoption("--thorough", action="store_true", help=what)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -38,15 +41,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what ``make quick`` leaves out."""
-    if config.getoption("--quick"):
-        left_out = [item for item in items if quick.is_left_out(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    """Deselect what ``make quick`` leaves out, and what only ``make thorough`` runs."""
+    if config.getoption("--thorough"):
+        return
+    is_left_out = quick.is_left_out if config.getoption("--quick") else sampling.is_left_out
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give DeepSpeed the GPU where the tests that need one are run alone."""
+    """Prepare the process; give DeepSpeed the GPU where the tests that need one are run alone."""
+    sampling.begin(config)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells do in the background; tests send it to processes
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr", "") == "gpu":
         os.environ["DS_ACCELERATOR"] = "cuda"
 
@@ -66,6 +74,7 @@ def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[tuple[str, Any]]:
     """URL of a running S3 server and boto3's client for it; started when the first test of this worker asks."""
+    server.share_descriptions()
     with server.running() as endpoint:
         client = server.client(endpoint)
         yield endpoint, client

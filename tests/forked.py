@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import functools
 import json
 import os
 import signal
@@ -18,12 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HERE = Path(__file__).resolve().parent
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling Muon takes minutes
+}
+"""What torch and DeepSpeed read when they are imported."""
 SECONDS = 600
 """How long one thing may take before it counts as stuck, on a machine with much else to do."""
 
 
 def start(module: str, jobs: Sequence[dict[str, Any]], directory: Path) -> str:
-    """Run a module's ``main`` on the jobs, in a process of its own; what it printed.
+    """Run a module on the jobs, in a process of its own that has imported DeepSpeed; what it printed.
 
     The module is given the directory, where it finds the jobs in ``jobs.json``.
     """
@@ -33,20 +42,50 @@ def start(module: str, jobs: Sequence[dict[str, Any]], directory: Path) -> str:
     compiled = directory / "compiled"
     env = {
         **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",  # compiling Muon takes minutes
+        **ENVIRONMENT,
         "TORCH_EXTENSIONS_DIR": str(compiled),
         "PYTHONPATH": os.pathsep.join(path),
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
     }
-    command = [sys.executable, "-m", module, str(directory)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    stdout, stderr = directory / "stdout", directory / "stderr"
+    job = {"module": module, "argument": str(directory), "environment": env}
+    status = _fork_server(env["PYTHONPATH"]).run({**job, "stdout": str(stdout), "stderr": str(stderr)})
+    printed = stdout.read_text(errors="replace") if stdout.exists() else ""
+    assert status == 0, f"status {status}: {printed[-3000:]}\n{stderr.read_text(errors='replace')[-6000:]}"
     # It takes minutes, and for ever where another process was killed while it compiled the same.
     assert not compiled.exists(), f"DeepSpeed has compiled {os.listdir(compiled)}"
-    return done.stdout
+    return printed
+
+
+class _ForkServer:
+    """A process that has imported DeepSpeed, and forks one for each job."""
+
+    def __init__(self, path: str) -> None:
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+            stderr=subprocess.DEVNULL, text=True, cwd=HERE.parent,
+        )  # fmt: skip
+        atexit.register(self._end)
+
+    def run(self, job: dict[str, Any]) -> int:
+        """Run a job to its end; its exit status."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the process that forks the others has ended"
+        return int(answer)
+
+    def _end(self) -> None:
+        self._process.communicate()
+
+
+@functools.cache
+def _fork_server(path: str) -> _ForkServer:
+    """One for all tests of this process."""
+    return _ForkServer(path)
 
 
 def jobs_in(directory: Path) -> list[dict[str, Any]]:

@@ -94,12 +94,8 @@ def _endless(root: Path, _: Path) -> None:
 DIMENSIONS = json.dumps({"a": {"dtype": "F32", "shape": [2] * 200_000, "data_offsets": [0, 4]}}).encode()
 
 
-def corpus(every: int = 1) -> dict[str, Callable[[Path, Path], None]]:
-    """What makes each checkpoint: called with the directory to make, and one outside of it that holds a secret.
-
-    Args:
-        every: Of the pickles, of which there are hundreds, only each so many-th.
-    """
+def corpus() -> dict[str, Callable[[Path, Path], None]]:
+    """What makes each checkpoint: called with the directory to make, and one outside of it that holds a secret."""
     found: dict[str, Callable[[Path, Path], None]] = {
         "companion is a link": _link("vocab.txt", "OUTSIDE/secret"),
         "latest is a link": _link("latest", "OUTSIDE/secret"),
@@ -129,10 +125,10 @@ def corpus(every: int = 1) -> dict[str, Callable[[Path, Path], None]]:
         "dcp that runs a command": _attack("os.system", _dcp),
         "dcp of zeros": _dcp(bytes(1000)),
     }  # fmt: skip
-    for name, data in [*bombs().items(), *lying_tensors().items(), *greedy(3_000).items()][::every]:
+    for name, data in [*bombs().items(), *lying_tensors().items(), *greedy(3_000).items()]:
         found.setdefault(f"pickle: {name}", _pickled(data))
         found.setdefault(f"dcp: {name}", _dcp(data))
-    for name in list(attacks(""))[:: 4 * every]:
+    for name in list(attacks(""))[::4]:
         found[f"attack: {name}"] = _attack(name, _pickled)
     return found
 

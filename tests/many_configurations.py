@@ -76,9 +76,9 @@ def _runs() -> list[Run]:
 RUNS = _runs()
 
 
-def train_all(directory: Path) -> None:
+def train_all(chosen: Sequence[Run], directory: Path) -> None:
     """Train and save each of them; the checkpoint and ``truth.safetensors`` go to a directory of its id."""
-    forked.start("tests.many_configurations", [asdict(run) for run in RUNS], directory)
+    forked.start("tests.many_configurations", [asdict(run) for run in chosen], directory)
 
 
 # ------------------------------------------------------------------------------------------------- in the processes

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.truth import REPRESENTATIVE
+from tests import sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,11 +30,9 @@ def is_left_out(item: pytest.Item) -> bool:
     needed = {package for fixture, package in PACKAGE_OF_FIXTURE.items() if fixture in item.fixturenames}  # type: ignore[attr-defined]
     if any(importlib.util.find_spec(package) is None for package in needed):
         return True
-    callspec = getattr(item, "callspec", None)
-    values = [value for value in callspec.params.values() if isinstance(value, str)] if callspec is not None else []
-    if "s3" in values and importlib.util.find_spec("moto") is None:
+    if "s3" in sampling.texts(item) and importlib.util.find_spec("moto") is None:
         return True
-    return item.get_closest_marker("sweep") is not None and not any(value in REPRESENTATIVE for value in values)
+    return sampling.is_left_out(item)
 
 
 @functools.cache

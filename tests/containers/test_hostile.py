@@ -22,6 +22,7 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.unpickler import unpickle
 from ckpttool.containers.values import Opaque, TensorRef, walk
 from ckpttool.errors import CkptError, ContainerError, StorageError
+from tests import sampling
 from tests.hostile import (
     BytesReader,
     attacks,
@@ -130,7 +131,7 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import walk
 from ckpttool.errors import CkptError
-cases = bombs()
+cases = {name: data for name, data in bombs().items() if name in sys.argv[2:]}
 cases["a gigabyte and a half of sets"] = b"\\x80\\x04(" + b"\\x8f" * 5_000_000 + b"t."
 allowed = unpickler.MAX_MEMORY_BYTES
 for name, data in cases.items():
@@ -149,11 +150,14 @@ for name, data in cases.items():
 """
 
 
+BOMBS = sampling.some(bombs(), 22)
+
+
 @pytest.fixture(scope="module")
 def explosions() -> dict[str, list[tuple[str, float]]]:
     """What each bomb did in a process that may take two gigabytes."""
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), "../.."))
-    command = [sys.executable, "-c", LIMITED, root]
+    command = [sys.executable, "-c", LIMITED, root, *BOMBS]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     results: dict[str, list[tuple[str, float]]] = {}
     for line in run.stdout.splitlines():
@@ -163,7 +167,7 @@ def explosions() -> dict[str, list[tuple[str, float]]]:
     return results
 
 
-@pytest.mark.parametrize("bomb", [*bombs(), "a gigabyte and a half of sets"])
+@pytest.mark.parametrize("bomb", [*BOMBS, "a gigabyte and a half of sets"])
 def test_bomb_ends_soon_in_two_gigabytes(bomb: str, explosions: dict[str, list[tuple[str, float]]]) -> None:
     for result, seconds in explosions[bomb]:
         assert seconds < SECONDS
@@ -193,7 +197,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("bomb", REFUSED)
+@pytest.mark.parametrize("bomb", [b for b in REFUSED if b in BOMBS or b.startswith("a gig")])
 def test_bomb_is_refused_for_what_it_is(bomb: str, explosions: dict[str, list[tuple[str, float]]]) -> None:
     assert REFUSED[bomb] in explosions[bomb][0][0]
 

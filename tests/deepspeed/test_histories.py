@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import forked
+from tests import forked, sampling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.deepspeed
 
-COUNT = int(os.environ.get("CKPTTOOL_TEST_ENGINES", "3"))
+COUNT = int(os.environ.get("CKPTTOOL_TEST_ENGINES", "3" if sampling.thorough() else "2"))
 """Histories; each has several lives, of so many ranks."""
 FIRST = int(os.environ.get("CKPTTOOL_TEST_ENGINES_FIRST", "0"))
 """The number of the first: each is another."""

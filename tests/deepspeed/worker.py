@@ -1,22 +1,31 @@
-"""Loads checkpoints into live engines under torchrun, and says how what they hold differs from the truth.
+"""Load checkpoints into live engines, and list the differences between their states and the truth.
 
-    torchrun --nproc_per_node=M worker.py JOBS.json ANSWERS.json
-
-A job: {"root", "truth", "stage", "dtype", "zero", "load", "kinds"}: the checkpoint, the fixture whose truth it must
-hold, what the engine that loads it is like, how it loads, and what is compared. The answer: {"problems", "losses",
-"groups", "client_state", "global_steps", ...}.
+A job: {"root", "truth", "ranks", "stage", "dtype", "zero", "load", "kinds"}: the checkpoint, the fixture whose truth it
+must hold, the engine that loads it, the arguments of the load, and the states to compare. The answer: {"problems",
+"losses", "groups", "client_state", "global_steps", ...}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests import forked
+
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures"
-sys.path.insert(0, str(FIXTURES))
 STEPS = 3
+
+
+def answers_of(jobs: list[dict[str, Any]], directory: Path) -> list[dict[str, Any]]:
+    """Give jobs to live engines and return their answers."""
+    forked.start("tests.deepspeed.worker", jobs, directory)
+    return [json.loads((directory / f"answer-{number}.json").read_text()) for number in range(len(jobs))]
+
+
+# ------------------------------------------------------------------------------------------------- in the processes
 
 
 def load(job: dict[str, Any]) -> dict[str, Any]:
@@ -71,18 +80,25 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def main() -> None:
-    """Answer every job."""
+def main(directory: Path) -> None:
+    """Answer every job, those of one number of ranks together."""
+    jobs = forked.jobs_in(directory)
+    for ranks in sorted({job["ranks"] for job in jobs}):
+        numbers = [n for n, job in enumerate(jobs) if job["ranks"] == ranks]
+        forked.run_ranks(ranks, partial(_rank, {n: jobs[n] for n in numbers}, directory))
+
+
+def _rank(jobs: dict[int, dict[str, Any]], directory: Path) -> None:
+    import torch
     from recipes.common import leave, start
 
     start()
-    import torch
-
-    answers = [load(job) for job in json.loads(Path(sys.argv[1]).read_text())]
-    if torch.distributed.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(answers))
+    for number, job in jobs.items():
+        answer = load(job)
+        if torch.distributed.get_rank() == 0:
+            (directory / f"answer-{number}.json").write_text(json.dumps(answer))
     leave()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Damaged and made-up containers, manifests, DCP metadata and headers, for a minute: refused in one line, or read.
+"""Damaged and made-up containers, manifests, DCP metadata and headers, for seconds: refused in one line, or read.
 
 ``CKPTTOOL_FUZZ_SECONDS=3600`` goes on for an hour.
 """
@@ -20,6 +20,7 @@ from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
+from tests import sampling
 from tests.hostile import BytesReader, attacks, bombs, zip_file
 from tests.truth import source
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SECONDS = float(os.environ.get("CKPTTOOL_FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("CKPTTOOL_FUZZ_SECONDS", "60" if sampling.thorough() else "8"))
 """For all that is fuzzed together."""
 SLOW = 5.0
 """No input of a few kilobytes may take longer, in seconds of CPU."""

@@ -43,6 +43,7 @@ def bench(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 @pytest.fixture(scope="session")
 def small_parts() -> Iterator[tuple[str, Any]]:
     """A server that takes small parts."""
+    server.share_descriptions()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("S3_UPLOAD_PART_MIN_SIZE", "1")
         with server.running() as endpoint:

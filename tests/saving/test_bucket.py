@@ -24,6 +24,7 @@ from ckpttool.storage.s3 import S3Storage
 from ckpttool.testing.disks import Killed, Machine
 from ckpttool.testing.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
 from ckpttool.testing.s3_proxy import Proxy
+from tests import sampling
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.storage import server
@@ -195,7 +196,8 @@ def test_killed(
     known: set[tuple[bool, frozenset[Any]]] = set()
     tried = 0
     for rank, count in enumerate(counts):
-        for at, how in itertools.product(range(count), ("before", "after")):
+        every = itertools.product(range(count), ("before", "after"))
+        for at, how in sampling.some(every, 12, key=f"rank {rank}"):
             outcomes = attempt(rank, at, how, everyone=at % 2 == 0)
             tried += 1
             assert rank in machine.dead, (rank, at, how)
@@ -213,7 +215,6 @@ def test_killed(
                 raise AssertionError(f"rank {rank} died {how} request {at}: {error}") from error
             assert bucket.uploads() == []
             assert not [k for k in bucket.sizes() if k.endswith(MARK)]
-    assert tried == 2 * sum(counts)
     crash_points(tried)
 
 

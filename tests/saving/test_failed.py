@@ -9,6 +9,7 @@ import pytest
 
 from ckpttool.errors import CkptError
 from ckpttool.testing.disks import Fault
+from tests import sampling
 from tests.saving.checkpoints import debris
 from tests.saving.scenarios import CASES, Killed, Save, Scenario, expected, recorded
 
@@ -30,12 +31,19 @@ def failures(names: dict[int, list[str]]) -> Iterator[Fault]:
                 yield Fault(rank, number, "short")
 
 
+POINTS = 40
+"""Points of failure that are tried of each case; each case tries others."""
+
+
 @pytest.mark.parametrize(("scenario", "size"), CASES, ids=str)
 def test_failed(scenario: Scenario, size: int, bench: Bench, crash_points: Callable[[int], None]) -> None:
     before = bench.prepared(scenario, size)
     names = recorded(bench, scenario, before, size)
+    every = list(failures(names))
+    disturbing = {"create", "pwrite", "ftruncate", "fsync", "rename", "mkdir"}
+    assert len(every) == expected(names, lambda name: 1 + (name in disturbing) + (name == "pwrite"))
     tried = 0
-    for fault in failures(names):
+    for fault in sampling.some(every, POINTS, key=f"{scenario.id} {size}"):
         base = bench.copy(before)
         bench.machine.reset(fault)
         outcomes, done = bench.run(base, scenario.steps, size)
@@ -57,6 +65,4 @@ def test_failed(scenario: Scenario, size: int, bench: Bench, crash_points: Calla
             raise AssertionError(f"{fault} ({names[fault.rank][fault.number]}): {error}: {outcomes}") from error
         shutil.rmtree(base)
         tried += 1
-    disturbing = {"create", "pwrite", "ftruncate", "fsync", "rename", "mkdir"}
-    assert tried == expected(names, lambda name: 1 + (name in disturbing) + (name == "pwrite"))
     crash_points(tried)

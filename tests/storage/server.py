@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import subprocess
@@ -37,6 +38,14 @@ OF_THEIR_OWN: list[dict[str, Any]] = [
     {"config_kwargs": {"s3": {"addressing_style": "path"}}},
 ]
 """Options of s3fs that may change what its requests say."""
+
+
+def share_descriptions() -> None:
+    """Let all clients of this process share what botocore has read about S3: each reads it anew, in 0.1 s."""
+    import botocore.loaders
+    import botocore.session
+
+    botocore.session.create_loader = functools.cache(botocore.loaders.create_loader)
 
 
 @contextlib.contextmanager

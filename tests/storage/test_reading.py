@@ -17,6 +17,7 @@ from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 from ckpttool.testing import s3_faults as faults
 from ckpttool.testing.s3_faults import Before, Cut, Hang, Latency, Shorter, Unranged
+from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.truth import source
@@ -32,6 +33,8 @@ NAME = "zero3-dp4-bf16"
 OPTIONS = {"config_kwargs": {"read_timeout": 0.7}}
 SHORT = ("--storage-option", "config_kwargs.read_timeout=1")
 pytestmark = pytest.mark.usefixtures("read_client")
+either_client = pytest.mark.parametrize("read_client", sampling.some(["s3fs", "obstore"], 1), indirect=True)
+"""For tests of what both clients have in common."""
 PAYLOADS = "optim_states"
 """The files that weights are read from."""
 
@@ -156,7 +159,7 @@ def test_an_object_removed_after_it_was_looked_at(run: str, s3: Bucket) -> None:
         ckpttool.extract(checkpoint, checkpoint.parameters[0].name)
 
 
-@pytest.mark.parametrize("nth", [1, 5, 9, 13])
+@pytest.mark.parametrize("nth", sampling.some([1, 5, 9, 13], 2))
 @pytest.mark.parametrize("out", ["local", "s3"])
 def test_an_object_rewritten_while_it_is_read(
     out: str, nth: int, run: str, s3: Bucket, proxy: Proxy, tmp_path: Path
@@ -211,7 +214,7 @@ READS: dict[str, Action] = {
 }
 
 
-@pytest.mark.parametrize("fault", READS)
+@pytest.mark.parametrize("fault", sampling.some(READS, 6))
 def test_every_read_may_fail_once(fault: str, run: str, proxy: Proxy) -> None:
     rule = proxy.add(READS[fault], "get_object", each=True)
     other = proxy.add(READS[fault], "list_objects_v2", each=True) if fault in {"500", "503", "before"} else rule
@@ -244,7 +247,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (read_client == "obstore")  # which is then given up
 
 
-@pytest.mark.parametrize("fault", [k for k in READS if k != "timeout"])
+@pytest.mark.parametrize("fault", sampling.some([k for k in READS if k != "timeout"], 5, key="given up"))
 def test_a_read_that_always_fails_is_given_up(fault: str, run: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     rule = proxy.add(READS[fault], "get_object", "rank_2_mp_rank_00_optim", times=None)
     done = command("consolidate", run, tmp_path / "out", "--to", "torch", *SHORT)
@@ -306,6 +309,7 @@ def test_a_permanent_failure_is_reported_at_once(
     assert max(asked.values()) <= 1 + (read_client == "obstore")
 
 
+@either_client
 def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
     for command_ in (["inspect"], ["verify"], ["stats"]):
         assert command(command_[0], "s3://no-such-bucket/run").code == 1
@@ -328,6 +332,7 @@ def test_an_endpoint_at_which_nobody_is(s3: Bucket, run: str) -> None:
     _assert_no_secret(error)
 
 
+@either_client
 def test_no_credentials_and_no_profile(s3: Bucket, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -340,6 +345,7 @@ def test_no_credentials_and_no_profile(s3: Bucket, run: str, monkeypatch: pytest
     _assert_no_secret(error)
 
 
+@either_client
 def test_secrets_are_shown_nowhere(s3: Bucket, run: str, proxy: Proxy, tmp_path: Path) -> None:
     """In a process of its own, where whatever libraries print is seen too."""
     environment = {**os.environ, **SECRETS}
@@ -362,6 +368,7 @@ def test_secrets_are_shown_nowhere(s3: Bucket, run: str, proxy: Proxy, tmp_path:
         assert done.stderr.count("\n") == 1 or done.code == 2, done
 
 
+@either_client
 @pytest.mark.parametrize("json", [(), ("--json",)])
 def test_a_report_of_faults_shows_no_secrets(json: tuple[str, ...], s3: Bucket) -> None:
     where = s3.url("none")
@@ -371,12 +378,14 @@ def test_a_report_of_faults_shows_no_secrets(json: tuple[str, ...], s3: Bucket) 
     _assert_no_secret(done.stdout + done.stderr)
 
 
+@either_client
 def test_successful_commands_show_no_secrets_either(s3: Bucket, run: str) -> None:
     done = ckpttool_process("inspect", run, "--json", "--params", env={**os.environ, **SECRETS})
     assert (done.code, done.stderr) == (0, "")
     _assert_no_secret(done.stdout)
 
 
+@either_client
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
@@ -400,6 +409,7 @@ def test_urls_are_shown_without_secrets(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
 
 
+@either_client
 def test_unknown_and_missing_schemes(tmp_path: Path) -> None:
     assert "nonsense:// is not a known storage" in command("inspect", "nonsense://a/b").error
     assert command("inspect", " s3://bucket/run").error.endswith("does not exist; check the path")
@@ -424,6 +434,7 @@ def in_memory() -> str:
     return "memory://somewhere/run"
 
 
+@either_client
 def test_a_short_answer_is_never_taken_for_a_whole_one(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = RemoteStorage.get
     monkeypatch.setattr(RemoteStorage, "get", lambda *arguments: read(*arguments)[:-1])
@@ -431,6 +442,7 @@ def test_a_short_answer_is_never_taken_for_a_whole_one(in_memory: str, monkeypat
         ckpttool.inspect(in_memory)
 
 
+@either_client
 def test_a_file_rewritten_during_inspect_is_an_error(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = RemoteStorage.get
 
@@ -454,11 +466,13 @@ def test_a_read_is_of_the_version_that_was_listed(s3: Bucket) -> None:
             reader.read(10, 20)
 
 
+@either_client
 def test_files_that_could_not_be_restored_are_not_overwritten(in_memory: str) -> None:
     error = command("consolidate", in_memory, in_memory, "--to", "torch", "--prove", "--overwrite").error
     assert "replaced files could not be put back" in error
 
 
+@either_client
 def test_a_prune_that_fails_in_a_bucket_is_finished_by_the_next(
     in_memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from ckpttool.model import ScalarState
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
 from ckpttool.targets.zero.shape import Shape
 from ckpttool.targets.zero.writer import plan_zero
+from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.truth import NAMES, source, tag_directory, truth
 
@@ -39,7 +40,7 @@ def _groups(checkpoint: Checkpoint) -> list[tuple[list[str], dict[str, Any], dic
     return [(sorted(g.parameters), dict(g.hyperparameters), dict(g.scalars)) for g in checkpoint.groups]
 
 
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", sampling.some(CONVERTED, 40))
 def test_nothing_changes_but_where_it_lies(name: str, tmp_path: Path) -> None:
     before = ckpttool.inspect(source(name))
     ranks = 1 + len(name) % 4
@@ -147,7 +148,7 @@ def test_hyper_parameters_that_are_tensors_stay_tensors(
 EXPERTS = [n for n in NAMES if n.startswith(("moe", "autoep", "universal-autoep"))]
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", sampling.some(EXPERTS, 5))
 def test_experts_stay_spread_as_they_were(name: str, tmp_path: Path) -> None:
     before = ckpttool.inspect(source(name))
     for ranks, stage in ((2, 1), (6, 2), (4, 3)):
@@ -167,7 +168,7 @@ SINGLE = "moe-zero2-dp2-bf16"
 """Where each rank has all experts."""
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", sampling.some(EXPERTS, 5, key="spread"))
 def test_experts_are_spread_as_asked_and_back_again(name: str, tmp_path: Path) -> None:
     own = ckpttool.inspect(source(name))
     was = own.groups[-1].hyperparameters["name"]

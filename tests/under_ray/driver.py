@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage import MARK
 from ckpttool.testing.s3_proxy import Proxy
 from tests import forked
 from tests.storage import server
 from tests.under_ray import loops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ENVIRONMENT = {
     **server.ENVIRONMENT,
@@ -37,15 +40,18 @@ def main(directory: Path) -> None:
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start for each group of workers
     import ray
 
-    jobs = [job["run"] for job in forked.jobs_in(directory)]
+    jobs = forked.jobs_in(directory)
     forked.end_if_stuck(SECONDS)
     ray.init(
         address="local", num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, logging_level="error",
         log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")),
     )  # fmt: skip
+    runs: dict[str, Callable[..., None]] = {
+        "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending,
+    }  # fmt: skip
     for job in jobs:
         forked.end_if_stuck(SECONDS)
-        {"deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending}[job](directory)
+        runs[job["run"]](directory, *job["arguments"])
     ray.shutdown()
 
 
@@ -65,13 +71,13 @@ def _told(result: Any) -> dict[str, Any]:
     return {"newest": result.checkpoint and result.checkpoint.path, "best": best, "metrics": result.metrics}
 
 
-def _deaths(directory: Path) -> None:
+def _deaths(directory: Path, deaths: list[str]) -> None:
     from ray.train import FailureConfig
 
-    config = {"facts": str(directory), "run": str(directory / "deaths")}
+    config = {"facts": str(directory), "run": str(directory / "deaths"), "deaths": deaths}
     result = fit(
         loops.dying, config, 2, name="deaths", storage_path=str(directory),
-        failure_config=FailureConfig(max_failures=len(loops.DEATHS) + 2),
+        failure_config=FailureConfig(max_failures=len(deaths) + 2),
     )  # fmt: skip
     loops.note(str(directory), "deaths.json", _told(result))
 
@@ -92,8 +98,8 @@ def _resume(directory: Path) -> None:
     loops.note(str(directory), "second.json", _told(second))
 
 
-def _ending(directory: Path) -> None:
-    for how in ("return", "exception", "unguarded", "fails"):
+def _ending(directory: Path, endings: list[str]) -> None:
+    for how in endings:
         try:
             told = _told(fit(loops.ending, {"how": how}, 2, name=f"ending-{how}", storage_path=str(directory)))
         except Exception as error:

@@ -151,8 +151,9 @@ def dying(config: dict[str, Any]) -> None:
         step, held = int(engine.global_steps), digest_of(engine)
         if rank == 0:
             note(facts, f"step-{step}.json", held)
-        if number == 1 and attempt < len(DEATHS) and rank == VICTIM[DEATHS[attempt]]:
-            will_die(DEATHS[attempt])
+        deaths = config["deaths"]
+        if number == 1 and attempt < len(deaths) and rank == VICTIM[deaths[attempt]]:
+            will_die(deaths[attempt])
         ray_train.report(engine, {"loss": loss, "of": {"step": step}}, client_state={"step": step})
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from tests import forked
+from tests import forked, sampling
 from tests.under_ray import loops
 from tests.under_ray.driver import ENVIRONMENT
 
@@ -23,12 +23,17 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
+DEATHS = sampling.some(loops.DEATHS, 3)
+ENDINGS = sampling.some(["return", "exception", "unguarded", "fails"], 2)
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: TempPathFactory) -> Path:
     """What all runs have left; they share one cluster."""
     directory = tmp_path_factory.mktemp("ray")
-    forked.start("tests.under_ray.driver", [{"run": r} for r in ("deaths", "resume", "bucket", "ending")], directory)
+    given: dict[str, list[Any]] = {"deaths": [DEATHS], "resume": [], "bucket": [], "ending": [ENDINGS]}
+    jobs = [{"run": run, "arguments": arguments} for run, arguments in given.items()]
+    forked.start("tests.under_ray.driver", jobs, directory)
     return directory
 
 
@@ -40,10 +45,10 @@ def _facts(done: Path, name: str) -> Any:
 
 
 def test_every_death_is_survived_with_the_newest_commit_bit_for_bit(done: Path) -> None:
-    attempts = [_facts(done, f"attempt-{n}.json") for n in range(len(loops.DEATHS) + 1)]
+    attempts = [_facts(done, f"attempt-{n}.json") for n in range(len(DEATHS) + 1)]
     assert attempts[0]["state"] is None
     expected = 0
-    for where, after in zip(loops.DEATHS, attempts[1:], strict=True):
+    for where, after in zip(DEATHS, attempts[1:], strict=True):
         expected += 2 if where in loops.COMMITTED else 1
         assert (after["steps"], after["state"]) == (expected, {"step": expected}), where
         assert after["newest"] == expected, where
@@ -52,7 +57,7 @@ def test_every_death_is_survived_with_the_newest_commit_bit_for_bit(done: Path) 
 
 def test_ray_alone_would_have_lost_some_of_it(done: Path) -> None:
     """Else the deaths above prove nothing."""
-    attempts = [_facts(done, f"attempt-{n}.json") for n in range(len(loops.DEATHS) + 1)]
+    attempts = [_facts(done, f"attempt-{n}.json") for n in range(len(DEATHS) + 1)]
     behind = [a for a in attempts[1:] if a["known"] is None or f"_{a['steps']:08d}_" not in a["known"]]
     assert behind
 
@@ -75,7 +80,7 @@ def test_leftovers_of_killed_saves_are_not_checkpoints(done: Path) -> None:
     run = done / "deaths"
     whole = {path.parent.parent for path in run.glob("ckpttool_*/*/ckpttool.json")}
     torn = [path for path in run.glob("ckpttool_*") if path not in whole]
-    assert len(torn) == len(set(loops.DEATHS) - loops.COMMITTED)
+    assert len(torn) == len(set(DEATHS) - loops.COMMITTED)
     for path in torn:
         with pytest.raises(ckpttool.CkptError):
             ckpttool.inspect(path)
@@ -98,15 +103,16 @@ def test_a_save_in_the_background_is_committed_and_reported_when_the_train_funct
     assert ckpttool.inspect(newest).client_state["step"] == 1
 
 
-@pytest.mark.parametrize("how", ["exception", "unguarded"])
+@pytest.mark.parametrize("how", [e for e in ENDINGS if e in {"exception", "unguarded"}])
 def test_a_save_in_the_background_is_committed_when_the_train_function_fails(done: Path, how: str) -> None:
     assert "the loop failed" in _facts(done, f"ending-{how}.json")["error"]
     (entry,) = ckpttool.ls(done / f"ending-{how}").entries
     assert entry.whole
 
 
-def test_a_save_that_fails_when_the_train_function_has_returned_fails_the_run(done: Path) -> None:
-    assert "was not saved: " in _facts(done, "ending-fails.json")["error"]
+@pytest.mark.parametrize("how", [e for e in ENDINGS if e == "fails"])
+def test_a_save_that_fails_when_the_train_function_has_returned_fails_the_run(done: Path, how: str) -> None:
+    assert "was not saved: " in _facts(done, f"ending-{how}.json")["error"]
 
 
 # ------------------------------------------------------------------------------------------------- resuming
@@ -227,6 +233,10 @@ def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generate
 
 def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
+    if not sampling.thorough():
+        once = ("--storage", run, "--workers", "2", "--epochs", "1", "--data", "ray")
+        assert "epoch 0: loss" in _example("ray_text_classification.py", *once)
+        return
     assert "epoch 0: loss" in _example(
         "ray_text_classification.py", "--storage", run, "--workers", "2", "--epochs", "1"
     )
@@ -237,6 +247,7 @@ def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(tmp_path:
     assert "epoch 1: loss" in second
 
 
+@pytest.mark.thorough
 def test_an_elastic_run_outlives_lost_nodes_and_grows_again(tmp_path: Path) -> None:
     printed = _example("ray_elastic.py", "--simulate", "--storage", str(tmp_path))
     told = [line.split("s  ")[1] for line in printed.splitlines() if "s  " in line]

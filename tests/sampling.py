@@ -1,0 +1,56 @@
+"""Choose a spread of many cases for ``make test``; ``make thorough`` (``--thorough``) takes all of them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, TypeVar
+
+from tests.truth import REPRESENTATIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pytest
+
+T = TypeVar("T")
+
+_state = {"thorough": False}
+
+
+def begin(config: pytest.Config) -> None:
+    """Take all cases from now on if ``--thorough`` was given. Called before test modules are imported."""
+    _state["thorough"] = bool(config.getoption("--thorough"))
+
+
+def thorough() -> bool:
+    """Return whether all cases are to be tried."""
+    return _state["thorough"]
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Return whether only ``make thorough`` runs a test: another one, of another checkpoint, represents it."""
+    if item.get_closest_marker("thorough") is not None:
+        return True
+    return item.get_closest_marker("sweep") is not None and not any(v in REPRESENTATIVE for v in texts(item))
+
+
+def texts(item: pytest.Item) -> list[str]:
+    """Return the parameters of a test that are text, such as the name of a checkpoint."""
+    callspec = getattr(item, "callspec", None)
+    return [value for value in callspec.params.values() if isinstance(value, str)] if callspec is not None else []
+
+
+def some(cases: Iterable[T], count: int, *, key: str = "") -> list[T]:
+    """Return ``count`` cases at equal distances, in order; all cases with ``--thorough``.
+
+    Args:
+        cases: All cases.
+        count: Number of cases to take.
+        key: Name of the test. Tests with other names take other cases, so that together they try more of them.
+    """
+    found = list(cases)
+    if thorough() or len(found) <= count:
+        return found
+    step = len(found) / count
+    first = zlib.crc32(key.encode()) % len(found) if key else 0
+    return [found[i] for i in sorted({int(first + number * step) % len(found) for number in range(count)})]
