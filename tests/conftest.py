@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -69,6 +70,13 @@ def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
         return target
 
     return copy
+
+
+@pytest.fixture(autouse=True)
+def no_client_of_another_test() -> None:
+    """Drop the S3 clients that fsspec has cached: their endpoint is that of the environment as it was."""
+    if (module := sys.modules.get("ckpttool.storage.s3_file_system")) is not None:
+        module.SingleAttemptFileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")

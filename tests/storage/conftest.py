@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -50,15 +49,11 @@ def read_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No pauses between attempts; no test sees the memory storage or the clients of another."""
+    """No pauses between attempts; no test sees the memory storage of another."""
     import fsspec
 
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.05)
-    if importlib.util.find_spec("s3fs") is not None:
-        from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
-
-        SingleAttemptFileSystem.clear_instance_cache()  # their endpoints are those of the environment as it was
     yield
     memory = fsspec.filesystem("memory")
     memory.store.clear()
