@@ -97,7 +97,7 @@ class OptimizerFiles:
             "loss_scaler": self._scaler,
             "dynamic_loss_scale": is_dynamic(self._scaler),
             "overflow": False,
-            "clip_grad": self._groups.checkpoint.ds_config.get("gradient_clipping", 0.0),
+            **self._clipping(),
             "base_optimizer_state": {"state": state, "param_groups": groups},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": self._groups.shape.stage,
@@ -107,6 +107,16 @@ class OptimizerFiles:
             "param_slice_mappings": mappings,
             **self._aligned(),
         }
+
+    def _clipping(self) -> dict[str, float]:
+        """Return the limit of the gradients' norm if the source's configuration has one.
+
+        Otherwise the run that loads the file keeps its own: DeepSpeed's default has been 0 (off) and 1.
+
+        Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_load_global_state``) and runtime/constants.py.
+        """
+        limit = self._groups.checkpoint.ds_config.get("gradient_clipping")
+        return {"clip_grad": limit} if isinstance(limit, int | float) else {}
 
     def _aligned(self) -> dict[str, Any]:
         """Return the record of the alignment; without it, DeepSpeed assumes that parameters are not aligned."""
