@@ -1,0 +1,209 @@
+"""A batch sampler whose batches depend only on seed, epoch, global position, rank and number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpttool.arguments import check_at_least, check_choice
+from ckpttool.errors import ArgumentError
+from ckpttool.integrations.torch.steps import TAILS, Step, count_steps, next_step
+from ckpttool.messages import brief
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sized
+
+    from numpy.typing import NDArray
+
+    from ckpttool.integrations.torch.steps import Tail
+
+FORMAT = 1
+"""Version of the state's content."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """A position in the data, the same on all ranks."""
+
+    epoch: int = 0
+    """Number of the epoch."""
+    samples: int = 0
+    """Samples of the epoch that all ranks together have taken."""
+    carried: int = 0
+    """Samples of the epoch before that come first in this one."""
+
+
+class ResumableSampler:
+    """Batches of indexes for ``DataLoader(batch_sampler=...)`` that go on from any position on any number of ranks.
+
+    All ranks read one order of the samples: the permutation of (seed, epoch), or 0, 1, 2, ... without ``shuffle``. A
+    step takes the next samples of that order, and each rank gets a block of them. So what has been read is always a
+    beginning of the order, whatever the number of ranks, and its length is the whole position.
+
+    Every rank has the same number of batches, so that no collective waits for a batch that one rank lacks. The batches
+    at the end of an epoch may be smaller; ``tail`` decides about samples that do not fill a step:
+
+    * "spread": each sample is read exactly once. The last batches are smaller; in a step, those of two ranks differ by
+      one sample at most. With batch size 1, some ranks have two samples in their last batch instead.
+    * "carry": like "spread", but a batch is never larger: where fewer samples than ranks are left, they are read at the
+      beginning of the next epoch.
+    * "drop": samples that do not fill ``accumulation`` steps are left out in this epoch, as ``drop_last`` does. At an
+      equal global batch these are the same samples for any number of ranks.
+    * "pad": the last batch is filled with samples from the beginning of the epoch, as ``DistributedSampler`` does.
+
+    If a run with fewer ranks has left fewer samples than there are ranks now, "spread" carries them over, too.
+
+    DeepSpeed gives each rank's batch the same weight, also if their sizes differ by one sample.
+
+    The position is that of the batches that the train loop took, not of those that workers of the loader have
+    prefetched: ``ResumableLoader`` counts them, or the loop calls ``advance`` for each batch.
+
+    Args:
+        data: The data set, or its number of samples.
+        batch_size: Samples of one rank in a step: the micro batch.
+        rank: This rank; with tensor or pipeline parallelism the data-parallel rank.
+        world_size: Number of (data-parallel) ranks.
+        seed: Seed of the order; the same on all ranks and for the whole run.
+        shuffle: Whether each epoch has an order of its own.
+        tail: See above.
+        accumulation: Micro batches of one step of the optimizer. A state between two steps is that of the step before,
+            because a restore drops the gradients of its micro batches.
+
+    Raises:
+        ArgumentError: An argument is outside its range, or there are fewer samples than ranks.
+    """
+
+    def __init__(
+        self, data: Sized | int, *, batch_size: int, rank: int, world_size: int, seed: int = 0, shuffle: bool = True,
+        tail: Tail = "spread", accumulation: int = 1,
+    ) -> None:  # fmt: skip
+        self.length = data if isinstance(data, int) else len(data)
+        """Number of samples."""
+        for name, value in (("batch_size", batch_size), ("world_size", world_size), ("accumulation", accumulation)):
+            check_at_least(name, value, 1)
+        check_choice("tail", tail, TAILS)
+        if not 0 <= rank < world_size:
+            raise ArgumentError("rank", f"is {rank}, not from 0 to {world_size - 1}", "pass this process's rank")
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.tail = tail
+        self.accumulation = accumulation
+        least = {"drop": world_size * batch_size * accumulation, "pad": 1}.get(tail, world_size)
+        if self.length < least:
+            problem = (
+                f"has {self.length} samples, fewer than the {least} of {'a step' if tail == 'drop' else 'all ranks'}"
+            )
+            raise ArgumentError("data", problem, 'use fewer ranks, or tail="pad"')
+        self._position = _Position()
+        self._saved = _Position()
+        self._pending = 0
+        self._order: tuple[_Position, NDArray[np.int64]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._position.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that all ranks together have taken."""
+        return self._position.samples
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank, and of every other, that are left in this epoch."""
+        return count_steps(self._remaining(self._position), self.world_size, self.batch_size, self.tail)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches of this rank from the current position to the end of the epoch; the position stays."""
+        position, order = self._position, self._indexes(self._position)
+        while (step := self._step(position)).samples:
+            start, end = (position.samples + r * step.size // self.world_size for r in (self.rank, self.rank + 1))
+            yield [int(n) for n in order.take(range(start, end), mode="wrap")]
+            position = replace(position, samples=position.samples + step.samples)
+
+    def advance(self, batches: int = 1) -> None:
+        """Count batches that the train loop has taken, on every rank.
+
+        Behind the last batch of an epoch, the position is the beginning of the next one.
+        """
+        for _ in range(batches):
+            step = self._step(self._position)
+            self._position = self._settled(replace(self._position, samples=self._position.samples + step.samples))
+            self._pending = (self._pending + 1) % self.accumulation
+            if not self._pending:
+                self._saved = self._position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless the position is in this epoch already."""
+        if epoch != self._position.epoch:
+            self._go_to(_Position(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the same on all ranks; save it in ``client_state``."""
+        saved = self._saved
+        return {
+            "sampler_format": FORMAT, "length": self.length, "seed": self.seed, "shuffle": self.shuffle,
+            "epoch": saved.epoch, "position": saved.samples, "carried": saved.carried,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position, on any number of ranks and with any batch size.
+
+        Raises:
+            ArgumentError: The state is not one of ``state_dict``, or of other data or another order.
+        """
+        missing = [name for name in ("sampler_format", "epoch", "position", "carried") if name not in state]
+        if missing:
+            raise ArgumentError("state", f"lacks {missing[0]}", "pass what state_dict returned")
+        if state["sampler_format"] > FORMAT:
+            raise ArgumentError("state", "was written by a later release of ckpttool", "upgrade ckpttool")
+        for name in ("length", "seed", "shuffle"):
+            saved, own = state.get(name), getattr(self, name)
+            if saved != own:
+                problem = f"was saved with {name} {brief(saved)}, but the sampler has {own}: its order differs"
+                raise ArgumentError("state", problem, f"make the sampler with {name} {brief(saved)}, or begin anew")
+        self._go_to(_Position(int(state["epoch"]), int(state["position"]), int(state["carried"])))
+
+    def _go_to(self, position: _Position) -> None:
+        self._position = self._saved = self._settled(position)
+        self._pending = 0
+
+    def _settled(self, position: _Position) -> _Position:
+        """Return the position, or the beginning of the next epoch if this one has no further step."""
+        if self._step(position).samples:
+            return position
+        rest = self._remaining(position) if self.tail in {"spread", "carry"} else 0
+        return _Position(position.epoch + 1, 0, rest)
+
+    def _step(self, position: _Position) -> Step:
+        return next_step(self._remaining(position), self.world_size, self.batch_size, self.tail)
+
+    def _remaining(self, position: _Position) -> int:
+        whole = self.length + position.carried
+        if self.tail == "drop":
+            whole -= whole % (self.world_size * self.batch_size * self.accumulation)
+        return max(0, whole - position.samples)
+
+    def _indexes(self, position: _Position) -> NDArray[np.int64]:
+        """Return the order of an epoch: samples carried over, then its own."""
+        start = replace(position, samples=0)
+        if self._order is None or self._order[0] != start:
+            order = self._permutation(start.epoch)
+            if start.carried:
+                order = np.concatenate([self._permutation(start.epoch - 1)[-start.carried :], order])
+            self._order = start, order
+        return self._order[1]
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return np.arange(self.length, dtype=np.int64)
+        digest = hashlib.sha256(f"ckpttool sampler {self.seed} {epoch}".encode()).digest()
+        # numpy keeps the streams of RandomState in all releases; those of Generator may change.
+        words = np.frombuffer(digest, dtype="<u4").astype(np.uint32)
+        return np.random.RandomState(words).permutation(self.length).astype(np.int64, copy=False)
