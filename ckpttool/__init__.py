@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpttool.api.inspect import inspect
     from ckpttool.api.ls import ls
     from ckpttool.api.prune import prune
+    from ckpttool.api.resume_config import resume_config
     from ckpttool.api.stats import stats
     from ckpttool.api.verify import verify
     from ckpttool.catalog.entries import Catalog, CatalogEntry
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.load import load, preview
     from ckpttool.integrations.deepspeed.manager import CheckpointManager
     from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.torch.rng import derive_rng_state, rng_state, set_rng_state
     from ckpttool.integrations.torch.state_dict import LazyStateDict, load_state_dict
     from ckpttool.model import Checkpoint
 
@@ -46,6 +48,7 @@ _MODULES = {
     "api.inspect": "inspect",
     "api.ls": "ls",
     "api.prune": "prune",
+    "api.resume_config": "resume_config",
     "api.stats": "stats",
     "api.verify": "verify",
     "catalog.entries": "Catalog CatalogEntry",
@@ -54,6 +57,7 @@ _MODULES = {
     "integrations.deepspeed.load": "load preview",
     "integrations.deepspeed.manager": "CheckpointManager",
     "integrations.deepspeed.report": "LoadReport SaveReport",
+    "integrations.torch.rng": "derive_rng_state rng_state set_rng_state",
     "integrations.torch.state_dict": "LazyStateDict load_state_dict",
     "model": "Checkpoint",
 }
@@ -67,8 +71,9 @@ __all__ = [
     "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError", "ConvertReport",
     "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport",
     "PlanError", "SaveReport", "StorageError", "TensorStats", "TransferReport", "VerifyReport", "__version__",
-    "consolidate", "convert", "cp", "diff", "digest", "extract", "extract_to_file", "inspect", "load",
-    "load_state_dict", "ls", "preview", "prune", "stats", "verify",
+    "consolidate", "convert", "cp", "derive_rng_state", "diff", "digest", "extract", "extract_to_file", "inspect",
+    "load", "load_state_dict", "ls", "preview", "prune", "resume_config", "rng_state", "set_rng_state", "stats",
+    "verify",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.plan.copy_checks import sample_checks
-from ckpttool.targets.sidecars import sidecars_for, with_sidecars
+from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -209,6 +209,9 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         from ckpttool.targets.dcp import plan_dcp
 
         losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
+        if own := rank_state_sidecars(checkpoint, tag):
+            losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
         return plan_dcp(checkpoint, consistency=sample_checks(checkpoint)), ".metadata", losses
     companions, left_behind = sidecars_for(checkpoint, target.world_size)
+    companions += rank_state_sidecars(checkpoint, tag)
     return with_sidecars(plan, companions, None), last, [*losses, *left_behind]

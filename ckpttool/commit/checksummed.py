@@ -41,7 +41,8 @@ def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> S
         raise problem
     # Without a key the SHA-256 prove no more than the CRC-32, and take ten times as long.
     files = {name: sums if key is not None else sums._replace(sha256=()) for name, sums in manifest.files.items()}
-    return ChecksummedStorage(storage, {f"{directory}/{name}": sums for name, sums in files.items()})
+    checksums = {f"{directory}/{name}": sums for name, sums in files.items()}
+    return ChecksummedStorage(storage, checksums, manifest.batch)
 
 
 def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
@@ -51,7 +52,9 @@ def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
         CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
     checked = checksummed(storage, directory)
-    return StructureStorage(storage, checked.checksums) if isinstance(checked, ChecksummedStorage) else None
+    if not isinstance(checked, ChecksummedStorage):
+        return None
+    return StructureStorage(storage, checked.checksums, checked.batch)
 
 
 class ChecksummedStorage(Described):
@@ -60,13 +63,18 @@ class ChecksummedStorage(Described):
     Args:
         storage: The wrapped storage.
         checksums: Checksums of the files to check, by path.
+        batch: Batch sizes in the manifest; a storage that is opened again from its specification has none.
     """
 
-    def __init__(self, storage: Storage, checksums: Mapping[str, Checksums]) -> None:
+    def __init__(
+        self, storage: Storage, checksums: Mapping[str, Checksums], batch: Mapping[str, int] | None = None
+    ) -> None:
         self.inner = storage
         """The wrapped storage."""
         self.checksums = checksums
         """Checksums of the files to check, by path."""
+        self.batch: Mapping[str, int] = batch or {}
+        """Batch sizes in the manifest."""
         self.remote = storage.remote
         self.reads_versions = storage.reads_versions
         self._sound: dict[str, bytearray] = {}

@@ -73,6 +73,8 @@ class Manifest:
     """``attempt`` of the previous commit, which ``latest`` named; "" without one."""
     number: int = 0
     """``number`` of the parent plus one: clocks do not order commits. 0 in manifests of old releases."""
+    batch: Mapping[str, int] = field(default_factory=dict)
+    """Batch sizes of the run by their names in DeepSpeed's configuration; empty in manifests of old releases."""
 
     @property
     def nbytes(self) -> int:
@@ -228,6 +230,7 @@ def parse_manifest(data: bytes) -> Manifest:
         groups=tuple(tuple(map(str, names)) for names in found.get("groups", ())),
         parent=str(found.get("parent", "")),
         number=int(found.get("number", 0)),
+        batch={str(name): int(size) for name, size in found.get("batch", {}).items()},
     )
 
 

@@ -13,6 +13,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
+from ckpttool.formats.rank_states import with_rank_states
 from ckpttool.formats.registry import formats_with_tags
 from ckpttool.formats.reports import raise_at_once
 from ckpttool.messages import brief
@@ -201,7 +202,7 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
         elif sums.directory is None or not (file.records and all(record.crc_recorded for record in file.records)):
             file = replace(file, records=chunk_records(sums))
         files.append(file)
-    return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
+    return replace(checkpoint, storage=checked.inner.spec, files=tuple(files), batch=checked.batch)
 
 
 def _with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
@@ -220,7 +221,7 @@ def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkp
     found = first.read(storage, location, report)
     if found is None:
         raise NoCheckpointError(location.directory, "holds no checkpoint of a known format", "check the path")
-    return found
+    return with_rank_states(found, storage, location)
 
 
 def _read_marked(storage: Storage, src: str) -> Checkpoint | None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
-    from ckpttool.integrations.deepspeed.report import SaveReport
+    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
     from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
 
@@ -106,6 +106,8 @@ class RayTrainCheckpoints:
         self._last: tuple[str, int] | None = None
         self.last_save: SaveReport | None = None
         """Report of the last save of this worker."""
+        self.restored: LoadReport | None = None
+        """Report of the last ``restore``, with ``rank_state`` and ``rank_states``."""
 
     def __enter__(self) -> RayTrainCheckpoints:
         return self
@@ -133,13 +135,17 @@ class RayTrainCheckpoints:
         except CkptError as failed:
             LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block says more
 
-    def report(self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
+    def report(
+        self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None,
+        rank_state: Any = None,
+    ) -> None:  # fmt: skip
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
+            rank_state: As for ``CheckpointManager.save``; ``restored`` has it after a restore.
 
         Raises:
             CkptError: The save failed, or the previous one in the background; names the worker and the cause. It
@@ -153,7 +159,7 @@ class RayTrainCheckpoints:
         self._manager.save_into(
             posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
             client_state={} if client_state is None else client_state, exclude_frozen=False,
-            before=(before[0], before[1]),
+            before=(before[0], before[1]), rank_state=rank_state,
         )  # fmt: skip
         self._pending = name, dict(metrics)
         if not self._manager.saves_in_background:
@@ -230,6 +236,7 @@ class RayTrainCheckpoints:
             CkptError: No checkpoint of the run, or not the given one, can be restored; the same on every worker.
         """
         self.finish()
+        self.restored = None
         options = LoadOptions(strict=strict, weights_only=weights_only, allow=tuple(sorted(self._allow)))
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
@@ -237,6 +244,7 @@ class RayTrainCheckpoints:
         found = self._manager.begin_restore(engine, self._found, options, **required)
         opener = self._manager.opener(**required)
         state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
+        self.restored = self._manager.restored
         if self._manager.restored is not None:
             self._report_unknown(found, self._manager.restored.path)
         return state
@@ -255,7 +263,9 @@ class RayTrainCheckpoints:
             engine, lambda: _candidates(manager.source, manager.root), options, root=manager.root, **required
         )
         opener = manager.opener(**required)
-        return manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
+        state = manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
+        self.restored = manager.restored
+        return state
 
     def _found(self) -> list[Any]:
         """Return the candidates to resume from, newest first."""
@@ -445,9 +455,11 @@ def _current() -> RayTrainCheckpoints:
     return _OF_RUN[storage]
 
 
-def report(engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None) -> None:
+def report(
+    engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None, rank_state: Any = None
+) -> None:
     """Save, commit and report, on every worker; see ``RayTrainCheckpoints.report``."""
-    _current().report(engine, metrics, client_state=client_state)
+    _current().report(engine, metrics, client_state=client_state, rank_state=rank_state)
 
 
 def restore(
@@ -455,6 +467,11 @@ def restore(
 ) -> dict[str, Any] | None:
     """Load the newest commit of the run, or a given checkpoint; see ``RayTrainCheckpoints.restore``."""
     return _current().restore(engine, checkpoint, strict=strict, weights_only=weights_only, **required)
+
+
+def restored() -> LoadReport | None:
+    """Return the report of the last ``restore``, with the rank states; see ``RayTrainCheckpoints.restored``."""
+    return _current().restored
 
 
 def preempted() -> bool:

@@ -342,6 +342,8 @@ class Checkpoint:
     """Values that the user's code saved with the model."""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """DeepSpeed's configuration of the run."""
+    batch: Mapping[str, int] = field(default_factory=dict)
+    """Batch sizes of the run by their names in that configuration, from the manifest of a save; empty without one."""
     embedded: Mapping[str, State] = field(default_factory=dict)
     """Embedded storages: of the tensors inside ``client_state`` and ``scheduler``, by storage key."""
     replicas: tuple[Replica, ...] = ()

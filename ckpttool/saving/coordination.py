@@ -178,6 +178,7 @@ def agree_to_begin(
     *,
     timeout: float,
     decide: Callable[[], Any] | None = None,
+    hints: Mapping[str, str] | None = None,
 ) -> Any:
     """Check that all ranks are ready and have the same arguments, before any of them waits in a collective.
 
@@ -188,6 +189,7 @@ def agree_to_begin(
         check: Raises an error on a rank that is not ready.
         timeout: Seconds that a rank may be behind the others.
         decide: Called on rank 0 if all ranks are ready; returns JSON data for all ranks.
+        hints: By argument, the hint of the error if it differs.
 
     Raises:
         RankError: Another rank is late, is not ready or has other arguments.
@@ -209,7 +211,7 @@ def agree_to_begin(
             for name, value in other["arguments"].items():
                 if value != first[name]:
                     problem = f"rank 0 has {name} {brief(first[name], 200)}, rank {rank} has {brief(value, 200)}"
-                    raise RankError(what, problem, "give all ranks the same")
+                    raise RankError(what, problem, (hints or {}).get(name, "give all ranks the same"))
         return None if decide is None else decide()
 
     try:

@@ -68,6 +68,8 @@ class Request:
     """Whether to replace a checkpoint of the same tag."""
     groups: Sequence[Sequence[str]] = ()
     """``Manifest.groups``."""
+    batch: Mapping[str, int] = field(default_factory=dict)
+    """``Manifest.batch``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
@@ -356,6 +358,7 @@ def _finish(
             "metrics": dict(request.metrics),
             "versions": dict(request.versions),
             "groups": [list(names) for names in request.groups],
+            "batch": dict(request.batch),
         }
         for name, data in request.sidecars.items():
             if not storage.exists(posixpath.join(root, name)):

@@ -10,14 +10,14 @@ import numpy as np
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.execution.read_checks import archive_records
-from ckpttool.formats.sidecars import OWN, POSITION, RANDOM, RESUME_FILES, STEPS_OF_RANKS, find_sidecars
+from ckpttool.formats.rank_states import rank_state_indexes
+from ckpttool.formats.sidecars import OWN, POSITION, RANDOM, RESUME_FILES, STEPS_OF_RANKS, SidecarFile, find_sidecars
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -58,6 +58,18 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
         if omitted:
             notes.append(f"not copied: other files in the checkpoint's root ({_few(sorted(omitted))})")
     return copied, notes
+
+
+def rank_state_sidecars(checkpoint: Checkpoint, tag: str) -> list[SidecarFile]:
+    """Return the rank states to copy to the directory of a tag, unchanged for any number of ranks.
+
+    Each file records its rank and the number of ranks that saved, so that a resume tells its own from others.
+    """
+    return [
+        SidecarFile(f"{tag}/{file.name}", checkpoint.path(index), file.nbytes, file.version, checkpoint.storage, None)
+        for index in rank_state_indexes(checkpoint)
+        for file in (checkpoint.files[index],)
+    ]
 
 
 def _is(name: str, patterns: Sequence[str]) -> bool:

@@ -102,3 +102,24 @@ def test_the_command_makes_a_fixture(tmp_path: Path) -> None:
     for check in (checks.provenance, checks.size, checks.training, checks.sound):
         check(fixture)
     assert json.loads((tmp_path / "report.json").read_text())["machine"]["gpu"]
+
+
+def test_generators_of_all_devices_are_restored_and_derived() -> None:
+    import ckpttool
+
+    torch.cuda.manual_seed_all(5)
+    torch.rand(3, device="cuda")
+    saved = ckpttool.rng_state()
+    assert len(saved["cuda"]["states"]) == torch.cuda.device_count()
+    drawn = torch.rand(7, device="cuda")
+    torch.rand(100, device="cuda")
+    ckpttool.set_rng_state(saved)
+    assert torch.equal(torch.rand(7, device="cuda"), drawn)
+    derived = [ckpttool.derive_rng_state([saved, saved], rank, 3) for rank in range(3)]
+    streams = []
+    for state in derived:
+        ckpttool.set_rng_state(state)
+        streams.append(tuple(torch.rand(7, device="cuda").tolist()))
+    assert len({*streams, tuple(drawn.tolist())}) == 4
+    ckpttool.set_rng_state(derived[1])
+    assert tuple(torch.rand(7, device="cuda").tolist()) == streams[1]

@@ -200,10 +200,15 @@ def resuming(config: dict[str, Any]) -> None:
     except CkptError as error:
         found["missing"] = str(error), digest_of(engine)
     train()
-    ray_train.report(engine, {"loss": 0.25}, client_state={"step": 3})
+    rank = ray.train.get_context().get_world_rank()
+    ray_train.report(engine, {"loss": 0.25}, client_state={"step": 3}, rank_state={"rank": rank})
     found["saved"] = {"step": 3}, digest_of(engine)
     train()
     found["after"] = ray_train.restore(engine), digest_of(engine)
+    restored = ray_train.restored()
+    assert restored is not None
+    assert restored.rank_state == {"rank": rank}
+    found["rank states"] = list(restored.rank_states)
     found["unlisted"] = _with_a_failure(0, ray_train, "run_commits", lambda: ray_train.restore(engine))
     found["unwritten"] = _with_a_failure(2, files, "write_files", lambda: ray_train.report(engine, {"loss": 0.0}))
     train()

@@ -137,6 +137,7 @@ def test_restore_in_mid_run_goes_back_and_tells_ray_nothing_twice(done: Path) ->
     names = [os.path.basename(path) for path, _ in told["best"]]
     assert len(names) == len(set(names)) == 4
     assert [name.startswith("ckpttool_") for name in names] == [False, False, True, True]
+    assert found["rank states"] == [{"rank": rank} for rank in range(3)]
 
 
 def test_a_failure_on_one_worker_is_raised_on_all_and_not_reported(done: Path) -> None:

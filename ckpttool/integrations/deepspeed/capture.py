@@ -21,6 +21,7 @@ from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
+from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
@@ -48,8 +49,8 @@ class CapturedFiles:
     """Error of an incomplete capture; None if it is complete."""
     scratch: str = ""
     """Scratch directory that holds some of the files; "" if none does."""
-    unknown: tuple[str, ...] = ()
-    """Classes of objects in the files; a restore builds them only with ``allow``."""
+    unknown: dict[str, list[str]] = field(default_factory=dict)
+    """By file: classes of its objects that a restore builds only with ``allow``."""
 
     def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
@@ -64,9 +65,10 @@ class CapturedFiles:
                 parsed = unpickle(file.pickled, path=file.name)
             except (ContainerError, Truncated) as error:
                 problem = getattr(error, "problem", "its pickle ends too early")
-                self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
+                self.failed = PlanError(file.name, f"could not be read again: {problem}", _hint(file.name))
                 return
-            self.unknown = (*self.unknown, *unknown_classes(parsed.value, allow))
+            if classes := unknown_classes(parsed.value, allow):
+                self.unknown[file.name] = classes
             mismatched = [
                 k
                 for k, ref in parsed.storages.items()
@@ -78,7 +80,7 @@ class CapturedFiles:
                     if mismatched
                     else "its pickle is too large"
                 )
-                self.failed = PlanError(file.name, f"could not be read again: {problem}", "see what client_state holds")
+                self.failed = PlanError(file.name, f"could not be read again: {problem}", _hint(file.name))
                 return
 
     def release(self) -> None:
@@ -86,6 +88,11 @@ class CapturedFiles:
         self.files.clear()
         if self.scratch:
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _hint(name: str) -> str:
+    """Return the hint of an error of a file that cannot be pickled, or not read again."""
+    return f"see what {'rank_state' if is_rank_state(name) else 'client_state'} holds"
 
 
 class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
@@ -121,7 +128,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
         except Exception as error:
             # Not raised here: the other ranks would wait for this one forever.
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
-            self.captured.failed = PlanError(name, problem, "see what client_state holds")
+            self.captured.failed = PlanError(name, problem, _hint(name))
             return
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)
@@ -209,7 +216,7 @@ def groups_without_zero(engine: Any) -> list[list[str]]:
 
 def capture(
     engine: Any, *, tag: str, client_state: Mapping[str, Any], memory: HostMemory | None, exclude_frozen: bool,
-    scratch_root: str | None,
+    scratch_root: str | None, own_files: Mapping[str, Any] | None = None,
 ) -> CapturedFiles:  # fmt: skip
     """Collect the files that this rank would save, without writing them; call it on every rank.
 
@@ -221,6 +228,7 @@ def capture(
         exclude_frozen: Leave frozen parameters out.
         scratch_root: A directory on the checkpoints' disk, for swap files that DeepSpeed copies from NVMe; None for
             the system's temporary directory.
+        own_files: Content of files of this rank beside DeepSpeed's, by name.
     """
     nvme = bool(engine.zero_nvme_offload_optimizer())
     if nvme and scratch_root is not None:
@@ -239,6 +247,8 @@ def capture(
                 scratch, tag=tag, client_state=dict(client_state), save_latest=False,
                 exclude_frozen_parameters=exclude_frozen,
             )  # fmt: skip
+            for name, content in (own_files or {}).items():
+                capturing.save(content, posixpath.join(directory, name))
         if memory is not None:
             memory.settle()
     except BaseException as error:

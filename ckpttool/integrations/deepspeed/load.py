@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths, source_storage
+from ckpttool.integrations.deepspeed.batch import batch_notes, warn_of
 from ckpttool.integrations.deepspeed.engine import inspect_engine, keeps_loss_scale
-from ckpttool.integrations.deepspeed.load_plan import prepare
+from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.torch.collectives import (
     Agree,
@@ -29,7 +31,7 @@ from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.coordination import agree_to_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckpttool.execution.read_checks import Check
     from ckpttool.formats import Source
@@ -185,10 +187,13 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     began = time.perf_counter()
     live: LiveEngine | None = None
     prepared: Prepared | None = None
+    own: Any = None
+    states: Sequence[Any] = ()
     error: BaseException | None = None
     try:
         live = inspect_engine(engine)
         prepared = prepare(live, checkpoint, options)
+        own, states = read_rank_states(live, checkpoint, load_options(checkpoint, options))
     except BaseException as problem:  # raised again below, when all ranks know
         error = problem
     agree(error)
@@ -196,11 +201,14 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
     if prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, agree)
-    prepared = replace(prepared, notes=(*prepared.notes, *_pending(live)))
+    batch = [] if options.weights_only else batch_notes(engine, checkpoint)
+    prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
     client_state: Mapping[str, Any] = {} if options.weights_only else checkpoint.client_state
     if not options.dry_run:
+        warn_of(checkpoint, batch)
         client_state = _inject(live, prepared, client_state, options)
-    return _report(live, prepared, client_state, options, time.perf_counter() - began)
+    report = _report(live, prepared, client_state, options, time.perf_counter() - began)
+    return replace(report, rank_state=own, rank_states=states)
 
 
 def _inject(

@@ -42,8 +42,7 @@ def prepare(
     Raises:
         CkptError: The checkpoint does not fit the engine, or reading failed.
     """
-    if isinstance(connect(checkpoint.storage), ChecksummedStorage):
-        options = replace(options, check="off")  # the manifest has all checksums
+    options = load_options(checkpoint, options)
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored
     for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:
@@ -70,6 +69,12 @@ def prepare(
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
     return read_partitions(live, checkpoint, fitted, options)
+
+
+def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:
+    """Return the options without a second comparison of checksums, if the storage itself compares with a manifest."""
+    checked = isinstance(connect(checkpoint.storage), ChecksummedStorage)
+    return replace(options, check="off") if checked else options
 
 
 def _parallel(live: LiveEngine) -> str:

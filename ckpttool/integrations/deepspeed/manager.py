@@ -16,6 +16,7 @@ from ckpttool.catalog.restore_order import Candidate
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
@@ -47,6 +48,8 @@ TIMEOUT = 1800.0
 """Default of ``timeout``: seconds that a rank may be behind the others."""
 MEETING = "manager"
 """Purpose of the ranks' agreement: a manager joins with its first save or restore, not in its constructor."""
+HINTS = {"rank_state": "pass rank_state on every rank, or on none"}
+"""Hints of errors of ranks with different arguments; the others get a general one."""
 GRACE = 3600.0
 """Default of ``grace``: seconds after which files of a killed save are removed."""
 
@@ -149,6 +152,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
         exclude_frozen_parameters: bool = False,
+        rank_state: Any = None,
     ) -> SaveReport | None:
         """Save the engine's state, on every rank at the same step.
 
@@ -159,6 +163,8 @@ class CheckpointManager:
             metrics: Numbers for ``keep_best``; the manifest gets those of the first rank.
             overwrite: Replace a checkpoint of that name.
             exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
+            rank_state: This rank's own state, in a file of its own; on every rank or on none. Of the same types as
+                ``client_state``. ``restored.rank_state`` and ``restored.rank_states`` return it after a restore.
 
         Returns:
             The report; None with ``async_save``: ``on_save`` gets it.
@@ -170,17 +176,22 @@ class CheckpointManager:
         return self.save_into(
             self.root, engine, tag=tag, client_state={} if client_state is None else client_state,
             metrics={} if metrics is None else metrics, overwrite=overwrite, exclude_frozen=exclude_frozen_parameters,
+            rank_state=rank_state,
         )  # fmt: skip
 
-    def save_into(
+    def save_into(  # noqa: PLR0913  the arguments of ``save``
         self, root: str, engine: Any, *, tag: str | None, client_state: Mapping[str, Any],
         metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool, before: tuple[str, int] | None = None,
+        rank_state: Any = None,
     ) -> SaveReport | None:  # fmt: skip
         """Like ``save``, but into another root; call ``wait`` first. Ray Train has one directory per checkpoint."""
         began = time.perf_counter()
+        from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
+        from ckpttool.integrations.deepspeed.rank_states import rank_state_file
 
         requests: list[Request] = []
+        own_files: dict[str, Any] = {}
 
         def check() -> None:
             check_engine(engine)
@@ -193,22 +204,27 @@ class CheckpointManager:
                     versions=versions(),
                     overwrite=overwrite,
                     groups=groups_without_zero(engine),
+                    batch=engine_batch(engine).to_config(),
                     before=before,
                 )
             )
             check_client_state(client_state)
+            if rank_state is not None:
+                own_files.update(rank_state_file(engine, ranks, rank_state))
 
         ranks = self._agreeing_ranks()
         asked = {
             "root": root, "tag": tag, "overwrite": overwrite, "exclude_frozen_parameters": exclude_frozen,
             "async_save": self.saves_in_background, "step": getattr(engine, "global_steps", None),
+            "rank_state": "missing" if rank_state is None else "given",
         }  # fmt: skip
         what = posixpath.join(root, str(tag)) if tag is not None else root
-        agree_to_begin(ranks, what, asked, check, timeout=self._timeout)
+        agree_to_begin(ranks, what, asked, check, timeout=self._timeout, hints=HINTS)
         (request,) = requests
         captured = capture(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
             exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
+            own_files=own_files,
         )  # fmt: skip
         if not self.saves_in_background:
             report = self._write(root, ranks, request, captured, began, None)
@@ -385,8 +401,9 @@ class CheckpointManager:
         error: CkptError | None = None
         try:
             captured.check_pickles(self._allow)
-            if captured.unknown and ranks.rank == 0:
-                names = list(dict.fromkeys(captured.unknown))
+            # The client state is the same on all ranks.
+            unknown = [captured.unknown[f] for f in captured.unknown if ranks.rank == 0 or is_rank_state(f)]
+            if names := list(dict.fromkeys(name for classes in unknown for name in classes)):
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             request = replace(request, sidecars=captured.root_files, sign_key=self._key)
             save(self._storage, root, ranks, request, captured.files, failed=captured.failed, timeout=self._timeout)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
 from ckpttool.targets.zero.match import listed
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Sequence
 
     from ckpttool.errors import CkptError
     from ckpttool.model import Topology
@@ -68,6 +71,48 @@ class LoadReport:
     """Wall time."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
     """State that the user's code saved with the checkpoint."""
+    rank_state: Any = field(default=None, compare=False)
+    """This rank's ``rank_state`` of the save, if the same ranks saved it; else None."""
+    rank_states: Sequence[Any] = field(default=(), repr=False, compare=False)
+    """The ``rank_state`` of all ranks that saved, by rank; an item is read from its file at each access. Empty if the
+    checkpoint has none, and after a load of weights only."""
+
+    def rng_state(
+        self, key: str | None = "rng", *, rank: int | None = None, world_size: int | None = None,
+        shared: Collection[str] = (),
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Return the random number state with which this rank goes on; pass it to ``ckpttool.set_rng_state``.
+
+        If the same ranks saved, it is the saved one. Otherwise ``ckpttool.derive_rng_state`` derives it from the states
+        of all ranks.
+
+        Args:
+            key: Name of ``ckpttool.rng_state()`` in the mapping that was saved as ``rank_state``; None if that was
+                ``rank_state`` itself.
+            rank: This rank; default: of the process group. Ranks with the same number share all streams.
+            world_size: Number of ranks; default: of the process group.
+            shared: As for ``ckpttool.derive_rng_state``.
+
+        Returns:
+            None if the checkpoint has no rank states.
+
+        Raises:
+            ArgumentError: ``rank_state`` has no such key, or something else there.
+            CkptError: A rank state cannot be read.
+        """
+        if not self.rank_states:
+            return None
+        if self.rank_state is not None:
+            return _rng_part(self.rank_state, key)
+        import torch.distributed as dist
+
+        from ckpttool.integrations.torch.rng import derive_rng_state
+
+        ranks = (
+            dist.get_rank() if rank is None else rank,
+            dist.get_world_size() if world_size is None else world_size,
+        )
+        return derive_rng_state((_rng_part(state, key) for state in self.rank_states), *ranks, shared=shared)
 
     @property
     def road(self) -> str:
@@ -88,10 +133,31 @@ class LoadReport:
         held = [*self.states]
         held += ["scheduler"] * self.scheduler + ["loss scale"] * self.loss_scale
         held += [f"client state ({', '.join(map(str, self.client_state))})"] * bool(self.client_state)
+        if self.rank_states:
+            held.append(f"rank states of {len(self.rank_states)} ranks" if self.rank_state is None else "rank state")
         lines.append(f"with it: {', '.join(held) or 'nothing but weights'}")
         lines += [f"missing in the checkpoint, unchanged: {listed(self.missing)}"] * bool(self.missing)
         lines += [f"not in the engine, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def _rng_part(rank_state: Any, key: str | None) -> dict[str, Any]:
+    """Return the random number state in a rank state.
+
+    Raises:
+        ArgumentError: It is not there.
+    """
+    from ckpttool.integrations.torch.rng import is_rng_state
+
+    part = rank_state
+    if key is not None:
+        part = rank_state.get(key) if isinstance(rank_state, Mapping) else None
+    if not is_rng_state(part):
+        where = "rank_state itself" if key is None else f"{brief(key)} of rank_state"
+        hint = 'save with rank_state={"rng": ckpttool.rng_state()}, or pass the key that it has there'
+        raise ArgumentError("key", f"names {where}, which is no state of ckpttool.rng_state", hint)
+    found: dict[str, Any] = part
+    return found
 
 
 @dataclass(frozen=True, slots=True)
