@@ -94,8 +94,9 @@ def derive_rng_state(
     """Derive the random number state of a rank from the states of all ranks of a run with another number of ranks.
 
     Seeds come from the SHA-256 of all states and the number of ranks. So the same checkpoint gives the same streams,
-    and each resume gives others. No two ranks share a stream: ranks and generators of torch get consecutive numbers
-    from there on (its CPU generator takes only 32 bits of a seed), Python's and numpy's get hashes of 256 bits.
+    and the next one others, also after several resumes. No two ranks share a stream: ranks and generators of torch get
+    consecutive numbers from there on (its CPU generator takes only 32 bits of a seed), Python's and numpy's get hashes
+    of 256 bits.
 
     Args:
         states: States of ``rng_state`` from all ranks that saved, by rank.
