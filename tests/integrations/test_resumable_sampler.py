@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpttool.data import ResumableLoader, ResumableSampler
+from ckpttool.data import ResumableSampler
 from ckpttool.errors import ArgumentError
 from ckpttool.integrations.torch.steps import TAILS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 RANKS = (1, 2, 3, 4)
 PAIRS = list(itertools.product(RANKS, RANKS))
@@ -236,55 +236,3 @@ def test_set_epoch() -> None:
     assert sampler.position == 2
     sampler.set_epoch(3)
     assert (sampler.epoch, sampler.position) == (3, 0)
-
-
-# --------------------------------------------------------------------------------------------------- with loaders
-
-
-def _torch_loader(**options: Any) -> Callable[..., Any]:
-    from torch.utils.data import DataLoader
-
-    return lambda data, sampler: DataLoader(data, batch_sampler=sampler, **options)
-
-
-def _stateful_loader(**options: Any) -> Callable[..., Any]:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    return lambda data, sampler: stateful.StatefulDataLoader(data, batch_sampler=sampler, **options)
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("make", [_torch_loader, _stateful_loader])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_counts_what_the_loop_took(make: Callable[..., Any], workers: int) -> None:
-    import torch
-
-    length, taken = 23, 3
-    data = list(range(100, 100 + length))
-    options = {"num_workers": workers, **({"prefetch_factor": 4} if workers else {})}
-    made = make(**options)
-    loaders = [ResumableLoader(made(data, sampler)) for sampler in _samplers(length, 2)]
-    before = torch.get_rng_state()
-    seen = [int(n) for loader in loaders for batch in itertools.islice(loader, taken) for n in batch]
-    assert torch.equal(torch.get_rng_state(), before)
-    state = loaders[0].state_dict()
-    assert state == loaders[1].state_dict()
-    assert state["position"] == taken * 2 * 2
-    resumed = [ResumableLoader(made(data, sampler)) for sampler in _samplers(length, 3)]
-    counts = []
-    for loader in resumed:
-        loader.load_state_dict(state)
-        counts.append(len(loader))
-        batches = list(loader)
-        assert len(batches) == counts[-1]
-        seen += [int(n) for batch in batches for n in batch]
-        assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
-    assert len(set(counts)) == 1
-    assert Counter(seen) == Counter(data)
-    assert len(list(resumed[0])) == len(_sampler(length, 0, 3))  # the next epoch is whole
-
-
-def test_a_loader_with_another_sampler() -> None:
-    from torch.utils.data import DataLoader
-
-    with pytest.raises(ArgumentError, match="batch sampler of BatchSampler, not of ResumableSampler"):
-        ResumableLoader(DataLoader([1, 2, 3]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ckpttool.errors import ArgumentError
 from ckpttool.integrations.torch.sampler import ResumableSampler
 
@@ -61,6 +59,8 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that are left in this epoch."""
+        import torch
+
         if self._seeds_workers:
             self.loader.generator = torch.Generator().manual_seed(self._seed())
         for batch in self.loader:

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+
+    import torch
 
 FORMAT = 1
 """Version of the state's content."""
@@ -46,6 +47,8 @@ def rng_state() -> dict[str, Any]:
         number of the current one. If DeepSpeed's activation checkpointing has a tracker, "deepspeed": its states by
         name. Generators that the program itself has created are not included.
     """
+    import torch
+
     state: dict[str, Any] = {
         KEY: FORMAT,
         "python": random.getstate(),
@@ -72,6 +75,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: It is not such a state.
     """
+    import torch
+
     _check_state(state)
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -113,6 +118,8 @@ def derive_rng_state(
         ArgumentError: An argument is outside its range, or a state is not one of ``rng_state``.
         PlanError: numpy's global generator was not the default one.
     """
+    import torch
+
     given = list(states)
     if not given:
         raise ArgumentError("states", "has no state", "pass the states of all ranks that saved")
@@ -172,6 +179,8 @@ def _check_state(state: Any) -> None:
 
 def _seeded(device: str, seed: int) -> torch.Tensor:
     """Return the state of a new generator of torch."""
+    import torch
+
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
     return generator.get_state()
@@ -190,6 +199,8 @@ def _tracker_states() -> dict[str, Any]:
 
 def _with_tensors(value: Any) -> Any:
     """Replace numpy's arrays and scalars in nested mappings by tensors and numbers, which any reader knows."""
+    import torch
+
     if isinstance(value, Mapping):
         return {str(key): _with_tensors(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
@@ -199,6 +210,8 @@ def _with_tensors(value: Any) -> Any:
 
 def _with_arrays(value: Any) -> Any:
     """Undo ``_with_tensors``; numpy casts the arrays to its own dtype."""
+    import torch
+
     if isinstance(value, Mapping):
         return {key: _with_arrays(item) for key, item in value.items()}
     return value.numpy() if isinstance(value, torch.Tensor) else value
@@ -206,6 +219,8 @@ def _with_arrays(value: Any) -> Any:
 
 def _digest(value: Any) -> bytes:
     """Return the SHA-256 of nested plain data and tensors, independent of how they were pickled."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         held = value.detach().cpu().contiguous()
         parts = [str(held.dtype).encode(), str(tuple(held.shape)).encode(), held.view(torch.uint8).numpy().tobytes()]
