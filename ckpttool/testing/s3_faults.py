@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
-from urllib.parse import unquote
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from ckpttool.testing.faults import Before
 
 Headers: TypeAlias = list[tuple[str, str]]
 
@@ -61,6 +58,11 @@ class Request:
         return (int(match[1]), int(match[2]) + 1) if match else None
 
     @property
+    def identity(self) -> tuple[str, ...]:
+        """Equal for repeats of one request."""
+        return self.method, self.target, self.headers.get("range", "")
+
+    @property
     def operation(self) -> str:
         """Name of the S3 operation in botocore's clients: ``get_object``, ``upload_part``, ..."""
         about = "object" if self.key else "bucket"
@@ -91,13 +93,6 @@ class Latency:
     """Delay the request; other requests go on."""
 
     seconds: float
-
-
-@dataclass(frozen=True)
-class Before:
-    """Call a function, in a thread of its own, before the proxy forwards the request; it may change the objects."""
-
-    call: Callable[[Request], object]
 
 
 @dataclass(frozen=True)
@@ -187,57 +182,3 @@ NO_SUCH_KEY = Answer(404, "NoSuchKey", "The specified key does not exist.")
 NO_SUCH_UPLOAD = Answer(404, "NoSuchUpload", "The specified multipart upload does not exist.")
 LATE_ERROR = Answer(200, "InternalError", "We encountered an internal error. Please try again.")
 """Answer of S3 to a completion or copy that fails after the status was sent."""
-
-
-SECONDS_TO_SETTLE = 10.0
-"""Most seconds that ``Rule.fired`` waits for running requests."""
-
-
-@dataclass
-class Rule:
-    """An action and the requests to apply it to.
-
-    Args:
-        action: The action.
-        operation: Name of the S3 operation in botocore's clients; None for all.
-        match: Regular expression to search in the decoded path and query.
-        when: Further condition on the request.
-        nth: The first matching request to act on, from 1.
-        times: Number of requests to act on from there; None for all.
-        each: Whether to count separately for each combination of method, target and range: with ``nth=1`` and
-            ``times=1``, every request fails once and then works.
-    """
-
-    action: Action
-    operation: str | None = None
-    match: str = ""
-    when: Callable[[Request], bool] | None = None
-    nth: int = 1
-    times: int | None = 1
-    each: bool = False
-    busy: int = 0
-    """Number of running requests that the rule acts on."""
-    done: int = 0
-    """Number of completed actions; see ``fired``."""
-    _seen: dict[tuple[str, ...], int] = field(default_factory=dict)
-
-    @property
-    def fired(self) -> int:
-        """Number of actions that reached the client; a match alone does not count.
-
-        The client may see the fault before the proxy counts it; therefore this waits for running requests.
-        """
-        end = time.monotonic() + SECONDS_TO_SETTLE
-        while self.busy and time.monotonic() < end:
-            time.sleep(0.005)
-        return self.done
-
-    def due(self, request: Request) -> bool:
-        """Count a request; return whether to act on it."""
-        if self.operation not in (None, request.operation) or not re.search(self.match, unquote(request.target)):
-            return False
-        if self.when is not None and not self.when(request):
-            return False
-        what = (request.method, request.target, request.headers.get("range", "")) if self.each else ()
-        self._seen[what] = seen = self._seen.get(what, 0) + 1
-        return seen >= self.nth and (self.times is None or seen < self.nth + self.times)

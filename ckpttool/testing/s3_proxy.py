@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 from ckpttool.testing import s3_http
+from ckpttool.testing.faults import Before, Rule
 from ckpttool.testing.s3_faults import (
     _BUFFER,
     Action,
     Answer,
-    Before,
     Cut,
     Flip,
     Hang,
@@ -32,7 +32,6 @@ from ckpttool.testing.s3_faults import (
     Latency,
     Prelude,
     Request,
-    Rule,
     Shorter,
     Unranged,
 )

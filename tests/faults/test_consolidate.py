@@ -12,7 +12,8 @@ import pytest
 
 from ckpttool.cli._errors import INTERRUPTED
 from ckpttool.execution import local
-from ckpttool.testing.failing_calls import Disk, failing, interrupting
+from ckpttool.testing.disks import OF_COMMANDS, is_no_cleanup, watching
+from ckpttool.testing.faults import Before, Fail, Nothing, Rule, interrupt
 from tests import sampling
 from tests.cli.command import Outcome, ckpttool, remains
 from tests.truth import source
@@ -63,8 +64,8 @@ def _prepare(run: Run, root: Path) -> dict[str, bytes]:
     return _contents(root / "out")
 
 
-def _consolidate(run: Run, root: Path, disk: Disk, jobs: int = 1) -> Outcome:
-    with disk.watched():
+def _consolidate(run: Run, root: Path, rule: Rule, jobs: int = 1) -> Outcome:
+    with watching(rule):
         return ckpttool("consolidate", source(run.checkpoint), root / "out", *run.options, "--jobs", jobs)
 
 
@@ -75,24 +76,26 @@ def _assert_nothing_false(run: Run, root: Path, before: dict[str, bytes]) -> Non
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda r: r.id)
-@pytest.mark.parametrize("act", [failing(errno.ENOSPC), interrupting], ids=["ENOSPC", "^C"])
-def test_failure_at_every_operation(run: Run, act: Callable[[], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [Fail("ENOSPC"), Before(interrupt)], ids=["ENOSPC", "^C"])
+def test_failure_at_every_operation(run: Run, fault: Fail | Before, tmp_path: Path) -> None:
     root = tmp_path / "root"
     _prepare(run, root)
-    recorded = Disk()
+    interrupts = isinstance(fault, Before)
+    recorded = Rule(Nothing(), OF_COMMANDS, when=is_no_cleanup)
     assert _consolidate(run, root, recorded).code == 0
     good = _contents(root / "out")
-    assert {"open", "pwrite", "preadv", "replace"} <= set(recorded.operations)
-    for at in sampling.some(range(len(recorded.operations)), 30, key=f"{run.id} {act is interrupting}"):
+    assert {"open", "create", "pwrite", "preadv", "rename"} <= set(recorded.matched)
+    for at in sampling.some(range(len(recorded.matched)), 30, key=f"{run.id} {interrupts}"):
         before = _prepare(run, root)
-        disk = Disk(at, act)
-        done = _consolidate(run, root, disk)
-        assert disk.operations == recorded.operations[: at + 1]
+        rule = Rule(fault, OF_COMMANDS, when=is_no_cleanup, nth=at + 1)
+        done = _consolidate(run, root, rule)
+        assert rule.matched[: at + 1] == recorded.matched[: at + 1]
+        assert rule.done == 1
         if done.code == 0:
-            assert recorded.operations[at] == "mkdir", "it was there already"
+            assert recorded.matched[at] == "mkdir", "it was there already"
             assert _contents(root / "out") == good
             continue
-        if act is interrupting:
+        if interrupts:
             assert (done.code, done.stdout) == (INTERRUPTED, "")
             assert done.stderr.strip() == "Error: interrupted; nothing was left half-written"
         else:
@@ -109,9 +112,9 @@ def test_failure_in_one_of_several_threads(at: int, tmp_path: Path, monkeypatch:
     run = Run("", "zero3-dp2-bf16", ("--to", "safetensors", "--dtype", "bf16"))
     root = tmp_path / "root"
     before = _prepare(run, root)
-    disk = Disk(at, failing(errno.EIO), only=("pwrite", "preadv"))
-    assert "input/output error; check the disk and try again" in _consolidate(run, root, disk, jobs=3).error
-    assert disk.acted
+    rule = Rule(Fail("EIO"), ("pwrite", "preadv"), nth=at + 1)
+    assert "input/output error; check the disk and try again" in _consolidate(run, root, rule, jobs=3).error
+    assert rule.done == 1
     _assert_nothing_false(run, root, before)
 
 
@@ -123,24 +126,24 @@ def test_source_that_changes_during_the_run(
     path = checkpoint / "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = path.read_bytes()
 
-    def act() -> None:
+    def act(_: object) -> None:
         if change == "touched":
             os.utime(path, ns=(1, 1))
         else:
             path.write_bytes(data + b"x" if change == "grown" else data[:5000])
 
-    def consolidate(disk: Disk) -> Outcome:
-        with disk.watched():
+    def consolidate(rule: Rule) -> Outcome:
+        with watching(rule):
             return ckpttool("consolidate", checkpoint, tmp_path / "out", "--to", "safetensors", "--jobs", 1)
 
     reads = ("preadv", "copy_file_range", "pwrite")
-    recorded = Disk(only=reads)
+    recorded = Rule(Nothing(), reads)
     assert consolidate(recorded).code == 0
     shutil.rmtree(tmp_path / "out")
-    for at in range(len(recorded.operations)):
+    for at in range(len(recorded.matched)):
         path.write_bytes(data)
         os.utime(path)
-        error = consolidate(Disk(at, act, only=reads)).error
+        error = consolidate(Rule(Before(act), reads, nth=at + 1)).error
         assert error.startswith(f"Error: {path}: ")
         assert "while it was being read" in error or "changed since its layout was read" in error
         assert "wait until the save is over, then try again" in error
@@ -154,13 +157,12 @@ def test_source_that_is_replaced_between_inspection_and_copy_is_noticed(
     checkpoint = checkpoint_copy("zero3-dp2-bf16")
     path = checkpoint / "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
-    def act() -> None:
+    def act(_: object) -> None:
         copy = tmp_path / "copy"
         shutil.copyfile(path, copy)
         copy.replace(path)
 
-    opened = Disk(only=("ftruncate",), at=0, act=act)
-    with opened.watched():
+    with watching(Rule(Before(act), "ftruncate")):
         done = ckpttool("consolidate", checkpoint, tmp_path / "out", "--to", "safetensors", "--jobs", 1)
     assert "changed since its layout was read" in done.error
     assert not (tmp_path / "out").exists()

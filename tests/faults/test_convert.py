@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ import pytest
 import ckpttool
 from ckpttool import storage
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.testing.failing_calls import Disk, failing, interrupting
+from ckpttool.testing.disks import watching
+from ckpttool.testing.faults import Before, Fail, Nothing, Rule, interrupt
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ def _convert(out: Path, *, resume: bool) -> None:
 
 
 def _writes(out: Path) -> int:
-    disk = Disk(only=("pwrite",))
-    with disk.watched():
+    writes = Rule(Nothing(), "pwrite")
+    with watching(writes):
         _convert(out, resume=False)
-    return len(disk.operations)
+    return len(writes.matched)
 
 
 def _bytes(root: Path) -> dict[str, bytes]:
@@ -40,7 +40,7 @@ def test_a_failure_leaves_nothing_unless_it_is_to_be_gone_on_with(tmp_path: Path
     for resume in (False, True):
         out = tmp_path / f"out-{resume}"
         with (
-            Disk(half, failing(errno.ENOSPC), only=("pwrite",)).watched(),
+            watching(Rule(Fail("ENOSPC"), "pwrite", nth=1 + half)),
             pytest.raises(StorageError, match="no space"),
         ):
             _convert(out, resume=resume)
@@ -52,32 +52,32 @@ def test_a_failure_leaves_nothing_unless_it_is_to_be_gone_on_with(tmp_path: Path
 def test_going_on_writes_only_what_is_missing_and_gives_the_same_bytes(share: float, tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"
-    with Disk(int(share * writes), interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+    with watching(Rule(Before(interrupt), "pwrite", nth=1 + int(share * writes))), pytest.raises(KeyboardInterrupt):
         _convert(out, resume=True)
-    rest = Disk(only=("pwrite",))
-    with rest.watched():
+    rest = Rule(Nothing(), "pwrite")
+    with watching(rest):
         _convert(out, resume=True)
     assert _bytes(out) == _bytes(tmp_path / "whole")
-    assert len(rest.operations) < writes or share < 0.2
+    assert len(rest.matched) < writes or share < 0.2
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
 def test_leftovers_of_another_conversion_are_not_resumed(tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"
-    with Disk(writes // 2, interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+    with watching(Rule(Before(interrupt), "pwrite", nth=1 + writes // 2)), pytest.raises(KeyboardInterrupt):
         ckpttool.convert(SRC, out, to="zero", world_size=2, stage=3, resume=True)
-    again = Disk(only=("pwrite",))
-    with again.watched():
+    again = Rule(Nothing(), "pwrite")
+    with watching(again):
         _convert(out, resume=True)
-    assert len(again.operations) == writes
+    assert len(again.matched) == writes
     assert _bytes(out) == _bytes(tmp_path / "whole")
 
 
 def test_a_file_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"
-    with Disk(int(0.9 * writes), interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+    with watching(Rule(Before(interrupt), "pwrite", nth=1 + int(0.9 * writes))), pytest.raises(KeyboardInterrupt):
         _convert(out, resume=True)
     left = next((tmp_path / "out.partial").rglob("*_optim_states.pt"))
     os.truncate(left, 100)
@@ -88,12 +88,12 @@ def test_a_file_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
 def test_without_resume_what_is_left_is_cleared_away(tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"
-    with Disk(int(0.9 * writes), interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+    with watching(Rule(Before(interrupt), "pwrite", nth=1 + int(0.9 * writes))), pytest.raises(KeyboardInterrupt):
         _convert(out, resume=True)
-    again = Disk(only=("pwrite",))
-    with again.watched():
+    again = Rule(Nothing(), "pwrite")
+    with watching(again):
         _convert(out, resume=False)
-    assert len(again.operations) == writes
+    assert len(again.matched) == writes
     assert _bytes(out) == _bytes(tmp_path / "whole")
 
 

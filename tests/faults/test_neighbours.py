@@ -15,7 +15,8 @@ from ckpttool.errors import StorageError
 from ckpttool.execution.output.staging import JOURNAL
 from ckpttool.storage import MARK
 from ckpttool.storage.safe_files import MOVE
-from ckpttool.testing.failing_calls import Disk, interrupting
+from ckpttool.testing.disks import watching
+from ckpttool.testing.faults import Before, Nothing, Rule, interrupt
 from tests.cli.command import ckpttool as command
 from tests.cli.command import remains
 from tests.truth import source
@@ -139,11 +140,11 @@ def _files(root: Path) -> dict[str, bytes]:
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
     """What a conversion leaves that was killed near its end."""
-    writes = Disk(only=("pwrite",))
-    with writes.watched():
+    writes = Rule(Nothing(), "pwrite")
+    with watching(writes):
         _convert(tmp_path / "whole", resume=False)
-    at = int(0.9 * len(writes.operations))
-    with Disk(at, interrupting, only=("pwrite",)).watched(), pytest.raises(KeyboardInterrupt):
+    at = int(0.9 * len(writes.matched))
+    with watching(Rule(Before(interrupt), "pwrite", nth=at + 1)), pytest.raises(KeyboardInterrupt):
         _convert(tmp_path / "out")
     return tmp_path / "out.partial"
 

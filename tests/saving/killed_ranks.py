@@ -24,7 +24,7 @@ TIMEOUT = 4.0
 
 
 class _RealMachine(Machine):
-    def kill(self, *, everyone: bool = False) -> None:
+    def kill(self, rank: int, *, everyone: bool = False) -> None:
         os.killpg(0, signal.SIGKILL) if everyone else os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -43,7 +43,7 @@ def _work(point: dict[str, Any], rank: int) -> None:
         machine.rank = rank
         for number, (tag, version) in enumerate(point["saves"]):
             if number == len(point["saves"]) - 1:
-                machine.reset(Fault(**point["fault"]) if point["fault"] else None)
+                machine.reset(*([Fault(**point["fault"]).rule()] if point["fault"] else []))
             save_version(LOCAL, f"{point['base']}/root", ranks, tag, version, timeout=TIMEOUT)
         said["names"] = machine.names.get(rank)
     except CkptError as error:

@@ -139,7 +139,7 @@ class Bench:
                 self.run(trial, [step.save], size)
                 renamed = [o for o in self.machine.journal if o.name == "rename" and o.rank == 0]
                 at = next(o.number for o in renamed if o.arguments[1].endswith(step.before))
-                self.machine.reset(Fault(0, at, "before", everyone=True))
+                self.machine.reset(Fault(0, at, "before", everyone=True).rule())
                 outcomes, _ = self.run(base, [step.save], size)
                 assert all(o.killed for o in outcomes)
             else:

@@ -59,7 +59,7 @@ class History(RuleBasedStateMachine):
 
     def _save(self, tag: str, size: int, *, overwrite: bool, fault: Fault | None) -> list[crew.Outcome]:
         self.number = self.number % 7 + 1
-        self.machine.reset(fault)
+        self.machine.reset(*([fault.rule()] if fault is not None else []))
         number = self.number
         outcomes = crew.Crew(size, self.machine, self.clock).do(
             lambda ranks: save_version(LOCAL, self.root, ranks, tag, number, overwrite=overwrite)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
 from ckpttool.storage.s3 import S3Storage
-from ckpttool.testing.disks import Killed, Machine
+from ckpttool.testing.disks import Fault, Killed, Machine
 from ckpttool.testing.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
 from ckpttool.testing.s3_proxy import Proxy
 from tests import sampling
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckpttool.saving.coordination import Ranks
+    from ckpttool.testing.faults import Kill
     from tests.saving.crew import Outcome
 
 PART_BYTES = 8192
@@ -58,24 +58,16 @@ def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class _DeadError(Exception):
-    """What is told to the threads of a rank that was killed."""
+    """Raised in the threads of a killed rank."""
 
 
 class Requests:
-    """Numbers the requests of one rank, and lets it die at one of them."""
+    """The requests of one rank, as operations of a machine; the rank dies where a rule says so."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine = machine
         self.rank = rank
-        self.count = 0
-        self.at = -1
-        self.how = ""
-        self.everyone = False
-        self._lock = threading.Lock()
         self._fs = self._watched()
-
-    def reset(self, at: int = -1, how: str = "", *, everyone: bool = False) -> None:
-        self.count, self.at, self.how, self.everyone = 0, at, how, everyone
 
     def storage(self) -> S3Storage:
         storage = S3Storage(self._fs)
@@ -83,25 +75,25 @@ class Requests:
         send = sender.send
 
         def sent(*arguments: Any) -> Any:
-            if not self._begin():
+            death = self._begin("upload_part")
+            if death is None:
                 return send(*arguments)
-            if self.how == "after":
+            if death.where == "after":
                 send(*arguments)
-            return self._die()
+            return self._die(death)
 
         sender.send = sent
         return storage
 
-    def _begin(self) -> bool:
-        """Number a request; whether the rank is to die at it."""
+    def _begin(self, name: str) -> Kill | None:
+        """Count a request; return the death of the rank at it."""
         if self.rank in self.machine.dead:
             raise _DeadError
-        with self._lock:
-            number, self.count = self.count, self.count + 1
-        return number == self.at
+        rule = self.machine.begin(self.rank, name)
+        return None if rule is None else rule.action
 
-    def _die(self) -> None:
-        self.machine.dead |= {0, 1} if self.everyone else {self.rank}
+    def _die(self, death: Kill) -> None:
+        self.machine.kill(self.rank, everyone=death.everyone)
         raise _DeadError
 
     def _watched(self) -> Any:
@@ -112,11 +104,12 @@ class Requests:
         asked = fs._call_s3
 
         async def ask(method: str, *arguments: Any, **options: Any) -> Any:
-            if not self._begin():
+            death = self._begin(method)
+            if death is None:
                 return await asked(method, *arguments, **options)
-            if self.how == "after":
+            if death.where == "after":
                 await asked(method, *arguments, **options)
-            return self._die()
+            return self._die(death)
 
         fs._call_s3 = ask
         fs.call_s3 = lambda *arguments, **options: fsspec.asyn.sync(fs.loop, ask, *arguments, **options)
@@ -177,28 +170,25 @@ def test_killed(
     url, prefix = bucket.url("run"), "run/"
     requests = [Requests(machine, r) for r in range(2)]
 
-    def attempt(rank: int, at: int, how: str, *, everyone: bool) -> list[Outcome]:
+    def attempt(*faults: Fault) -> list[Outcome]:
         server.forget_everything(bucket.endpoint)
         bucket.boto.create_bucket(Bucket=bucket.name)
         for key, data in before.items():
             bucket.put(key.replace("before/", prefix, 1), data)
-        machine.reset()
-        for one in requests:
-            one.reset()
-        requests[rank].reset(at, how, everyone=everyone)
+        machine.reset(*(fault.rule() for fault in faults))
         return _work(machine, clock, url, save, requests)
 
-    outcomes = attempt(0, -1, "", everyone=False)
+    outcomes = attempt()
     assert all(o.succeeded for o in outcomes), outcomes
     assert bucket.uploads() == []
-    counts = [r.count for r in requests]
+    counts = [len(machine.names[r]) for r in range(2)]
     assert min(counts) >= 5
     known: set[tuple[bool, frozenset[Any]]] = set()
     tried = 0
     for rank, count in enumerate(counts):
         every = itertools.product(range(count), ("before", "after"))
         for at, how in sampling.some(every, 12, key=f"rank {rank}"):
-            outcomes = attempt(rank, at, how, everyone=at % 2 == 0)
+            outcomes = attempt(Fault(rank, at, how, everyone=at % 2 == 0))
             tried += 1
             assert rank in machine.dead, (rank, at, how)
             assert outcomes[rank].killed, (rank, at, how, outcomes)

@@ -45,9 +45,10 @@ def test_failed(scenario: Scenario, size: int, bench: Bench, crash_points: Calla
     tried = 0
     for fault in sampling.some(every, POINTS, key=f"{scenario.id} {size}"):
         base = bench.copy(before)
-        bench.machine.reset(fault)
+        rule = fault.rule()
+        bench.machine.reset(rule)
         outcomes, done = bench.run(base, scenario.steps, size)
-        assert bench.machine.struck, fault
+        assert rule.done, fault
         try:
             swept = not any(isinstance(step, Killed) for step in scenario.before)
             if swept and not all(o.succeeded for o in outcomes):

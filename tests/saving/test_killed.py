@@ -47,9 +47,10 @@ def test_killed(scenario: Scenario, size: int, bench: Bench, crash_points: Calla
         points = POINTS // len(together)
         for fault in sampling.some(every, points, key=f"{scenario.id} {size} {everyone}"):
             base = bench.copy(before)
-            bench.machine.reset(fault)
+            rule = fault.rule()
+            bench.machine.reset(rule)
             outcomes, done = bench.run(base, scenario.steps, size)
-            assert bench.machine.struck, fault
+            assert rule.done, fault
             assert outcomes[fault.rank].killed, fault
             for rank, outcome in enumerate(outcomes):
                 if outcome.killed or outcome.succeeded:

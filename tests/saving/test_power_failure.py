@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.testing.disks import CHANGES, PowerFailure, build
+from ckpttool.testing.disks import CHANGES
+from ckpttool.testing.power_failure import PowerFailure, build
 from tests import sampling
 from tests.saving.scenarios import SCENARIOS, Scenario, expected
 

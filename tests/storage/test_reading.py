@@ -16,7 +16,8 @@ from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
 from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.s3_faults import Before, Cut, Hang, Latency, Shorter, Unranged
+from ckpttool.testing.faults import Before
+from ckpttool.testing.s3_faults import Cut, Hang, Latency, Shorter, Unranged
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process

@@ -15,7 +15,8 @@ import s3fs
 from botocore.exceptions import ClientError
 
 from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.s3_faults import Before, Cut, Flip, Hang, Latency, Request, Shorter, Unranged
+from ckpttool.testing.faults import Before
+from ckpttool.testing.s3_faults import Cut, Flip, Hang, Latency, Request, Shorter, Unranged
 from ckpttool.testing.s3_proxy import Proxy
 from tests.storage import server
 

@@ -25,7 +25,8 @@ from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.s3_faults import Before, Cut, Hang
+from ckpttool.testing.faults import Before
+from ckpttool.testing.s3_faults import Cut, Hang
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.storage.large import write_weights

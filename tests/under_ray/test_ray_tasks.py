@@ -27,7 +27,7 @@ from ckpttool.execution import distributed
 from ckpttool.execution.output.staging import SHARED
 from ckpttool.integrations.ray import cluster as ray_tasks
 from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.s3_faults import Before, Request
+from ckpttool.testing.faults import Before
 from ckpttool.testing.s3_proxy import Proxy
 from tests import damage
 from tests.cli.command import ckpttool as command
@@ -40,6 +40,8 @@ from tests.under_ray.driver import ENVIRONMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ckpttool.testing.s3_faults import Request
 
 pytestmark = [
     pytest.mark.ray,
