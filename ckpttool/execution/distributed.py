@@ -18,12 +18,12 @@ from ckpttool.errors import StorageError
 from ckpttool.execution import local
 from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution.check_copies import failed_checks
-from ckpttool.execution.output.directory import LocalPartWriter
 from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CopyPlan, ranges_read
 from ckpttool.plan.split import FileSplitter
 from ckpttool.storage import write_at
+from ckpttool.storage.directory_writer import DirectoryPartWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -299,7 +299,7 @@ class _NodeSources(Sources):
 
 def _copy(plan: CopyPlan, part: TaskPart, sources: Sources, jobs: int) -> int:
     """Copy a part between local files, without assembling it in memory."""
-    if not isinstance(part.writer, LocalPartWriter):
+    if not isinstance(part.writer, DirectoryPartWriter):
         raise TypeError(f"{part.file.name} is no local file")
     path = part.writer.path
     with part.writer.opened() as fd:

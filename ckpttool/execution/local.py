@@ -22,9 +22,10 @@ from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
 from ckpttool.plan.shared_reads import SharedReads, find_shared_reads
 from ckpttool.plan.split import runs_of, short_rows
-from ckpttool.storage import reserve, translate_os_errors, write_at
+from ckpttool.storage import write_at
 from ckpttool.storage.block_writes import DIRECT_BYTES, OpenFile
 from ckpttool.storage.direct_io import FILE_SYSTEMS, SHARING, file_system_of, open_direct
+from ckpttool.storage.directory_writer import DirectoryWriter
 from ckpttool.storage.safe_files import opened
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.staging import Journal
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.storage.journal import Journal
     from ckpttool.storage.safe_files import Directory
     from ckpttool.units import Advance
 
@@ -130,12 +131,13 @@ class _OpenTarget(OpenFile):
     """An open target file of a plan."""
 
     file: TargetFile = field(kw_only=True)
+    writer: DirectoryWriter = field(kw_only=True)
     left: int = 1
     """Number of unfinished tasks, plus one until all tasks are known."""
 
     def close(self) -> None:
         """Close its descriptors."""
-        os.close(self.fd)
+        self.writer.commit()
         if self.direct >= 0:
             os.close(self.direct)
 
@@ -226,15 +228,15 @@ class _PlanWriter:
 
     def _open_target(self, n: int) -> _OpenTarget:
         file = self._plan.files[n]
-        path = os.path.join(self._directory.path, file.name)
-        with translate_os_errors(path):
-            fd = self._directory.create(file.name, file.mode)
+        writer = DirectoryWriter(self._directory, file.name, file.nbytes, file.mode)
+        out = self._begun[n] = _OpenTarget(
+            writer.path, writer.fd, sharing=self._file_system in SHARING, file=file, writer=writer
+        )
         past_cache = self._file_system in FILE_SYSTEMS and file.nbytes >= DIRECT_BYTES
-        direct = open_direct(file.name, self._directory) if past_cache else -1
-        out = self._begun[n] = _OpenTarget(path, fd, file=file, direct=direct, sharing=self._file_system in SHARING)
-        reserve(fd, file.nbytes, path)
+        if past_cache:
+            out.direct = open_direct(file.name, self._directory)
         for offset, data in file.literals:
-            write_at(fd, data, offset, path)
+            write_at(out.fd, data, offset, out.path)
         return out
 
     def _run_task(self, parts: Sequence[Callable[[], int]], targets: Collection[int]) -> int:

@@ -124,6 +124,14 @@ class Directory:
         with self._parent_of(name) as (fd, last):
             _remove(fd, last, os.path.join(self.path, name))
 
+    def move(self, name: str, to: Directory) -> None:
+        """Move a file into another directory under the same name; replace a file there.
+
+        Raises:
+            OSError: The file cannot be moved.
+        """
+        os.replace(name, name, src_dir_fd=self.fd, dst_dir_fd=to.fd)
+
     @contextlib.contextmanager
     def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         """Yield the descriptor of the parent directory of a relative path, and the last component."""

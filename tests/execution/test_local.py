@@ -20,9 +20,9 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
 from ckpttool.execution import local, local_copy
 from ckpttool.execution.check_copies import failed_checks
-from ckpttool.execution.output.staging import JOURNAL, Journal
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import LOCAL, block_writes, direct_io
+from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.safe_files import Directory
 from ckpttool.storage.write_policy import Pace
 from ckpttool.units import Meter

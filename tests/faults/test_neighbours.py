@@ -12,8 +12,8 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import StorageError
-from ckpttool.execution.output.staging import JOURNAL
 from ckpttool.storage import MARK
+from ckpttool.storage.journal import JOURNAL
 from ckpttool.storage.safe_files import MOVE
 from ckpttool.testing.disks import watching
 from ckpttool.testing.faults import Before, Nothing, Rule, interrupt

@@ -180,9 +180,9 @@ def test_an_object_rewritten_while_it_is_read(
 
 def test_an_object_that_changes_between_reads_is_noticed(run: str, s3: Bucket, tmp_path: Path) -> None:
     """All was read of what was there before: what is written would still be a mixture of two moments."""
-    from ckpttool.execution.output.directory import _LocalTarget
+    from ckpttool.storage.directory_writer import DirectoryWriter
 
-    right = _LocalTarget.write
+    right = DirectoryWriter.write
     rewritten: list[bool] = []
 
     def write(self: Any, start: int, data: memoryview) -> None:
@@ -192,7 +192,7 @@ def test_an_object_that_changes_between_reads_is_noticed(run: str, s3: Bucket, t
         right(self, start, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_LocalTarget, "write", write)
+        patch.setattr(DirectoryWriter, "write", write)
         done = command("consolidate", run, tmp_path / "out", "--to", "safetensors")
     assert "changed while it was being read" in done.error
     assert not (tmp_path / "out").exists()

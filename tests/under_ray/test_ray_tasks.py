@@ -24,8 +24,8 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
-from ckpttool.execution.output.staging import SHARED
 from ckpttool.integrations.ray import cluster as ray_tasks
+from ckpttool.storage.staging import SHARED
 from ckpttool.testing import s3_faults as faults
 from ckpttool.testing.faults import Before
 from ckpttool.testing.s3_proxy import Proxy

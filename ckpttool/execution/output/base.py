@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
-from ckpttool.execution.output.staging import SHARED
 from ckpttool.storage.safe_files import opened
+from ckpttool.storage.staging import SHARED
 
 if TYPE_CHECKING:
     from ckpttool.plan import TargetFile

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, StorageError
-from ckpttool.execution.output.staging import not_empty
 from ckpttool.storage import MARK
+from ckpttool.storage.staging import not_empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import check_path
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
-from ckpttool.execution.output import staging
 from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
 from ckpttool.execution.run import RunOptions, nbytes_read, run
-from ckpttool.storage import LOCAL, connect, is_url, local_path, open_storage, without_credentials
+from ckpttool.storage import LOCAL, connect, is_url, local_path, open_storage, staging, without_credentials
+from ckpttool.storage.journal import Journal
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Destination:
         with staging.staged(
             self.out, replaces=_is_weights, last=last, key=key, resume=resume, mode=mode, parent_mode=self._parent_mode
         ) as directory:
-            journal = staging.Journal(directory) if resume else None
+            journal = Journal(directory) if resume else None
             if journal is not None:
                 journal.check([(file.name, file.nbytes) for file in plan.files], default_jobs())
             try:
