@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.dtypes import itemsize
 from ckpttool.model import State
-from ckpttool.model.places import Table
+from ckpttool.model.places import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,6 +58,91 @@ def box(
     )
 
 
+class Slice(NamedTuple):
+    """A stored slice of a tensor."""
+
+    numel: int
+    """Elements of the slice."""
+    dtype: str
+    """Its type, safetensors' spelling."""
+    place: Place
+    """Where its elements lie."""
+    boxes: tuple[Box, ...]
+    """The elements that belong to the whole tensor, and where."""
+
+
+class Merged(Place):
+    """The elements of a tensor in its slices.
+
+    Args:
+        numel: Elements of the tensor.
+        width: Bytes of an element.
+        slices: The slices.
+    """
+
+    __slots__ = ("_rows", "numel", "slices", "width")
+
+    def __init__(self, numel: int, width: int, slices: tuple[Slice, ...]) -> None:
+        self.numel = numel
+        self.width = width
+        self.slices = slices
+        self._rows: NDArray[np.void] | None = None
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """Rows of EXTENT; computed once."""
+        if self._rows is None:
+            self._rows = self._merge()
+            self._rows.flags.writeable = False
+        return self._rows
+
+    def _merge(self) -> NDArray[np.void]:
+        import numpy as np  # a layout is shown without it
+
+        from ckpttool.model.extents import EXTENT, single_runs
+
+        rows: list[tuple[int, ...]] = []
+        for part in self.slices:
+            for extent in single_runs(part.place.rows, self.width):
+                placed = [row for b in part.boxes for row in _placed(extent, b, self.width)]
+                if placed:
+                    placed[-1] = (*placed[-1][:4], int(extent["padding"]), *placed[-1][5:])
+                rows += placed
+        table: NDArray[np.void] = np.array(rows, dtype=EXTENT)
+        table = table[np.argsort(table["start"], kind="stable")]
+        plain = table["runs"] == 1
+        beyond = np.zeros(len(table), dtype=np.uint64)
+        end = table["start"] + table["numel"]
+        beyond[plain] = np.minimum(np.maximum(end, self.numel) - np.uint64(self.numel), table["numel"])[plain]
+        table["numel"] -= beyond
+        table["padding"] += beyond
+        table["start"] = np.minimum(table["start"], self.numel)
+        return table
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return whether the boxes are blocks of columns (or of rows) side by side, in slices that are sound."""
+        boxes = sorted((b for part in self.slices for b in part.boxes if b.runs and b.numel), key=lambda b: b.target)
+        if not boxes or numel != self.numel or itemsize(dtype) != self.width:
+            return False
+        runs, pitch = boxes[0].runs, boxes[0].pitch
+        at = 0
+        for b in boxes:
+            if (b.target, b.runs) != (at, runs) or (runs > 1 and b.pitch != pitch):
+                return False
+            at += b.numel
+        # A single run may have more elements than the tensor: rows that pad a vocabulary.
+        if (at != pitch or runs * pitch != numel) if runs > 1 else at < numel:
+            return False
+        return all(
+            part.place.sound(part.numel, part.dtype, sizes)
+            and itemsize(part.dtype) == self.width
+            and all(
+                b.source + (b.runs - 1) * b.stride + b.numel <= part.numel and b.numel <= b.stride for b in part.boxes
+            )
+            for part in self.slices
+        )
+
+
 def merge_slices(
     parts: Sequence[tuple[State, Sequence[Box]]], shape: tuple[int, ...], dtype: str | None = None
 ) -> State:
@@ -70,30 +155,9 @@ def merge_slices(
         shape: Shape of the whole tensor.
         dtype: Type of the whole tensor; default: that of the first slice.
     """
-    import numpy as np  # needed for the slices of tensor parallelism, and for little else of most checkpoints
-
-    from ckpttool.model.extents import EXTENT, single_runs
-
-    total = math.prod(shape)
     dtype = dtype or parts[0][0].dtype
-    width = itemsize(dtype)
-    rows: list[tuple[int, ...]] = []
-    for state, boxes in parts:
-        for extent in single_runs(state.extents, width):
-            placed = [row for b in boxes for row in _placed(extent, b, width)]
-            if placed:
-                placed[-1] = (*placed[-1][:4], int(extent["padding"]), *placed[-1][5:])
-            rows += placed
-    table: NDArray[np.void] = np.array(rows, dtype=EXTENT)
-    table = table[np.argsort(table["start"], kind="stable")]
-    plain = table["runs"] == 1
-    beyond = np.zeros(len(table), dtype=np.uint64)
-    end = table["start"] + table["numel"]
-    beyond[plain] = np.minimum(np.maximum(end, total) - np.uint64(total), table["numel"])[plain]
-    table["numel"] -= beyond
-    table["padding"] += beyond
-    table["start"] = np.minimum(table["start"], total)
-    return State(shape, dtype, Table(table))
+    slices = tuple(Slice(math.prod(state.shape), state.dtype, state.place, tuple(boxes)) for state, boxes in parts)
+    return State(shape, dtype, Merged(math.prod(shape), itemsize(dtype), slices))
 
 
 def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:

@@ -444,7 +444,8 @@ HEAVY = ["torch", "deepspeed", "ray", "s3fs", "fsspec", "transformers", "safeten
 
 
 SMALL = ["zero2-dp2-bf16", "zero3-dp4-bf16", "moe-zero2-dp4-ep2-bf16", "pipeline-zero1-pp2-dp2-bf16",
-         "universal-zero2-dp2-bf16", "zero0-dp2-bf16"]  # fmt: skip
+         "universal-zero2-dp2-bf16", "zero0-dp2-bf16", "autotp-zero2-tp2-dp2-bf16-fused",
+         "autoep-zero2-dp2-ep2-bf16", "megatron-zero1-tp2-dp2-bf16"]  # fmt: skip
 """One checkpoint of each layout whose rows nothing needs before a conversion."""
 WRITERS = ["ctypes", "logging", "ckpttool.plan", "ckpttool.commit.manifest", "ckpttool.storage.local_writer"]
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.execution.state_reader import StateReader, whole
 from ckpttool.formats.strided import Box, box, merge_slices
 from ckpttool.model import State
-from ckpttool.model.extents import single_runs, stored_blocks
+from ckpttool.model.extents import cover_problem, file_too_short, single_runs, stored_blocks
+from ckpttool.model.places import Contiguous
 from ckpttool.ranges import exact_cover_problem
 from tests.formats.layouts import Disk, counted
 from tests.truth import gathered
@@ -154,3 +156,36 @@ def test_pieces_of_a_long_state_come_in_order(tmp_path: Path) -> None:
         assert at == tensor.size
         ((only, some),) = ((n, v.copy()) for n, v in StateReader(sources).chunks(state, 5, 9))
     assert (only, some.tolist()) == (5, [6.0, 7.0, 8.0, 9.0])
+
+
+BOXES = st.builds(
+    Box, source=st.integers(0, 3), target=st.integers(0, 8), runs=st.integers(0, 3), numel=st.integers(0, 5),
+    stride=st.integers(1, 6), pitch=st.integers(1, 6),
+)  # fmt: skip
+
+
+@given(st.lists(BOXES, min_size=1, max_size=3), st.integers(1, 12), st.data())
+def test_a_layout_that_looks_sound_without_its_rows_is_sound(boxes: list[Box], numel: int, data: st.DataObject) -> None:
+    """Random boxes, most of them wrong, and files that may be too short."""
+    sizes = [data.draw(st.integers(0, 60), label="bytes of a file") for _ in boxes]
+    parts = []
+    for n, one in enumerate(boxes):
+        held = data.draw(st.integers(1, 14), label="elements of a slice")
+        parts.append((State((held,), "F32", Contiguous(held, n, 0)), [one]))
+    state = merge_slices(parts, (numel,))
+    if state.place.sound(numel, "F32", sizes):
+        assert cover_problem(state.extents, numel, "F32") is None
+        assert file_too_short(state.extents, "F32", sizes) is None
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_side_by_side_look_sound_without_their_rows(dim: int) -> None:
+    whole_shape, parts = (4, 6), []
+    for n in range(2):
+        part = tuple(size // 2 if d == dim else size for d, size in enumerate(whole_shape))
+        cut = box(part, whole_shape, dim, source=0, target=n * part[dim])
+        parts.append((State(part, "F32", Contiguous(12, n, 0)), [cut]))
+    place = merge_slices(parts, whole_shape).place
+    assert place.sound(24, "F32", [48, 48])
+    assert not place.sound(24, "F32", [48, 47])
+    assert not merge_slices(parts[:1], whole_shape).place.sound(24, "F32", [48])

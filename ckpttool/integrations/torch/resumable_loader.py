@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class ResumableLoader:
     """Wraps a data loader with a ``ResumableSampler``; its state is the position of the train loop.
 
+    The loop::
+
         sampler = ResumableSampler(data, batch_size=4, rank=rank, world_size=ranks)
         loader = ResumableLoader(DataLoader(data, batch_sampler=sampler, num_workers=2))
         for epoch in range(loader.epoch, epochs):
