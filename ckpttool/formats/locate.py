@@ -21,6 +21,8 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints; it is read if there is no ``latest``."""
 
+MAX_RUNS = 20
+"""Most subdirectories that an error looks into for checkpoints to name."""
 RAY_INNER = ("checkpoint", "checkpoint.ckpt")
 """Subdirectories of a Ray Train checkpoint that hold the checkpoint of a Trainer or of Lightning.
 
@@ -87,7 +89,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         if not tags and (newest := _newest_of_trainer(storage, src, entries)) is not None:
             return newest
         if not tags:
-            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(entries))
+            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(storage, src, entries))
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
@@ -158,8 +160,11 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     return found if len(found) > 1 and not _tags(storage, src, entries) else []
 
 
-def _look_elsewhere(entries: list[Entry]) -> str:
-    nested = sorted((e.name for e in entries if e.is_dir and e.name.startswith("checkpoint-")), key=natural_order)
+def _look_elsewhere(storage: Storage, src: str, entries: list[Entry]) -> str:
+    directories = sorted((e.name for e in entries if e.is_dir), key=natural_order)
+    nested = [name for name in directories if name.startswith("checkpoint-")]
+    if not nested:  # a directory of runs
+        nested = [n for n in directories[:MAX_RUNS] if _is_file(storage, posixpath.join(src, n, LATEST))]
     if nested:
         return f"pass one of its checkpoints: {', '.join(nested)}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"

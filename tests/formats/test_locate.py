@@ -57,6 +57,14 @@ def test_a_trainers_output_directory_without_a_whole_one_names_what_is_there(tmp
         locate(STORAGE, str(tmp_path), None)
 
 
+def test_a_directory_of_runs_names_those_with_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("run10", "run2"):
+        shutil.copytree(source("zero2-dp2-bf16"), tmp_path / name)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(CkptError, match=r"pass one of its checkpoints: run2, run10$"):
+        ckpttool.inspect(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt"])
 def test_a_single_file_is_distinguished_from_its_folder(kind: str) -> None:
     path = next(Path(tag_directory("zero3-dp2-bf16")).glob(kind))
