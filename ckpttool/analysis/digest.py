@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.casts import cast
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model.selection import WEIGHTS, Content, contents
+from ckpttool.plan.casts import cast
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:

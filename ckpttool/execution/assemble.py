@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.sources import ReadBuffer
 from ckpttool.execution.state_reader import StateReader
+from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.plan.split import SortedRows, elements_in
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.casts import CAST_ELEMENTS, cast, same_values
 from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
 from ckpttool.errors import LayoutError
 from ckpttool.execution.sources import ReadBuffer, Sources
+from ckpttool.plan.casts import CAST_ELEMENTS, cast, same_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

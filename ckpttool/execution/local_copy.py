@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ckpttool.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.checksums import cuts
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.sources import CheckedReader, ReadBuffer
 from ckpttool.execution.state_reader import StateReader
+from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.storage import LocalReader, copy_range, write_at
 from ckpttool.storage.block_writes import DIRECT_BYTES, BlockWrites, OpenFile, Stream
 

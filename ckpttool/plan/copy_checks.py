@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.casts import castable
 from ckpttool.dtypes import itemsize
 from ckpttool.model.extents import single_runs
 from ckpttool.plan import CHECK, ConsistencyChecks, SourceFile
+from ckpttool.plan.casts import castable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.casts import castable
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, Size, TorchDType
 from ckpttool.dtypes import DTYPES
@@ -25,6 +24,7 @@ from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
+from ckpttool.plan.casts import castable
 from ckpttool.targets.embedded import without_tensors
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
 from ckpttool.targets.universal.plan import scalar_bytes

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.casts import cast, count_overflowed
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
+from ckpttool.plan.casts import cast, count_overflowed
 from ckpttool.storage import open_storage
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from ckpttool.casts import CAST_ELEMENTS, cast
 from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
 from ckpttool.execution import local, local_copy
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
+from ckpttool.plan.casts import CAST_ELEMENTS, cast
 from ckpttool.storage import LOCAL, block_writes, direct_io
 from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.safe_files import Directory

@@ -15,7 +15,6 @@ import re
 import struct
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.casts import castable
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef
 from ckpttool.errors import PlanError
 from ckpttool.formats.locate import LATEST_UNIVERSAL
@@ -25,6 +24,7 @@ from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP, ScalarState, State
 from ckpttool.model.places import Contiguous
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
+from ckpttool.plan.casts import castable
 from ckpttool.targets.embedded import copy_embedded, holds_tensors, without_tensors
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file, view
 
