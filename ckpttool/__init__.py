@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckpttool.analysis.digest import Digest
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.api.average import AverageReport, average
     from ckpttool.api.consolidate import CopyReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
     from ckpttool.api.cp import TransferReport, cp
@@ -39,6 +40,7 @@ _MODULES = {
     "analysis.digest": "Digest",
     "analysis.stats": "TensorStats",
     "analysis.verify": "VerifyReport",
+    "api.average": "AverageReport average",
     "api.consolidate": "CopyReport consolidate",
     "api.convert": "ConvertReport convert",
     "api.cp": "TransferReport cp",
@@ -68,12 +70,12 @@ Type checkers read the imports above and ``__all__``; a test compares all three.
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError", "ConvertReport",
-    "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport",
-    "PlanError", "SaveReport", "StorageError", "TensorStats", "TransferReport", "VerifyReport", "__version__",
-    "consolidate", "convert", "cp", "derive_rng_state", "diff", "digest", "extract", "extract_to_file", "inspect",
-    "load", "load_state_dict", "ls", "preview", "prune", "resume_config", "rng_state", "set_rng_state", "stats",
-    "verify",
+    "AverageReport", "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError",
+    "ConvertReport", "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError",
+    "LazyStateDict", "LoadReport", "PlanError", "SaveReport", "StorageError", "TensorStats", "TransferReport",
+    "VerifyReport", "__version__", "average", "consolidate", "convert", "cp", "derive_rng_state", "diff", "digest",
+    "extract", "extract_to_file", "inspect", "load", "load_state_dict", "ls", "preview", "prune", "resume_config",
+    "rng_state", "set_rng_state", "stats", "verify",
 ]  # fmt: skip
 
 

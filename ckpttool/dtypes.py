@@ -94,3 +94,8 @@ def parse_number(data: bytes | memoryview, name: str) -> Any:
     import numpy as np
 
     return np.frombuffer(data, numpy_dtype(name))[0].item()
+
+
+def castable(source: str, target: str) -> bool:
+    """Return whether ``ckpttool.plan.casts`` can cast from one type to the other (safetensors' spelling)."""
+    return source == target or (source in {"F64", "F32", "F16", "BF16"} and target in {"F32", "F16", "BF16"})

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -87,6 +88,19 @@ def s3_server() -> Iterator[tuple[str, Any]]:
         client = server.client(endpoint)
         yield endpoint, client
         client.close()
+
+
+@pytest.fixture
+def s3(s3_server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
+    """A fresh bucket. Clients that the test, or a command that it runs, makes find what lets them in."""
+    for name, value in server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    endpoint, client = s3_server
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
+    client.create_bucket(Bucket=bucket.name)
+    yield bucket
+    server.forget_everything(endpoint)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ONCE = ["--scale", "tiny", "--runs", "1"]
 RUNS = {
+    "average.py": [*ONCE, "--sources", "2"],
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
@@ -25,7 +26,7 @@ RUNS = {
     "scale.py": ["--ranks", "3", "--layers", "2", "--hidden", "8"],
     "storage.py": [*ONCE, "--peer-runs", "0", "--latency", "0"],
 }  # fmt: skip
-SLOW = {"consolidate.py", "restore.py"}
+SLOW = {"average.py", "consolidate.py", "restore.py"}
 ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.errors import ArgumentError
 from ckpttool.formats import Source, source_paths
 from ckpttool.storage import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from ckpttool.api.options import Options
@@ -32,17 +34,34 @@ def open_for(destination: Destination, src: Source, options: Options) -> Checkpo
     Raises:
         CkptError: The destination cannot or must not be written, or there is no sound checkpoint.
     """
-    paths = source_paths(src)
+    return open_each(destination, [src], options)[0]
 
-    def opened() -> Checkpoint:
-        return options.open(paths)
 
-    if destination.remote and is_url(paths[0]):  # round trips to two stores: together they take as long as one
-        opened = _in_background(opened)
+def open_each(destination: Destination, sources: Sequence[Source], options: Options) -> list[Checkpoint]:
+    """Open several checkpoints; arguments and errors as for ``open_for``."""
+    openings = []
+    for src in sources:
+        paths = source_paths(src)
+        opened = partial(options.open, paths)
+        # Round trips to several stores together take as long as one.
+        concurrent = is_url(paths[0]) and (destination.remote or len(sources) > 1)
+        openings.append(_in_background(opened) if concurrent else opened)
     destination.check_target(overwrite=options.overwrite)
-    checkpoint = opened()
-    destination.check_apart(checkpoint)
-    return checkpoint
+    checkpoints = [opened() for opened in openings]
+    for checkpoint in checkpoints:
+        destination.check_apart(checkpoint)
+    return checkpoints
+
+
+def check_prove(destination: Destination, options: Options) -> None:
+    """Refuse to prove an output that replaces files which could not be put back.
+
+    Raises:
+        ArgumentError: ``prove`` and ``overwrite`` are set, and the destination is remote.
+    """
+    if options.prove and options.overwrite and destination.remote:
+        problem = "cannot be combined with overwrite=True on a remote storage: replaced files could not be put back"
+        raise ArgumentError("prove", problem, "write to another directory, or leave out one", ("prove", "overwrite"))
 
 
 def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:

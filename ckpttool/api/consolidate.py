@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import open_for, workers_for
+from ckpttool.api._common import check_prove, open_for, workers_for
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_choice, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -183,9 +183,7 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
     began = time.perf_counter()
     chosen.check()
     destination = Destination(out, options.storage_options)
-    if options.prove and options.overwrite and destination.remote:
-        problem = "cannot be combined with overwrite=True on a remote storage: replaced files could not be put back"
-        raise ArgumentError("prove", problem, "write to another directory, or leave out one", ("prove", "overwrite"))
+    check_prove(destination, options)
     workers = workers_for(options.ray, destination)
     checkpoint = open_for(destination, src, options)
     made = _plan(checkpoint, chosen, destination.out)

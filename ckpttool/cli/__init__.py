@@ -13,7 +13,9 @@ import click
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run
 
-COMMANDS = ("inspect", "consolidate", "convert", "verify", "diff", "stats", "extract", "ls", "cp", "prune")
+COMMANDS = (
+    "inspect", "consolidate", "convert", "average", "verify", "diff", "stats", "extract", "ls", "cp", "prune",
+)  # fmt: skip
 """Commands; each has a module of its name."""
 GC_OBJECTS = 100_000
 """Allocations of containers between two garbage collections."""

@@ -13,7 +13,7 @@ from ckpttool.units import format_age, format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool import ConvertReport, CopyReport, TransferReport
+    from ckpttool import AverageReport, ConvertReport, CopyReport, TransferReport
     from ckpttool.analysis.diff import Difference, DiffReport
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
@@ -34,6 +34,26 @@ def print_copy_report(report: CopyReport) -> None:
         f"{report.out}: {verb} {report.tensors} tensors, {report.elements:,} elements, parameters in {report.dtype}, "
         f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
     )
+    _print_written(report)
+
+
+def print_average_report(report: AverageReport) -> None:
+    """Print the weight of each source and the written files, or those planned by a dry run."""
+    verb = "would write" if report.dry_run else "wrote"
+    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
+    kind = "a ZeRO checkpoint" if report.dtype is None else f"parameters in {report.dtype}"
+    print_line(
+        f"{report.out}: {verb} the mean of {len(report.sources)} checkpoints, {report.tensors} tensors, "
+        f"{report.elements:,} elements, {kind}, {format_size(report.nbytes_written)}{took} "
+        f"(read {format_size(report.nbytes_read)})"
+    )
+    rows = [(s.location, _number(s.step), f"{s.weight:.6g}") for s in report.sources]
+    print_table(["source", "step", "weight"], rows, right=["step", "weight"])
+    _print_written(report)
+
+
+def _print_written(report: CopyReport | AverageReport) -> None:
+    """Print the files, the tied names, the digest, the notes and the comparisons of a report."""
     print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in report.files], right=["size"])
     for alias, name in report.tied.items():
         print_line(f"{alias} is tied to {name}: stored once")

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.sources import ReadBuffer
-from ckpttool.execution.state_reader import StateReader
+from ckpttool.execution.state_reader import REMOTE_ELEMENTS, StateReader
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.plan.split import SortedRows, elements_in
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.sources import Sources
     from ckpttool.plan import CopyPlan, TargetFile
+
+
+COMPUTED_CHUNKS = 6
+"""Chunks of fp32 in memory while a formula is computed from remote sources: as fetched, joined, product and result."""
 
 
 class PartAssembler:
@@ -43,6 +47,7 @@ class PartAssembler:
         self._literals = sorted(literal for literal in file.literals if literal[1])
         self._cast_pairs = {plan.casts[i] for i in set(self._rows.rows["cast"].tolist())}
         self._cast_pairs |= {(g.state.dtype, g.dtype) for g in file.gathers}
+        self._computed = any(g.state.formula is not None for g in file.gathers)
         self._gathers = sorted(file.gathers, key=lambda g: g.target)
         self._zeros = sorted(zeros for zeros in file.zeros if zeros[1])
 
@@ -52,7 +57,8 @@ class PartAssembler:
         Memory holds fetched bytes twice (as received and joined), and written bytes twice too.
         """
         fetched = max((itemsize(a) / itemsize(b) for a, b in self._cast_pairs), default=1.0)
-        return int(2 * nbytes * (1 + max(1.0, fetched)))
+        computed = COMPUTED_CHUNKS * REMOTE_ELEMENTS * 4 if self._computed and self._sources.remote else 0
+        return int(2 * nbytes * (1 + max(1.0, fetched))) + computed
 
     def assemble(self, start: int, end: int) -> tuple[memoryview, int]:
         """Return the bytes [start, end) of the file, and the number of finite values cast to infinity.

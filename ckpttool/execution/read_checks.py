@@ -315,10 +315,11 @@ def _owners(checkpoint: Checkpoint, path: str, start: int, end: int) -> list[str
     index = next((n for n in range(len(checkpoint.files)) if checkpoint.path(n) == path), None)
     names: dict[str, None] = {}
     for name, _, state in checkpoint.states() if index is not None else ():
-        width = itemsize(state.dtype)
-        rows = stored_blocks(state.extents[state.extents["file"] == index], width)
-        if any(int(r["offset"]) < end and int(r["offset"]) + int(r["numel"]) * width > start for r in rows):
-            names[name] = None
+        for stored in state.stored:
+            width = itemsize(stored.dtype)
+            rows = stored_blocks(stored.extents[stored.extents["file"] == index], width)
+            if any(int(r["offset"]) < end and int(r["offset"]) + int(r["numel"]) * width > start for r in rows):
+                names[name] = None
     return list(names)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.execution.evaluation import evaluate
 from ckpttool.execution.sources import ReadBuffer
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 GATHER_ELEMENTS = 1 << 18
 """Elements of one chunk from local sources."""
+RUN_ELEMENTS = 1 << 17
+"""Maximum number of elements of one run that a formula reads: they and the result stay in a core's cache."""
 REMOTE_ELEMENTS = 1 << 20
 """Elements of one chunk from remote sources, where each chunk costs a round trip."""
 
@@ -37,6 +40,9 @@ class StateReader:
         self._sources = sources
         self._buffer = ReadBuffer()
         self._result = ReadBuffer()
+        self._scratch: dict[str, ReadBuffer] = {}
+        self._inner: StateReader | None = None
+        """Reads computed inputs of a formula: it needs scratch arrays of its own."""
 
     def chunks(
         self, state: State, first: int = 0, last: int | None = None, step: int | None = None
@@ -68,6 +74,9 @@ class StateReader:
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
         """
+        if state.formula is not None:
+            evaluate(state.formula, first, out, self)
+            return
         self._fill(state, first, out)
         if state.mean_with:
             part = np.empty_like(out)
@@ -78,14 +87,39 @@ class StateReader:
                     out += part
                 out /= np.asarray(len(state.mean_with) + 1, dtype=out.dtype)
 
+    def runs(self, state: State, first: int, count: int) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield elements of a state in runs, in any order: (offset from ``first``, values).
+
+        Values are valid until the next run is asked for. Unlike ``chunks`` this saves a copy where files hold runs.
+
+        Args:
+            state: The state to read.
+            first: The first element.
+            count: Number of elements.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        blocks = list(_blocks(state, first, first + count)) if state.formula is None and not state.mean_with else []
+        if not blocks or self._sources.remote or any(block.runs > 1 for block in blocks):
+            if state.formula is not None and self._inner is None:
+                self._inner = StateReader(self._sources)
+            reader = self._inner if state.formula is not None and self._inner is not None else self
+            out = self.scratch("run", count, state.dtype)
+            reader.fill(state, first, out)
+            yield 0, out
+            return
+        for block in blocks:
+            for done in range(0, block.span, RUN_ELEMENTS):
+                position, number = block.position + done * itemsize(state.dtype), min(RUN_ELEMENTS, block.span - done)
+                yield block.at + done, self._buffer.read(self._sources[block.file], position, number, state.dtype)
+
+    def scratch(self, name: str, count: int, dtype: str) -> NDArray[Any]:
+        """Return an array of ``count`` elements, valid until the next call with this name."""
+        return self._scratch.setdefault(name, ReadBuffer()).array(count, dtype)
+
     def _fill(self, state: State, first: int, out: NDArray[Any]) -> None:
-        last = first + len(out)
-        rows = state.extents
-        runs = rows["runs"].astype(np.int64)
-        begin = rows["start"].astype(np.int64)
-        end = begin + (runs - 1) * rows["pitch"].astype(np.int64) + rows["numel"].astype(np.int64)
-        wanted = rows[(rows["numel"] > 0) & (begin < last) & (end > first)]
-        blocks = chain.from_iterable(_blocks_of(row, itemsize(state.dtype), first, last) for row in wanted)
+        blocks = _blocks(state, first, first + len(out))
         if self._sources.remote:
             held = list(blocks)
             width = itemsize(state.dtype)
@@ -118,6 +152,18 @@ class _StridedBlock:
     def span(self) -> int:
         """Number of elements from the first to the last, gaps included, in the file."""
         return (self.runs - 1) * self.stride + self.numel
+
+
+def _blocks(state: State, first: int, last: int) -> Iterator[_StridedBlock]:
+    """Yield the blocks of a state's own extents that hold elements of [first, last)."""
+    rows = state.extents
+    if len(rows) == 1:  # of a contiguous tensor; numpy would take longer than reading
+        return _blocks_of(rows[0], itemsize(state.dtype), first, last)
+    runs = rows["runs"].astype(np.int64)
+    begin = rows["start"].astype(np.int64)
+    end = begin + (runs - 1) * rows["pitch"].astype(np.int64) + rows["numel"].astype(np.int64)
+    wanted = rows[(rows["numel"] > 0) & (begin < last) & (end > first)]
+    return chain.from_iterable(_blocks_of(row, itemsize(state.dtype), first, last) for row in wanted)
 
 
 def _blocks_of(row: Any, width: int, first: int, last: int) -> Iterator[_StridedBlock]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.checksums import Record
+    from ckpttool.model.formulas import Formula
     from ckpttool.model.places import Place
     from ckpttool.storage import StorageSpec
 
@@ -52,6 +53,15 @@ class State:
     mean_with: tuple[State, ...] = ()
     """Other states of the same shape and type; the values are the mean of all: the copies of one parameter on
     tensor-parallel ranks that have drifted apart."""
+    formula: Formula | None = None
+    """Computes the values from other states; None where files hold them. Such a state has no extents."""
+
+    @property
+    def stored(self) -> tuple[State, ...]:
+        """The states in files that its values are read from: itself, or the inputs of its formula."""
+        if self.formula is None:
+            return (self, *self.mean_with)
+        return tuple(stored for state in self.formula.inputs for stored in state.stored)
 
     @property
     def extents(self) -> NDArray[np.void]:
@@ -71,7 +81,7 @@ class State:
     @property
     def plain(self) -> bool:
         """Whether the values can be copied from single runs as they are."""
-        return not self.mean_with and bool((self.extents["runs"] <= 1).all())
+        return self.formula is None and not self.mean_with and bool((self.extents["runs"] <= 1).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,6 +291,8 @@ class CheckpointFile:
     """Its directory if that is another node's; None for the checkpoint's location."""
     records: tuple[Record, ...] = field(default=(), repr=False)
     """Ranges of its bytes with the CRC-32 that the save recorded."""
+    storage: StorageSpec | None = field(default=None, repr=False)
+    """Its storage if that is not the checkpoint's: the file of another checkpoint, in a combination."""
 
 
 def _deprecated(old: str, name: str) -> property:

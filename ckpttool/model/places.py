@@ -65,6 +65,65 @@ class Table(Place):
         return False
 
 
+class Computed(Place):
+    """No place: the values are computed by a formula.
+
+    Args:
+        numel: Elements of the tensor.
+    """
+
+    __slots__ = ("numel",)
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """No rows."""
+        import numpy as np
+
+        from ckpttool.model.extents import EXTENT
+
+        return np.frombuffer(b"", dtype=EXTENT)
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return whether the formula has an element for each of the tensor."""
+        return numel == self.numel
+
+
+class Renumbered(Place):
+    """The place of a tensor in a combination of checkpoints, whose files are numbered on.
+
+    Args:
+        place: The place in the checkpoint of its own.
+        by: Number of files before those of that checkpoint.
+    """
+
+    __slots__ = ("_by", "_place", "_rows")
+
+    def __init__(self, place: Place, by: int) -> None:
+        self._place = place
+        self._by = by
+        self._rows: NDArray[np.void] | None = None
+
+    def __reduce__(self) -> tuple[type[Renumbered], tuple[Place, int]]:
+        return type(self), (self._place, self._by)  # rows are larger, and soon made again
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """The rows with the new numbers."""
+        if self._rows is None:
+            rows = self._place.rows.copy()
+            rows["file"] += self._by
+            rows.flags.writeable = False
+            self._rows = rows
+        return self._rows
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return True: its own checkpoint was checked when it was opened."""
+        return True
+
+
 class Contiguous(Place):
     """All elements in order, one behind the other in one file.
 

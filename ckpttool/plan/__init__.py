@@ -174,8 +174,10 @@ class CopyPlan:
                 sha.update(data)
             sha.update(file.copies.tobytes())
             for gather in file.gathers:
-                sha.update(repr((gather.dtype, gather.target, gather.first, gather.numel)).encode())
-                for state in (gather.state, *gather.state.mean_with):
+                formula = gather.state.formula
+                key = (gather.dtype, gather.target, gather.first, gather.numel, *((formula.key,) if formula else ()))
+                sha.update(repr(key).encode())
+                for state in gather.state.stored:
                     sha.update(state.extents.tobytes())
         return sha.hexdigest()
 
@@ -190,7 +192,7 @@ class CopyPlan:
         widths = [itemsize(source) for source, _ in self.casts]
         copied = sum(_nbytes(file.copies, widths) for file in self.files)
         for gather in (g for f in self.files for g in f.gathers):
-            copied += gather.numel * itemsize(gather.state.dtype) * (1 + len(gather.state.mean_with))
+            copied += sum(gather.numel * itemsize(state.dtype) for state in gather.state.stored)
         return copied + (self.consistency.nbytes if self.consistency else 0)
 
 
@@ -200,7 +202,7 @@ def ranges_read(plan: CopyPlan, file: TargetFile) -> Iterator[tuple[int, int, in
     ends = file.copies["start"] + file.copies["numel"] * widths[file.copies["cast"]]
     yield from zip(file.copies["source"].tolist(), file.copies["start"].tolist(), ends.tolist(), strict=True)
     for gather in file.gathers:
-        for state in (gather.state, *gather.state.mean_with):
+        for state in gather.state.stored:
             for row in stored_blocks(state.extents, itemsize(state.dtype)):
                 start = int(row["offset"])
                 yield int(row["file"]), start, start + int(row["numel"]) * itemsize(state.dtype)

@@ -23,11 +23,6 @@ _BF16_NAN = 0xFFFF
 _BF16_NAN_FROM_FP16 = 0x7FC0
 
 
-def castable(source: str, target: str) -> bool:
-    """Return whether ``cast`` supports this pair of types (safetensors' spelling)."""
-    return source == target or (source in {"F64", "F32", "F16", "BF16"} and target in {"F32", "F16", "BF16"})
-
-
 def cast(values: NDArray[Any], target: str) -> NDArray[Any]:
     """Cast to another type; return ``values`` itself if it has that type already.
 

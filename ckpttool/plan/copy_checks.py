@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.dtypes import itemsize
+from ckpttool.dtypes import castable, itemsize
 from ckpttool.model.extents import single_runs
 from ckpttool.plan import CHECK, ConsistencyChecks, SourceFile
-from ckpttool.plan.casts import castable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +36,8 @@ def sample_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
     On remote storage, where each costs a round trip, compare some of the fragments.
     """
     checks = _checks(checkpoint, SAMPLE)
-    if checkpoint.storage.remote and len(checks.rows) > REMOTE_ROWS:
+    remote = any(source.storage.remote for source in checks.sources)
+    if remote and len(checks.rows) > REMOTE_ROWS:
         evenly = np.linspace(0, len(checks.rows) - 1, REMOTE_ROWS).astype(np.int64)
         return replace(checks, rows=checks.rows[evenly])
     return checks
@@ -58,9 +58,9 @@ def _checks(checkpoint: Checkpoint, window: int | None) -> ConsistencyChecks:
 
 def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     """The files of a checkpoint as sources of a plan, by the same index."""
-    storage = checkpoint.storage
     return tuple(
-        SourceFile(checkpoint.path(i), f.nbytes, f.version, storage, f.records) for i, f in enumerate(checkpoint.files)
+        SourceFile(checkpoint.path(i), f.nbytes, f.version, f.storage or checkpoint.storage, f.records)
+        for i, f in enumerate(checkpoint.files)
     )
 
 

@@ -17,14 +17,13 @@ import numpy as np
 
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, Size, TorchDType
-from ckpttool.dtypes import DTYPES
+from ckpttool.dtypes import DTYPES, castable
 from ckpttool.errors import PlanError
 from ckpttool.formats.dcp_shards import METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.plan.casts import castable
 from ckpttool.targets.embedded import without_tensors
 from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
 from ckpttool.targets.universal.plan import scalar_bytes

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.dtypes import DTYPES, SHORT_NAMES, itemsize
+from ckpttool.dtypes import DTYPES, SHORT_NAMES, castable, itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MODULE
 from ckpttool.model.selection import matcher
-from ckpttool.plan.casts import castable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -95,6 +95,7 @@ def _outputs() -> dict[str, Any]:
             "cp": [["cp", ZERO3, Path(temporary, "copied")]],
             "prune": [["prune", runs, "--keep-last", "1", "--dry-run"]],
             "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
+            "average": [["average", ZERO2, OTHER, Path(temporary, "mean"), "--to", "safetensors"]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
         }
         with_json = {name for name in COMMANDS if "as_json" in {p.name for p in _command(name).params}}

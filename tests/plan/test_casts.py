@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.dtypes import DTYPES, numpy_dtype
-from ckpttool.plan.casts import cast, castable, same_values
+from ckpttool.dtypes import DTYPES, castable, numpy_dtype
+from ckpttool.plan.casts import cast, same_values
 
 TARGETS = ("F32", "F16", "BF16")
 RANDOM = np.random.default_rng(20240229)

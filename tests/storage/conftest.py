@@ -1,10 +1,9 @@
-"""Fixtures of the tests of storage: a server, a bucket for each test, and a proxy in front of the server."""
+"""Fixtures of the tests of storage: a proxy in front of the server, and other clients."""
 
 from __future__ import annotations
 
 import sys
-import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,19 +13,6 @@ from tests.storage import places, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture
-def s3(s3_server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
-    """A fresh bucket. Clients that the test, or a command that it runs, makes find what lets them in."""
-    for name, value in server.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    endpoint, client = s3_server
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
-    client.create_bucket(Bucket=bucket.name)
-    yield bucket
-    server.forget_everything(endpoint)
 
 
 @pytest.fixture

@@ -1,0 +1,390 @@
+"""``average``: the weighted mean of several checkpoints of one model."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpttool.api._common import check_prove, open_each, workers_for
+from ckpttool.api.consolidate import WrittenFile
+from ckpttool.api.options import Options
+from ckpttool.arguments import check_at_least, check_choice, checked_size
+from ckpttool.dtypes import TRAINING_DTYPES
+from ckpttool.errors import ArgumentError
+from ckpttool.execution.output.destination import Destination
+from ckpttool.formats import Source, open_checkpoint
+from ckpttool.formats.sidecars import find_sidecars
+from ckpttool.messages import brief
+from ckpttool.model.derived.average import average as average_of
+from ckpttool.model.derived.average import place_of
+from ckpttool.model.derived.weighting import DECAYS, decay_weights, moving_average_weights
+from ckpttool.model.selection import matcher
+from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.storage import connect
+from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
+from ckpttool.targets.weights import select_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.model import Checkpoint
+    from ckpttool.model.derived.average import Average
+    from ckpttool.plan import CopyPlan
+    from ckpttool.targets.weights import WeightSelection
+    from ckpttool.units import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What ``average`` computes and writes."""
+
+    to: str
+    weights: tuple[float, ...] | None
+    ema: float | None
+    schedule: str | None
+    accumulate: str
+    dtype: str | None
+    max_shard_size: int | str
+    include: Sequence[str]
+    exclude: Sequence[str]
+    world_size: int | None
+    stage: int | None
+
+    def check(self, count: int) -> None:
+        """Refuse values that no checkpoints allow.
+
+        Args:
+            count: Number of sources.
+
+        Raises:
+            ArgumentError: There is one.
+        """
+        check_choice("to", self.to, ("safetensors", "zero"))
+        check_choice("accumulate", self.accumulate, ("fp32", "fp64"))
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
+        checked_size("max_shard_size", self.max_shard_size)
+        check_at_least("world_size", self.world_size, 1)
+        for name in ("world_size", "stage"):
+            if self.to != "zero" and getattr(self, name) is not None:
+                raise ArgumentError(name, f"is for zero, not for {self.to}", f'leave out {name}, or write to="zero"')
+        if self.stage not in {None, 1, 2, 3}:
+            raise ArgumentError("stage", f"is {self.stage!r}, not 1, 2 or 3", "choose one of them, or None")
+        given = [n for n in ("weights", "ema", "schedule") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ArgumentError(given[1], f"cannot be combined with {given[0]}", "choose one of them", tuple(given))
+        if count < 2:
+            raise ArgumentError("src", "is a single checkpoint", "name the checkpoints to average")
+        if self.schedule is not None:
+            check_choice("schedule", self.schedule, tuple(DECAYS))
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ArgumentError("ema", f"is {brief(self.ema)}, not between 0 and 1", "choose 0.9, say")
+        if self.weights is not None:
+            _check_weights(self.weights, count)
+
+    def weighting(self, count: int) -> tuple[float, ...]:
+        """Return the weight of each source."""
+        if self.weights is not None:
+            return self.weights
+        if self.ema is not None:
+            return moving_average_weights(self.ema, count)
+        return decay_weights(self.schedule or "linear", count)
+
+
+def _check_weights(weights: Sequence[float], count: int) -> None:
+    if len(weights) != count:
+        problem = f"has {len(weights)} numbers for {count} checkpoints"
+        raise ArgumentError("weights", problem, "give one number for each checkpoint, in their order")
+    if not all(math.isfinite(w) for w in weights) or not sum(weights):
+        problem = f"is {brief(list(weights))}, whose sum is not a number other than 0"
+        raise ArgumentError("weights", problem, "the mean is the weighted sum divided by it: choose other weights")
+
+
+@dataclass(frozen=True, slots=True)
+class AveragedSource:
+    """One source of an average."""
+
+    location: str
+    """Directory of its tag, or its only file."""
+    step: int | None
+    """Its step; None if not recorded."""
+    weight: float
+    """Its weight, as a part of 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class AverageReport:
+    """Result of ``average``: the files written, or planned by a dry run."""
+
+    out: str
+    """The output directory."""
+    to: str
+    """"safetensors" or "zero"."""
+    dry_run: bool
+    """True if nothing was written."""
+    sources: tuple[AveragedSource, ...]
+    """The checkpoints, in the order of the sums."""
+    optimizer: str | None
+    """For "zero", the source that optimizer, step and all else but the weights come from."""
+    files: tuple[WrittenFile, ...]
+    """Files of the output."""
+    tensors: int
+    """Parameters and buffers in them; tied tensors count once."""
+    elements: int
+    """Elements in them."""
+    dtype: str | None
+    """Type of the parameters: "fp32", "bf16" or "fp16"; None for "zero", which has those of the source."""
+    nbytes_read: int
+    """Bytes of tensors read, from all sources."""
+    nbytes_written: int
+    """Bytes of all files."""
+    seconds: float
+    """Wall time."""
+    tied: Mapping[str, str]
+    """Tied names: alias to the name the tensor is stored under."""
+    companions: tuple[str, ...]
+    """Sidecar files that were copied from the newest source."""
+    overflowed: int
+    """Finite values that became infinite in ``dtype``."""
+    notes: tuple[str, ...]
+    """Remarks on the checkpoints, and the state that the output does not keep."""
+    digest: str | None = None
+    """With ``prove``, the digest of the weights, equal for the mean computed again and the output."""
+    checks: ReadReport | None = None
+    """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, with facts for the report."""
+
+    plan: CopyPlan
+    selection: WeightSelection | None
+    """The tensors of safetensors files; None for "zero"."""
+    last: str
+    """Name of the file that is committed last."""
+    companions: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def average(  # noqa: PLR0913  public API
+    src: Sequence[Source],
+    out: str | os.PathLike[str],
+    *,
+    to: Literal["safetensors", "zero"],
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    schedule: Literal["constant", "linear", "cosine", "1-sqrt"] | None = None,
+    accumulate: Literal["fp32", "fp64"] = "fp32",
+    tag: str | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    max_shard_size: int | str = "5GB",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    world_size: int | None = None,
+    stage: int | None = None,
+    prove: bool = False,
+    check: Check = "read",
+    dry_run: bool = False,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    memory: int | str | None = None,
+    ray: bool | str | None = None,
+    progress: Progress | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> AverageReport:
+    """Write the weighted mean of several checkpoints of one model; the output appears whole or not at all.
+
+    The mean is w[0] * x[0] + w[1] * x[1] + ..., divided by the sum of the weights. Each product, sum and quotient is
+    rounded to ``accumulate``, in the order of ``src``, as torch does it. fp32 master weights are averaged, or the
+    weights where there are none, and floating-point buffers; other buffers are those of the newest source.
+
+    Args:
+        src: The checkpoints, each as for ``inspect``: of any formats, stages and numbers of ranks.
+        out: Directory to write.
+        to: "safetensors" for weights as ``consolidate`` writes them; "zero" for a checkpoint that
+            ``engine.load_checkpoint`` reads, with the optimizer of the newest source.
+        weights: One number for each checkpoint. Default: all equal.
+        ema: Decay of an exponential moving average, which begins at the first checkpoint.
+        schedule: Decay of the learning rate that the mean stands for: WSM's weights, for checkpoints at equal
+            distances. "linear" weighs all equally, "constant" takes the newest alone.
+        accumulate: Type to compute in.
+        tag: Tag of each checkpoint; default: as for ``inspect``.
+        dtype: Type of the parameters, default "fp32"; for "zero" as for ``convert``.
+        max_shard_size: As for ``consolidate``.
+        include: Globs: only tensors whose name matches one; for "zero" the others are those of the newest source.
+        exclude: Globs: no tensors whose name matches one.
+        world_size: Data-parallel ranks that will load the output; default: those of the newest source.
+        stage: ZeRO stage, 1, 2 or 3; default: that of the newest source.
+        prove: Compute the mean again, digest it and the output, and commit only if they are equal.
+        check: As for ``consolidate``.
+        dry_run: Plan, but write nothing.
+        overwrite: As for ``consolidate``; not for "zero".
+        jobs: As for ``consolidate``.
+        memory: As for ``consolidate``.
+        ray: As for ``consolidate``.
+        progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
+        storage_options: As for ``inspect``, for all checkpoints and ``out``.
+
+    Raises:
+        CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.
+    """
+    options = Options(
+        tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
+        overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
+    )  # fmt: skip
+    numbers = None if weights is None else tuple(map(float, weights))
+    request = _Request(
+        to, numbers, ema, schedule, accumulate, dtype, max_shard_size, include, exclude, world_size, stage
+    )
+    return _average(src, os.fspath(out), request, options)
+
+
+def _average(src: Sequence[Source], out: str, request: _Request, options: Options) -> AverageReport:
+    began = time.perf_counter()
+    if isinstance(src, str | os.PathLike):
+        raise ArgumentError("src", "is a single checkpoint", "name the checkpoints to average")
+    request.check(len(src))
+    if request.to == "zero" and options.overwrite:
+        raise ArgumentError("overwrite", "is for safetensors, not for zero", "choose another OUT")
+    destination = Destination(out, options.storage_options)
+    check_prove(destination, options)
+    workers = workers_for(options.ray, destination)
+    sources = open_each(destination, src, options)
+    _check_different(sources)
+    weighting = request.weighting(len(sources))
+    mean = average_of(
+        sources,
+        weighting,
+        accumulator=TRAINING_DTYPES.get(request.accumulate, "F64"),
+        ordered=request.ema is not None or request.schedule is not None,
+        keep_types=request.to == "zero",
+        matches=matcher(request.include, request.exclude),
+    )
+    newest = sources[mean.newest]
+    made = _plan_zero(mean, newest, request) if request.to == "zero" else _plan_weights(mean, newest, request)
+    checks = options.read_checks(made.plan.sources, mean.checkpoint)
+    digest: str | None = None
+
+    def check_written(directory: str) -> None:
+        nonlocal digest
+        if options.prove:
+            from ckpttool.api._digests import same_digest, same_weights
+
+            written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+            if made.selection is None:
+                digest = same_digest(mean.checkpoint, written, directory, options.jobs)
+            else:
+                digest = same_weights(mean.checkpoint, made.selection, written, options.jobs)
+
+    overflowed = 0
+    if not options.dry_run:
+        overflowed = destination.write(
+            made.plan, options.run_options(checks, workers), last=(made.last,), check=check_written, resume=None
+        )
+    tensors, tied = _contents(mean.checkpoint, made.selection)
+    total = sum(weighting)
+    return AverageReport(
+        out=destination.out,
+        to=request.to,
+        dry_run=options.dry_run,
+        sources=tuple(AveragedSource(place_of(c), c.step, w / total) for c, w in zip(sources, weighting, strict=True)),
+        optimizer=place_of(newest) if request.to == "zero" else None,
+        files=tuple(WrittenFile(f.name, f.nbytes) for f in made.plan.files),
+        tensors=len(tensors),
+        elements=sum(tensors),
+        dtype=None if request.to == "zero" else request.dtype or "fp32",
+        nbytes_read=destination.nbytes_read(made.plan, workers),
+        nbytes_written=made.plan.nbytes_written,
+        seconds=time.perf_counter() - began,
+        tied=tied,
+        companions=made.companions,
+        overflowed=overflowed,
+        notes=_notes(sources, mean, made),
+        digest=digest,
+        checks=None if options.dry_run or checks is None else checks.report,
+    )
+
+
+def _check_different(sources: Sequence[Checkpoint]) -> None:
+    """Refuse a checkpoint that is named twice.
+
+    Raises:
+        ArgumentError: There is one.
+    """
+    seen = set()
+    for checkpoint in sources:
+        place = checkpoint.location if checkpoint.storage.remote else os.path.realpath(checkpoint.location)
+        files = tuple(sorted(f.name for f in checkpoint.files))
+        if (place, files) in seen:
+            raise ArgumentError(
+                "src", f"names {place_of(checkpoint)} twice", "name it once, and give it a weight", ("weights",)
+            )
+        seen.add((place, files))
+
+
+def _plan_weights(mean: Average, newest: Checkpoint, request: _Request) -> _Planned:
+    from ckpttool.targets.safetensors import INDEX, plan_safetensors
+
+    dtype = TRAINING_DTYPES[request.dtype or "fp32"]
+    selection = select_weights(
+        mean.checkpoint,
+        source="masters",
+        dtype=dtype,
+        include=request.include,
+        exclude=request.exclude,
+        exclude_frozen=False,
+    )
+    limit = checked_size("max_shard_size", request.max_shard_size)
+    plan = plan_safetensors(
+        mean.checkpoint, selection, max_shard_bytes=limit, consistency=sample_checks(mean.checkpoint)
+    )
+    companions = find_sidecars(connect(newest.storage), newest.root)
+    return _Planned(with_sidecars(plan, companions, dtype), selection, INDEX, tuple(c.name for c in companions), ())
+
+
+def _plan_zero(mean: Average, newest: Checkpoint, request: _Request) -> _Planned:
+    from ckpttool.formats.locate import LATEST
+    from ckpttool.targets.zero.shape import shape_for, zero_losses
+    from ckpttool.targets.zero.writer import plan_zero
+
+    tag = newest.tag if newest.latest is not None else f"global_step{newest.step or 0}"
+    shape = shape_for(
+        mean.checkpoint,
+        ranks=request.world_size or (newest.topology.data_parallel if newest.native else None),
+        stage=request.stage,
+        sub_group_size=None,
+        round_robin=None,
+        dtype=None if request.dtype is None else TRAINING_DTYPES[request.dtype],
+    )
+    plan = plan_zero(mean.checkpoint, shape, tag=tag)
+    companions, left_behind = sidecars_for(newest, shape.ranks)
+    companions += rank_state_sidecars(newest, tag)
+    notes = (*zero_losses(mean.checkpoint, shape), *left_behind)
+    if newest.groups:
+        notes = (f"optimizer, step and scheduler are those of {place_of(newest)}", *notes)
+    return _Planned(with_sidecars(plan, companions, None), None, LATEST, tuple(c.name for c in companions), notes)
+
+
+def _contents(checkpoint: Checkpoint, selection: WeightSelection | None) -> tuple[list[int], Mapping[str, str]]:
+    """Return the number of elements of each tensor written, and the tied names."""
+    if selection is not None:
+        return [w.state.numel for w in selection.weights], dict(selection.aliases)
+    numels = [p.numel for p in checkpoint.parameters] + [b.state.numel for b in checkpoint.buffers]
+    return numels, dict(checkpoint.aliases)
+
+
+def _notes(sources: Sequence[Checkpoint], mean: Average, made: _Planned) -> tuple[str, ...]:
+    notes = [note for c in sources for note in (*map(str, c.notes), *(f"{place_of(c)}: {r}" for r in c.remarks))]
+    if mean.kept:
+        names = ", ".join(mean.kept[:3]) + (", ..." if len(mean.kept) > 3 else "")
+        notes.append(
+            f"not averaged, but taken from {place_of(sources[mean.newest])}: {names}, of a type without a mean"
+        )
+    return (*notes, *made.notes)

@@ -1,0 +1,1 @@
+"""Tests of checkpoints that are computed from others."""
