@@ -62,7 +62,7 @@ def make_sources(scale: str, count: int) -> tuple[list[Path], list[Path]]:
                 [PYTHON, "-c", PERTURB, str(made), str(directory / "model.safetensors"), str(number)], check=True
             )
             shutil.rmtree(directory / "same")
-            (directory / "config.json").write_text(json.dumps({"model_type": "plain", "architectures": ["Plain"]}))
+            (directory / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["Plain"]}))
         weights.append(directory)
         copy = DATA / f"average-{scale}" / f"zero-{number}"
         if not copy.exists():  # the same values: hard links take no space

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import check_prove, open_for, workers_for
+from ckpttool.api._rename_map import read_rename_map
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_choice, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -17,6 +18,7 @@ from ckpttool.formats import Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.plan.copy_checks import sample_checks
 from ckpttool.storage import connect
+from ckpttool.targets.renaming import parse_renamings, renamed
 from ckpttool.targets.sidecars import with_sidecars
 from ckpttool.targets.weights import select_weights
 
@@ -42,6 +44,8 @@ class _Selection:
     exclude: Sequence[str]
     exclude_frozen: bool
     adapter_only: bool
+    rename: Sequence[str]
+    rename_map: Mapping[str, str] | str | os.PathLike[str] | None
 
     def check(self) -> None:
         """Refuse values that no checkpoint allows.
@@ -57,6 +61,7 @@ class _Selection:
             problem = "writes the whole adapter, as safetensors"
             hint = 'leave out include, exclude and exclude_frozen, and write to="safetensors"'
             raise ArgumentError("adapter_only", problem, hint, ("include", "exclude", "exclude_frozen", "to"))
+        parse_renamings(self.rename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,8 @@ def consolidate(  # noqa: PLR0913  public API
     exclude: Sequence[str] = (),
     exclude_frozen: bool = False,
     adapter_only: bool = False,
+    rename: Sequence[str] = (),
+    rename_map: Mapping[str, str] | str | os.PathLike[str] | None = None,
     prove: bool = False,
     check: Check = "read",
     dry_run: bool = False,
@@ -157,6 +164,9 @@ def consolidate(  # noqa: PLR0913  public API
         exclude: Globs: no parameter or buffer whose full name matches one.
         exclude_frozen: Leave out frozen parameters.
         adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
+        rename: Rules for the names in the output, applied in order: "s/PATTERN/REPLACEMENT/" with Python's regular
+            expressions (flags g, i), or the name of a ready-made map, such as "module" or "peft".
+        rename_map: New names by old ones, or the path or URL of a JSON file of them; applied before ``rename``.
         prove: Digest the source and the output, and commit only if they are equal.
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing.
@@ -175,7 +185,9 @@ def consolidate(  # noqa: PLR0913  public API
         tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
         overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
-    chosen = _Selection(to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only)
+    chosen = _Selection(
+        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, rename_map
+    )
     return _consolidate(src, os.fspath(out), chosen, options)
 
 
@@ -186,7 +198,8 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
     check_prove(destination, options)
     workers = workers_for(options.ray, destination)
     checkpoint = open_for(destination, src, options)
-    made = _plan(checkpoint, chosen, destination.out)
+    table = read_rename_map(chosen.rename_map, options.storage_options)
+    made = _plan(checkpoint, chosen, table, destination.out)
     plan, selection = made.plan, made.selection
     checks = options.read_checks(plan.sources, checkpoint)
     digest: str | None = None
@@ -223,16 +236,18 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
     )
 
 
-def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
+def _plan(checkpoint: Checkpoint, chosen: _Selection, table: Mapping[str, str], out: str) -> _Planned:
     """Choose the weights and the sidecar files, and plan the files."""
     target = TRAINING_DTYPES[chosen.dtype]
     proofs = sample_checks(checkpoint) if chosen.weights == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
+    rules = parse_renamings(chosen.rename)
     if chosen.adapter_only:
         from ckpttool.targets import adapter
         from ckpttool.targets.safetensors import plan_safetensors
 
         selection = adapter.select_adapter(checkpoint, source=chosen.weights, dtype=target)
+        selection, unused = renamed(selection, table, rules, checkpoint.location)
         plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=adapter.STEM)
         companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (adapter.CONFIG, "README.md"))
         if adapter.CONFIG not in {c.name for c in companions}:
@@ -247,11 +262,12 @@ def _plan(checkpoint: Checkpoint, chosen: _Selection, out: str) -> _Planned:
             exclude=chosen.exclude,
             exclude_frozen=chosen.exclude_frozen,
         )
+        selection, unused = renamed(selection, table, rules, checkpoint.location)
         limit = checked_size("max_shard_size", chosen.max_shard_size)
         plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
         companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
     plan = with_sidecars(plan, companions, target)
-    return _Planned(plan, selection, index, tuple(c.name for c in companions), tuple(notes))
+    return _Planned(plan, selection, index, tuple(c.name for c in companions), (*notes, *unused))
 
 
 def _plan_weights(

@@ -25,6 +25,14 @@ from ckpttool.cli import _options as options
 @options.exclude_option
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
 @click.option("--adapter-only", is_flag=True, help="Write the trained PEFT adapter, as PEFT does.")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="RULE",
+    help="Rename tensors: 's/PATTERN/REPLACEMENT/', or a ready-made map: module, compile, fsdp, peft, gpt-neox, bloom "
+    "(repeatable, applied in order).",
+)
+@click.option("--rename-map", metavar="FILE", help="JSON file of new names by old ones, applied before --rename.")
 @click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
 @options.check_options
 @click.option("--dry-run", is_flag=True, help="Print the planned files, and write nothing.")

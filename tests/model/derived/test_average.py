@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.execution.distributed import TaskContext, run_task
+from ckpttool.model.derived.average import newest_of
 from ckpttool.model.derived.weighting import DECAYS, decay_weights, moving_average_weights
 from tests import sampling
 from tests.cli.command import ckpttool as command
@@ -174,9 +175,12 @@ def test_schedule_and_moving_average_in_the_order_of_the_steps(tmp_path: Path) -
     _assert_same(tmp_path / "newest", {"weight": saved[-1]})
     assert report.nbytes_read <= 3 * saved[-1].nbytes  # sources without weight are not read
     # The newest is the one with the highest step, wherever it stands; the order of a plain mean is free.
-    report = ckpttool.average([sources[3], sources[0]], tmp_path / "zero", to="zero", world_size=1)
-    assert report.notes[0].startswith("written from weights alone")
-    assert ckpttool.inspect(tmp_path / "zero").step == 40
+    assert newest_of([ckpttool.inspect(sources[i]) for i in (1, 3, 0)]) == 1
+    files = [tmp_path / f"{step}.safetensors" for step in (10, 20)]
+    report = ckpttool.average(files, tmp_path / "zero", to="zero", world_size=2, stage=1)
+    assert any(note.startswith("written from weights alone") for note in report.notes)
+    held = ckpttool.load_state_dict(tmp_path / "zero", dtype="fp32")
+    assert torch.equal(held["weight"], _mean(saved[:2], [1, 1], torch.float32))
 
 
 def _flags(options: dict[str, Any]) -> list[str]:

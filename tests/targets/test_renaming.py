@@ -1,0 +1,189 @@
+"""Renamed outputs hold the engine's values under the names that libraries look for."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import ArgumentError
+from ckpttool.targets.renaming import READY_MADE
+from tests.cli.command import ckpttool as command
+from tests.truth import source, truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAINER = "zero3-dp2-bf16-trainer"
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_rules_and_a_table_give_the_same_values_new_names(to: Any, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text(json.dumps({"model.norm.weight": "final.weight"}))
+    report = ckpttool.consolidate(
+        source(TRAINER), tmp_path / "out", to=to, max_shard_size="9kB", prove=True, rename_map=tmp_path / "map.json",
+        rename=["s/^model\\.layers\\.(\\d+)\\./h.\\1./", "s|_proj|/proj|g", "module", r"s/EMBED_TOKENS/embed/i"],
+    )  # fmt: skip
+
+    def new(name: str) -> str:
+        name = {"model.norm.weight": "final.weight"}.get(name, name)
+        name = re.sub(r"^model\.layers\.(\d+)\.", r"h.\1.", name).replace("_proj", "/proj")
+        return name.replace("embed_tokens", "embed")
+
+    expected = {new(n): t for n, t in truth(TRAINER).state_dict(torch.float32).items()}
+    tied = {new(a): new(n) for a, n in truth(TRAINER).tied.items()}
+    assert report.tied == tied
+    assert report.notes == ("rename module changes no name",)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((tmp_path / "out").glob("*.safetensors" if to == "safetensors" else "*.bin")):
+        found |= load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
+    expected |= {a: expected[n] for a, n in tied.items()} if to == "torch" else {}
+    assert _same(found, expected)
+    index = {"safetensors": "model.safetensors.index.json", "torch": "pytorch_model.bin.index.json"}[to]
+    assert json.loads((tmp_path / "out" / index).read_text())["weight_map"].keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrap"),
+    [
+        ("module", lambda m: _Holder(module=m)),
+        ("compile", lambda m: torch.compile(m)),
+        ("fsdp", lambda m: _wrapped_for_activation_checkpoints(m)),
+        ("peft", lambda m: _Holder(base_model=_Holder(model=m))),
+    ],
+)
+def test_wrappers_names_become_those_of_the_model(rule: str, wrap: Any, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrapped = wrap(model)
+    assert wrapped.state_dict().keys() != plain.keys()
+    save_file({n: t.clone() for n, t in wrapped.state_dict().items()}, tmp_path / "wrapped.safetensors")
+    ckpttool.consolidate(tmp_path / "wrapped.safetensors", tmp_path / "out", to="safetensors", rename=[rule])
+    assert _same(load_file(tmp_path / "out/model.safetensors"), plain)
+
+
+class _Holder(torch.nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+    """Holds modules under names, as wrappers do."""
+
+    def __init__(self, **modules: torch.nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def _wrapped_for_activation_checkpoints(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.model.layers[0] = _Holder(_fsdp_wrapped_module=checkpoint_wrapper(model.model.layers[0]))
+    model.model.layers[1] = _Holder(_fsdp_wrapped_module=model.model.layers[1])
+    # The wrapper hides its own name from state dicts; older releases of torch did not.
+    assert not any("_checkpoint_wrapped" in name for name in model.state_dict())
+    return model
+
+
+def _neox(pipeline: str, config: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    """A model of transformers, and GPT-NeoX's name of each of its tensors."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=16, rotary_pct=0.5, **config))
+    names = {}
+    for name in model.state_dict():
+        old = name.removeprefix("gpt_neox.")
+        old = re.sub(r"^layers\.(\d+)", lambda m: str(int(m[1]) + 2), old)
+        last = config["num_hidden_layers"] + 3
+        old = old.replace("embed_in", "0.word_embeddings").replace("final_layer_norm", f"{last}.norm")
+        # transformers 5 calls embed_out, its name in all published files, lm_head.
+        old = old.replace("lm_head", f"{last + 1}.final_linear")
+        names[pipeline + old] = name
+    return model, names
+
+
+def _bloom(pipeline: str, config: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(n_head=config.pop("num_attention_heads"), **config))
+    names = {}
+    for name in model.state_dict():
+        if name == "lm_head.weight":  # tied, and in no file
+            continue
+        old = re.sub(r"^h\.(\d+)", lambda m: str(int(m[1]) + 3), name.removeprefix("transformer."))
+        old = old.replace("word_embeddings_layernorm", "tied_modules.embed.word_embeddings.norm")
+        old = re.sub(r"^word_embeddings", "tied_modules.embed.word_embeddings", old)
+        names[old.replace("ln_f", str(config["num_hidden_layers"] + 4))] = name
+    return model, names
+
+
+@pytest.mark.parametrize(
+    ("rule", "make", "pipeline"), [("gpt-neox", _neox, ""), ("gpt-neox", _neox, "sequential."), ("bloom", _bloom, "")]
+)
+def test_megatrons_pipeline_loads_in_transformers(rule: str, make: Any, pipeline: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(4)
+    sizes = {"vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 12, "num_attention_heads": 2}
+    model, names = make(pipeline, sizes)
+    state = model.state_dict()
+    save_file({old: state[new].clone() for old, new in names.items()}, tmp_path / "megatron.safetensors")
+    ckpttool.consolidate(tmp_path / "megatron.safetensors", tmp_path / "out", to="safetensors", rename=[rule])
+    published = {name.replace("lm_head", "embed_out") for name in names.values()}
+    assert load_file(tmp_path / "out/model.safetensors").keys() == published
+    model.config.save_pretrained(tmp_path / "out")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(10).reshape(2, 5)
+    assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_tied_name_that_becomes_its_owners_is_left_out(tmp_path: Path) -> None:
+    name = "zero3-dp2-bf16"
+    assert truth(name).tied == {"head.weight": "embed.weight"}
+    report = ckpttool.consolidate(source(name), tmp_path / "out", to="torch", rename=["s/^(head|embed)/both/"])
+    assert report.tied == {}
+    assert "both.weight" in torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rename", r"s/\.[01]\./.0./"], "would have both model.layers.0.self_attn.q_proj.weight and "),
+        (["--rename", "s/nothing/x/"], "holds no name that 's/nothing/x/' changes; correct --rename"),
+        (["--rename", "s/.*//"], "would have model.embed_tokens.weight renamed to nothing; correct --rename"),
+        (["--rename", "s/.*/__metadata__/", "--include", "model.norm.*"], "safetensors cannot hold it"),
+        (["--rename", "s/a/b"], "--rename: is 's/a/b', which does not have two parts and then g or i; write 's/"),
+        (["--rename", "ddp"], "--rename: is 'ddp', which is no rule; write 's/PATTERN/REPLACEMENT/', or one of mod"),
+        (["--rename", "s/(/x/"], "which is no regular expression: missing )"),
+        (["--rename", "s/a/\\2/"], "which is no regular expression: invalid group reference 2"),
+        (["--rename-map", "MAP"], "holds no layer.weight, which the table of new names lists; correct --rename-map"),
+        (["--rename-map", "LIST"], "list.json: is not a JSON object of new names by old ones"),
+        (["--rename-map", "none.json"], "none.json: does not exist"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_anything_is_written(options: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text('{"layer.weight": "x"}')
+    (tmp_path / "list.json").write_text('["layer.weight"]')
+    options = [{"MAP": str(tmp_path / "map.json"), "LIST": str(tmp_path / "list.json")}.get(o, o) for o in options]
+    error = command("consolidate", source(TRAINER), tmp_path / "out", "--to", "safetensors", *options).error
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_table_that_is_no_table_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="rename_map: is "):
+        ckpttool.consolidate(source(TRAINER), "out", to="safetensors", rename_map={"a": 1})  # type: ignore[dict-item]
+
+
+def test_help_names_every_ready_made_map() -> None:
+    helped = " ".join(command("consolidate", "--help").stdout.split())
+    assert f"a ready-made map: {', '.join(READY_MADE)}" in helped
