@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import check_prove, open_for, workers_for
@@ -15,7 +15,7 @@ from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.formats.sidecars import find_sidecars
+from ckpttool.formats.sidecars import SidecarFile, find_sidecars
 from ckpttool.plan.copy_checks import sample_checks
 from ckpttool.storage import connect
 from ckpttool.targets.renaming import parse_renamings, renamed
@@ -46,6 +46,9 @@ class _Selection:
     adapter_only: bool
     rename: Sequence[str]
     rename_map: Mapping[str, str] | str | os.PathLike[str] | None
+    merge_lora: bool
+    base: Source | None
+    adapter: Sequence[str]
 
     def check(self) -> None:
         """Refuse values that no checkpoint allows.
@@ -62,6 +65,14 @@ class _Selection:
             hint = 'leave out include, exclude and exclude_frozen, and write to="safetensors"'
             raise ArgumentError("adapter_only", problem, hint, ("include", "exclude", "exclude_frozen", "to"))
         parse_renamings(self.rename)
+        for name in ("base", "adapter"):
+            if getattr(self, name) and not self.merge_lora:
+                hint = f"leave out {name}, or set merge_lora=True"
+                raise ArgumentError(name, "is for the merge of adapters", hint, (name, "merge_lora"))
+        if self.merge_lora and (self.adapter_only or self.exclude_frozen or self.weights != "masters"):
+            problem = "writes the merged model, from the fp32 master weights"
+            hint = "leave out adapter_only, exclude_frozen and weights"
+            raise ArgumentError("merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "weights"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,9 @@ def consolidate(  # noqa: PLR0913  public API
     exclude: Sequence[str] = (),
     exclude_frozen: bool = False,
     adapter_only: bool = False,
+    merge_lora: bool = False,
+    base: Source | None = None,
+    adapter: Sequence[str] = (),
     rename: Sequence[str] = (),
     rename_map: Mapping[str, str] | str | os.PathLike[str] | None = None,
     prove: bool = False,
@@ -164,6 +178,10 @@ def consolidate(  # noqa: PLR0913  public API
         exclude: Globs: no parameter or buffer whose full name matches one.
         exclude_frozen: Leave out frozen parameters.
         adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
+        merge_lora: Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the
+            output has the base model's names.
+        base: The base model, as for ``src``; default: the frozen weights in the checkpoint.
+        adapter: Names of the adapters to merge, if there are several.
         rename: Rules for the names in the output, applied in order: "s/PATTERN/REPLACEMENT/" with Python's regular
             expressions (flags g, i), or the name of a ready-made map, such as "module" or "peft".
         rename_map: New names by old ones, or the path or URL of a JSON file of them; applied before ``rename``.
@@ -186,8 +204,9 @@ def consolidate(  # noqa: PLR0913  public API
         overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
     chosen = _Selection(
-        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, rename_map
-    )
+        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, rename_map,
+        merge_lora, base, adapter,
+    )  # fmt: skip
     return _consolidate(src, os.fspath(out), chosen, options)
 
 
@@ -197,9 +216,9 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
     destination = Destination(out, options.storage_options)
     check_prove(destination, options)
     workers = workers_for(options.ray, destination)
-    checkpoint = open_for(destination, src, options)
+    checkpoint, companions, notes = _open(src, destination, chosen, options)
     table = read_rename_map(chosen.rename_map, options.storage_options)
-    made = _plan(checkpoint, chosen, table, destination.out)
+    made = _plan(checkpoint, chosen, table, destination.out, companions)
     plan, selection = made.plan, made.selection
     checks = options.read_checks(plan.sources, checkpoint)
     digest: str | None = None
@@ -230,13 +249,36 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
         tied=dict(selection.aliases),
         companions=made.companions,
         overflowed=overflowed,
-        notes=made.notes,
+        notes=(*made.notes, *notes),
         digest=digest,
         checks=None if options.dry_run or checks is None else checks.report,
     )
 
 
-def _plan(checkpoint: Checkpoint, chosen: _Selection, table: Mapping[str, str], out: str) -> _Planned:
+def _open(
+    src: Source, destination: Destination, chosen: _Selection, options: Options
+) -> tuple[Checkpoint, tuple[SidecarFile, ...] | None, tuple[str, ...]]:
+    """Open the source, and merge its adapters if asked for; also return the sidecar files and notes of a merge."""
+    checkpoint = open_for(destination, src, options)
+    if not chosen.merge_lora:
+        return checkpoint, None, ()
+    from ckpttool.api._merge_lora import merged_source
+
+    base = None
+    if chosen.base is not None:
+        base = replace(options, tag=None).open(chosen.base)
+        destination.check_apart(base)
+    merged = merged_source(checkpoint, base, chosen.adapter)
+    return merged.checkpoint, merged.companions, merged.notes
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    chosen: _Selection,
+    table: Mapping[str, str],
+    out: str,
+    companions: tuple[SidecarFile, ...] | None,
+) -> _Planned:
     """Choose the weights and the sidecar files, and plan the files."""
     target = TRAINING_DTYPES[chosen.dtype]
     proofs = sample_checks(checkpoint) if chosen.weights == "masters" else None
@@ -265,7 +307,8 @@ def _plan(checkpoint: Checkpoint, chosen: _Selection, table: Mapping[str, str], 
         selection, unused = renamed(selection, table, rules, checkpoint.location)
         limit = checked_size("max_shard_size", chosen.max_shard_size)
         plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
-        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
+        if companions is None:
+            companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
     plan = with_sidecars(plan, companions, target)
     return _Planned(plan, selection, index, tuple(c.name for c in companions), (*notes, *unused))
 

@@ -11,6 +11,7 @@ import numpy as np
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.execution.evaluation import evaluate
 from ckpttool.execution.sources import ReadBuffer
+from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.sources import Sources
     from ckpttool.model import State
+    from ckpttool.model.formulas import Formula
 
 GATHER_ELEMENTS = 1 << 18
 """Elements of one chunk from local sources."""
@@ -43,6 +45,9 @@ class StateReader:
         self._scratch: dict[str, ReadBuffer] = {}
         self._inner: StateReader | None = None
         """Reads computed inputs of a formula: it needs scratch arrays of its own."""
+        self._owner: Formula | None = None
+        self._kept: dict[int, NDArray[np.float32]] = {}
+        """Small inputs of the formula ``_owner``, by identity."""
 
     def chunks(
         self, state: State, first: int = 0, last: int | None = None, step: int | None = None
@@ -62,6 +67,8 @@ class StateReader:
         """
         last = state.numel if last is None else last
         step = step or chunk_elements(self._sources)
+        if state.formula is not None:
+            step = max(1, step // state.formula.block) * state.formula.block
         for begin in range(first, last, step):
             count = min(step, last - begin)
             out = self._result.array(count, state.dtype)
@@ -117,6 +124,21 @@ class StateReader:
     def scratch(self, name: str, count: int, dtype: str) -> NDArray[Any]:
         """Return an array of ``count`` elements, valid until the next call with this name."""
         return self._scratch.setdefault(name, ReadBuffer()).array(count, dtype)
+
+    def whole(self, state: State, owner: Formula) -> NDArray[np.float32]:
+        """Return all elements of a small state in fp32, in its shape; kept until another ``owner`` asks.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        if self._owner is not owner:
+            self._owner, self._kept = owner, {}
+        found = self._kept.get(id(state))
+        if found is None:
+            out = np.empty(state.numel, dtype=numpy_dtype(state.dtype))
+            self.fill(state, 0, out)
+            found = self._kept[id(state)] = cast(out, "F32").reshape(state.shape)
+        return found
 
     def _fill(self, state: State, first: int, out: NDArray[Any]) -> None:
         blocks = _blocks(state, first, first + len(out))

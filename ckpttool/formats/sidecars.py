@@ -52,6 +52,8 @@ class SidecarFile:
     """Its storage, as data."""
     text: str | None
     """Content of ``config.json``, which is edited; None for files that are copied."""
+    changed: bool = False
+    """Whether ``text`` already differs from the file."""
 
 
 def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[SidecarFile, ...]:

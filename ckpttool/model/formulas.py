@@ -28,6 +28,11 @@ class Formula(ABC):
     def key(self) -> str:
         """Its kind and numbers: equal for two formulas that compute the same from equal inputs."""
 
+    @property
+    def block(self) -> int:
+        """Number of elements that are best computed together, from a multiple of it on."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightedMean(Formula):
@@ -53,3 +58,75 @@ class WeightedMean(Formula):
     def key(self) -> str:
         """The weights and the accumulator."""
         return repr(("mean", self.weights, self.accumulator))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankUpdate:
+    """The update that one LoRA adapter adds to a weight: ``scaling * (b @ a)``."""
+
+    a: State
+    """lora_A: (rank, input features)."""
+    b: State
+    """lora_B: (output features, rank)."""
+    scaling: float
+    """alpha / rank, or alpha / sqrt(rank)."""
+    magnitude: State | None = None
+    """DoRA's magnitudes: (output features,); None for LoRA."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedWeight(Formula):
+    """A weight with LoRA adapters merged into it, in fp32.
+
+    Source: peft 0.21, tuners/lora/layer.py (``Linear.merge``, ``get_delta_weight``) and tuners/lora/variants.py
+    (``DoraLinearVariant.merge_unsafe``).
+    """
+
+    base: State
+    """The weight without adapters: (output features, input features), or transposed."""
+    updates: tuple[LowRankUpdate, ...]
+    """The adapters, in the order of merging; one with magnitudes is the only one."""
+    transposed: bool
+    """Whether the weight is (input features, output features): an embedding, or a Conv1D of transformers."""
+
+    @property
+    def inputs(self) -> tuple[State, ...]:
+        """The weight, then the matrices of each adapter."""
+        matrices = (s for u in self.updates for s in (u.a, u.b, u.magnitude) if s is not None)
+        return (self.base, *matrices)
+
+    @property
+    def key(self) -> str:
+        """The scalings, the orientation and which adapters have magnitudes."""
+        return repr(("lora", [(u.scaling, u.magnitude is not None) for u in self.updates], self.transposed))
+
+    @property
+    def block(self) -> int:
+        """Rows, so that few products are computed for each."""
+        return MERGED_ROWS * self.base.shape[1]
+
+
+MERGED_ROWS = 16
+"""Rows that are computed together: matrix products of fewer rows may round in another order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledSum(Formula):
+    """A state plus multiples of others, in fp32: a bias with the biases of LoRA adapters."""
+
+    base: State
+    """The first summand."""
+    terms: tuple[State, ...]
+    """Further summands, in order."""
+    scalings: tuple[float, ...]
+    """Multiplies each of them."""
+
+    @property
+    def inputs(self) -> tuple[State, ...]:
+        """All summands."""
+        return (self.base, *self.terms)
+
+    @property
+    def key(self) -> str:
+        """The scalings."""
+        return repr(("sum", self.scalings))

@@ -96,6 +96,8 @@ def with_sidecars(plan: CopyPlan, sidecars: Sequence[SidecarFile], dtype: str | 
     files = []
     for number, sidecar in enumerate(sidecars):
         edited = _edit_config(sidecar.text, dtype) if sidecar.text is not None and dtype is not None else None
+        if edited is None and sidecar.changed and sidecar.text is not None:
+            edited = sidecar.text.encode()
         if edited is not None:
             files.append(TargetFile(sidecar.name, len(edited), ((0, edited),), np.zeros(0, dtype=COPY)))
         else:

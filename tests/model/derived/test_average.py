@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.execution.distributed import TaskContext, run_task
 from ckpttool.model.derived.average import newest_of
 from ckpttool.model.derived.weighting import DECAYS, decay_weights, moving_average_weights
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.deepspeed_engines import Load, load_all
+from tests.model.derived.workers import PickledTasks
 from tests.truth import NAMES, source, truth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ckpttool.execution.distributed import Task, TaskResult
+    from collections.abc import Sequence
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -289,23 +286,9 @@ def test_one_checkpoint_named_twice_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- resources
 
 
-class _Workers:
-    """Runs each task as another machine would: from its pickled form alone."""
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, context: TaskContext, tasks: Iterator[Task]) -> Iterator[TaskResult]:
-        for task in tasks:
-            yield run_task(*pickle.loads(pickle.dumps((context, task))))
-
-
 def test_tasks_of_a_cluster_compute_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ["zero2-dp3-bf16", "zero3-dp4-bf16", "zero0-dp2-fp32"]
-    monkeypatch.setattr("ckpttool.api.average.workers_for", lambda *_: _Workers())
+    monkeypatch.setattr("ckpttool.api.average.workers_for", lambda *_: PickledTasks())
     monkeypatch.setattr("ckpttool.execution.distributed.TASK_BYTES", 1000)  # many parts of a tensor
     ckpttool.average([source(n) for n in names], tmp_path / "out", to="safetensors", check="full")
     _assert_same(tmp_path / "out", _expected(names, [1, 1, 1], torch.float32))

@@ -1,0 +1,299 @@
+"""Merged adapters equal PEFT's ``merge_and_unload`` to the last bit in fp32, and load in transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from tests import sampling
+from tests.cli.command import ckpttool as command
+from tests.model.derived.workers import PickledTasks
+from tests.truth import source, truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+peft = pytest.importorskip("peft", reason="the merge is compared with PEFT's")
+# PEFT with the tested transformers, and on tied weights and bases that it does not find on the Hub.
+pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore::UserWarning", "ignore::FutureWarning")
+TRAINED = ["zero2-dp2-bf16-lora-trainer", "zero3-dp2-bf16-lora-trainer"]
+
+
+def _llama(*, tied: bool = False, hidden: int = 64) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=53, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, attention_bias=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(6)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=32, n_layer=2, n_head=2, n_positions=16))
+
+
+def _randomize(model: Any) -> Any:
+    """Give adapters values, as training would: PEFT begins with lora_B = 0."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.data = parameter.data + noise if "magnitude" in name or "modules_to_save" in name else noise
+    return model
+
+
+def _assert_merged(out: Path, model: Any) -> None:
+    """The output has the tensors of PEFT's merge, and transformers computes the same with them."""
+    from transformers import AutoModelForCausalLM
+
+    merged = model.merge_and_unload()
+    expected = {n: t for n, t in merged.state_dict().items() if "rotary" not in n}
+    found = load_file(out / "model.safetensors")
+    missing = expected.keys() - found.keys()
+    assert missing <= {"lm_head.weight"}  # tied: stored once
+    assert found.keys() <= expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    loaded, info = AutoModelForCausalLM.from_pretrained(out, dtype="float32", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(12).reshape(2, 6)
+    assert torch.equal(loaded.eval()(tokens).logits, merged.eval()(tokens).logits)
+
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES: dict[str, dict[str, Any]] = {
+    "LoRA": {"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR},
+    "rank-stabilised": {"r": 12, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], "use_rslora": True},
+    "DoRA": {"r": 4, "lora_alpha": 6, "target_modules": ALL_LINEAR, "use_dora": True},
+    "rank-stabilised DoRA": {"r": 16, "target_modules": ["v_proj"], "use_dora": True, "use_rslora": True},
+    "patterns": {
+        "r": 4, "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"layers.1.self_attn.q_proj": 9},
+        "alpha_pattern": {"q_proj": 3, "^model.layers.0.self_attn.v_proj": 7},
+    },
+    "modules to save": {"r": 64, "target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "biases": {"r": 2, "target_modules": ["q_proj", "k_proj"], "lora_bias": True},
+    "embedding": {"r": 6, "lora_alpha": 7, "target_modules": ["embed_tokens", "up_proj"]},
+    "large rank": {"r": 256, "lora_alpha": 3, "target_modules": ["gate_proj"]},
+}  # fmt: skip
+
+
+def _with_adapter(options: dict[str, Any], base: Any) -> Any:
+    return _randomize(peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
+
+
+def _save_base(model: Any, directory: Path) -> None:
+    model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("case", sampling.some(CASES, 9))
+def test_merge_equals_peft(case: str, tmp_path: Path) -> None:
+    """From PEFT's own files, with the base model in a directory of its own."""
+    base = _llama()
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter(CASES[case], base)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base", prove=True
+    )
+    _assert_merged(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize(("case", "stage"), [("LoRA", 3), ("DoRA", 2), ("modules to save", 1), ("embedding", 2)])
+def test_base_weights_of_the_checkpoint_itself(case: str, stage: int, tmp_path: Path) -> None:
+    """From a ZeRO checkpoint of several ranks with the frozen weights in it."""
+    model = _with_adapter(CASES[case], _llama(tied=case == "embedding"))
+    state = {n: t.clone() for n, t in model.state_dict().items() if "rotary" not in n}
+    if case == "embedding":
+        del state["base_model.model.lm_head.weight"]
+    save_file(state, tmp_path / "peft.safetensors")
+    ckpttool.convert(tmp_path / "peft.safetensors", tmp_path / "zero", to="zero", world_size=3, stage=min(stage, 2))
+    if stage == 3:
+        ckpttool.convert(tmp_path / "zero", tmp_path / "three", to="universal")
+    root = tmp_path / ("three" if stage == 3 else "zero")
+    model.peft_config["default"].save_pretrained(root)
+    model.get_base_model().config.save_pretrained(root)
+    done = command(
+        "consolidate", root, tmp_path / "out", "--to", "safetensors", "--merge-lora", "--max-shard-size", "1GB"
+    )
+    assert done.code == 0, done.stderr
+    _assert_merged(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_adapter_that_deepspeed_trained(name: str, dtype: Any, tmp_path: Path) -> None:
+    """The Trainer leaves frozen weights out; PEFT loads the adapter that the engine held into the same base."""
+    torch.manual_seed(8)
+    base = _llama(hidden=16)
+    held = {n.partition("/")[2]: t for n, t in truth(name).tensors.items() if n.startswith("adapter_fp32/")}
+    widths = {n: t.shape for n, t in held.items()}
+    assert widths["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][1] == 16
+    _save_base(base, tmp_path / "base")
+    shutil.copytree(source(name), tmp_path / "adapter", ignore=shutil.ignore_patterns("global_step*", "*.pt*"))
+    (adapter_files := tmp_path / "adapter" / "adapter_model.safetensors").unlink(missing_ok=True)
+    save_file({n: t.contiguous() for n, t in held.items()}, adapter_files)
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
+    ckpttool.consolidate(
+        source(name),
+        tmp_path / "out",
+        to="safetensors",
+        merge_lora=True,
+        base=tmp_path / "base",
+        dtype=dtype,
+        prove=True,
+    )
+    merged = model.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == {n for n in merged if "rotary" not in n}
+    for key, tensor in found.items():
+        assert torch.equal(tensor, merged[key].to(tensor.dtype)), key
+
+
+def test_conv1d_of_gpt2(tmp_path: Path) -> None:
+    base = _gpt2()
+    _save_base(base, tmp_path / "base")
+    options = {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
+    model = _with_adapter(options, base)
+    model.save_pretrained(tmp_path / "adapter")
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    _assert_merged(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("case", ["LoRA", "DoRA", "embedding"])
+def test_parts_of_a_weight_are_merged_alike(
+    case: str, s3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In tasks of a cluster that begin and end inside rows, and from bucket to bucket."""
+    base = _llama()
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter(CASES[case], base)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    for name in ("adapter", "base"):
+        s3.upload(tmp_path / name, name)
+    out = s3.url("out")
+    ckpttool.consolidate(s3.url("adapter"), out, to="safetensors", merge_lora=True, base=s3.url("base"), prove=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("ckpttool.api.consolidate.workers_for", lambda *_: PickledTasks())
+        patched.setattr("ckpttool.execution.distributed.TASK_BYTES", 1000)
+        ckpttool.consolidate(
+            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+        )
+    assert s3.get("out/model.safetensors") == (tmp_path / "out/model.safetensors").read_bytes()
+    _assert_merged(tmp_path / "out", model)
+
+
+def test_several_adapters_merge_in_the_given_order(tmp_path: Path) -> None:
+    model = _with_adapter(CASES["LoRA"], _llama())
+    model.add_adapter("style", peft.LoraConfig(**CASES["rank-stabilised"]))
+    _randomize(model)
+    save_file({n: t.clone() for n, t in model.state_dict().items() if "rotary" not in n}, tmp_path / "peft.safetensors")
+    root = tmp_path / "run"
+    root.mkdir()
+    (tmp_path / "peft.safetensors").rename(root / "model.safetensors")
+    model.peft_config["default"].save_pretrained(root)
+    model.peft_config["style"].save_pretrained(root / "style")
+    model.get_base_model().config.save_pretrained(root)
+    arguments = ["consolidate", root, tmp_path / "out", "--to", "safetensors", "--merge-lora"]
+    error = command(*arguments).error
+    assert "holds several adapters: default, style; choose with --adapter" in error
+    assert "holds no adapter other; choose one of default, style" in command(*arguments, "--adapter", "other").error
+    done = command(*arguments, "--adapter", "style", "--adapter", "default")
+    assert "note: merged the adapters style, default, in this order" in done.stdout
+    both = copy.deepcopy(model)
+    both.base_model.set_adapter(["style", "default"])
+    _assert_merged(tmp_path / "out", both)
+    assert command(*arguments[:2], tmp_path / "one", *arguments[3:], "--adapter", "style").code == 0
+    model.set_adapter("style")
+    _assert_merged(tmp_path / "one", model)
+
+
+def test_projection_trained_apart_from_a_tied_embedding_is_not_tied_again(tmp_path: Path) -> None:
+    base = _llama(tied=True)
+    _save_base(base, tmp_path / "base")
+    assert "lm_head.weight" not in load_file(tmp_path / "base/model.safetensors")
+    model = _with_adapter({"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, base)
+    model.save_pretrained(tmp_path / "adapter")
+    report = ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    assert any(note.startswith("config.json says tie_word_embeddings: false") for note in report.notes)
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    _assert_merged(tmp_path / "out", model)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, Path]:
+    """An adapter and its base model."""
+    base = _llama()
+    _save_base(base, tmp_path / "base")
+    _with_adapter(CASES["rank-stabilised"], base).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", tmp_path / "base"
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    adapter, base = trained
+    arguments = ["consolidate", adapter, tmp_path / "out", "--to", "safetensors", "--merge-lora"]
+
+    def refused(*options: object) -> str:
+        error = command(*arguments, *options).error
+        assert not (tmp_path / "out").exists()
+        return error
+
+    assert "holds no base weight of model.layers.0.mlp.down_proj: frozen weights were left out" in refused()
+    _save_base(_llama(hidden=32), tmp_path / "other")
+    assert "has an adapter for model.layers.0.mlp.down_proj.weight of shape [64, 192]" in refused(
+        "--base", tmp_path / "other"
+    )
+    _save_base(_gpt2(), tmp_path / "gpt2")
+    assert "which the base model lacks; give the model that it was trained on as --base" in refused(
+        "--base", tmp_path / "gpt2"
+    )
+    config = adapter / "adapter_config.json"
+    kept = config.read_text()
+    for change, message in (
+        ({"peft_type": "IA3"}, "has the PEFT method 'IA3' in adapter_config.json, not LORA"),
+        ({"layer_replication": [[0, 1]]}, "was trained with layer_replication"),
+        ({"lora_alpha": "a"}, "has no number lora_alpha"),
+        ({"alpha_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in alpha_pattern of adapter_config.json, which is no number"),
+        ({"alpha_pattern": {"q_proj[": 2}}, "has 'q_proj[' in alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": "2"}}, "has 'q_proj' in alpha_pattern"),
+    ):
+        _edit(config, **change)
+        assert message in refused("--base", base)
+        config.write_text(kept)
+    config.write_text("[")
+    assert "adapter_config.json: is not a JSON object; restore it" in refused("--base", base)
+    config.unlink()
+    assert "has no adapter_config.json, which records the scaling of the adapter; copy the one" in refused(
+        "--base", base
+    )
+    config.write_text(kept)
+    assert (
+        "--base: is for the merge of adapters"
+        in command("consolidate", base, tmp_path / "out", "--to", "torch", "--base", base).error
+    )
+    assert (
+        "holds no LoRA adapter" in command("consolidate", base, tmp_path / "out", "--to", "torch", "--merge-lora").error
+    )
+    assert "--merge-lora: writes the merged model" in refused("--exclude-frozen", "--base", base)
