@@ -10,81 +10,42 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._common import check_prove, open_for, workers_for
 from ckpttool.api._rename_map import read_rename_map
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_choice, checked_size
-from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.formats.sidecars import SidecarFile, find_sidecars
-from ckpttool.plan.copy_checks import sample_checks
-from ckpttool.storage import connect
-from ckpttool.targets.renaming import parse_renamings, renamed
-from ckpttool.targets.sidecars import with_sidecars
-from ckpttool.targets.weights import select_weights
+from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import ConsistencyChecks, CopyPlan
-    from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class _Selection:
-    """Which weights ``consolidate`` writes, and as what."""
+class _Merge:
+    """Which adapters to merge into the weights, and the base model."""
 
-    to: str
-    dtype: str
-    weights: Literal["masters", "module"]
-    max_shard_size: int | str
-    include: Sequence[str]
-    exclude: Sequence[str]
-    exclude_frozen: bool
-    adapter_only: bool
-    rename: Sequence[str]
-    rename_map: Mapping[str, str] | str | os.PathLike[str] | None
     merge_lora: bool
     base: Source | None
     adapter: Sequence[str]
 
-    def check(self) -> None:
+    def check(self, chosen: WeightChoice) -> None:
         """Refuse values that no checkpoint allows.
 
         Raises:
             ArgumentError: There is one.
         """
-        check_choice("weights", self.weights, ("masters", "module"))
-        check_choice("to", self.to, ("safetensors", "torch"))
-        check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
-        checked_size("max_shard_size", self.max_shard_size)
-        if self.adapter_only and (self.to != "safetensors" or self.include or self.exclude or self.exclude_frozen):
-            problem = "writes the whole adapter, as safetensors"
-            hint = 'leave out include, exclude and exclude_frozen, and write to="safetensors"'
-            raise ArgumentError("adapter_only", problem, hint, ("include", "exclude", "exclude_frozen", "to"))
-        parse_renamings(self.rename)
         for name in ("base", "adapter"):
             if getattr(self, name) and not self.merge_lora:
                 hint = f"leave out {name}, or set merge_lora=True"
                 raise ArgumentError(name, "is for the merge of adapters", hint, (name, "merge_lora"))
-        if self.merge_lora and (self.adapter_only or self.exclude_frozen or self.weights != "masters"):
+        if self.merge_lora and (chosen.adapter_only or chosen.exclude_frozen or chosen.weights != "masters"):
             problem = "writes the merged model, from the fp32 master weights"
             hint = "leave out adapter_only, exclude_frozen and weights"
             raise ArgumentError("merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "weights"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A plan, with facts for the report."""
-
-    plan: CopyPlan
-    selection: WeightSelection
-    index: str
-    """Name of the file that is committed last; "" for one file alone."""
-    companions: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,22 +164,30 @@ def consolidate(  # noqa: PLR0913  public API
         tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
         overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
-    chosen = _Selection(
-        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, rename_map,
-        merge_lora, base, adapter,
+    chosen = WeightChoice(
+        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename,
     )  # fmt: skip
-    return _consolidate(src, os.fspath(out), chosen, options)
+    merge = _Merge(merge_lora, base, adapter)
+    return _consolidate(src, os.fspath(out), chosen, merge, rename_map, options)
 
 
-def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) -> CopyReport:
+def _consolidate(
+    src: Source,
+    out: str,
+    chosen: WeightChoice,
+    merge: _Merge,
+    rename_map: Mapping[str, str] | str | os.PathLike[str] | None,
+    options: Options,
+) -> CopyReport:
     began = time.perf_counter()
     chosen.check()
+    merge.check(chosen)
     destination = Destination(out, options.storage_options)
     check_prove(destination, options)
     workers = workers_for(options.ray, destination)
-    checkpoint, companions, notes = _open(src, destination, chosen, options)
-    table = read_rename_map(chosen.rename_map, options.storage_options)
-    made = _plan(checkpoint, chosen, table, destination.out, companions)
+    chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.storage_options))
+    checkpoint, companions, notes = _open(src, destination, merge, options)
+    made = plan_weight_files(checkpoint, chosen, destination.out, companions)
     plan, selection = made.plan, made.selection
     checks = options.read_checks(plan.sources, checkpoint)
     digest: str | None = None
@@ -256,73 +225,17 @@ def _consolidate(src: Source, out: str, chosen: _Selection, options: Options) ->
 
 
 def _open(
-    src: Source, destination: Destination, chosen: _Selection, options: Options
+    src: Source, destination: Destination, merge: _Merge, options: Options
 ) -> tuple[Checkpoint, tuple[SidecarFile, ...] | None, tuple[str, ...]]:
     """Open the source, and merge its adapters if asked for; also return the sidecar files and notes of a merge."""
     checkpoint = open_for(destination, src, options)
-    if not chosen.merge_lora:
+    if not merge.merge_lora:
         return checkpoint, None, ()
     from ckpttool.api._merge_lora import merged_source
 
     base = None
-    if chosen.base is not None:
-        base = replace(options, tag=None).open(chosen.base)
+    if merge.base is not None:
+        base = replace(options, tag=None).open(merge.base)
         destination.check_apart(base)
-    merged = merged_source(checkpoint, base, chosen.adapter)
+    merged = merged_source(checkpoint, base, merge.adapter)
     return merged.checkpoint, merged.companions, merged.notes
-
-
-def _plan(
-    checkpoint: Checkpoint,
-    chosen: _Selection,
-    table: Mapping[str, str],
-    out: str,
-    companions: tuple[SidecarFile, ...] | None,
-) -> _Planned:
-    """Choose the weights and the sidecar files, and plan the files."""
-    target = TRAINING_DTYPES[chosen.dtype]
-    proofs = sample_checks(checkpoint) if chosen.weights == "masters" else None
-    notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
-    rules = parse_renamings(chosen.rename)
-    if chosen.adapter_only:
-        from ckpttool.targets import adapter
-        from ckpttool.targets.safetensors import plan_safetensors
-
-        selection = adapter.select_adapter(checkpoint, source=chosen.weights, dtype=target)
-        selection, unused = renamed(selection, table, rules, checkpoint.location)
-        plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=adapter.STEM)
-        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (adapter.CONFIG, "README.md"))
-        if adapter.CONFIG not in {c.name for c in companions}:
-            notes.append(f"there is no {adapter.CONFIG} beside the checkpoint: PEFT needs one in {out}")
-        index = ""
-    else:
-        selection = select_weights(
-            checkpoint,
-            source=chosen.weights,
-            dtype=target,
-            include=chosen.include,
-            exclude=chosen.exclude,
-            exclude_frozen=chosen.exclude_frozen,
-        )
-        selection, unused = renamed(selection, table, rules, checkpoint.location)
-        limit = checked_size("max_shard_size", chosen.max_shard_size)
-        plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
-        if companions is None:
-            companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
-    plan = with_sidecars(plan, companions, target)
-    return _Planned(plan, selection, index, tuple(c.name for c in companions), (*notes, *unused))
-
-
-def _plan_weights(
-    to: str, checkpoint: Checkpoint, selection: WeightSelection, limit: int, consistency: ConsistencyChecks | None
-) -> tuple[CopyPlan, str]:
-    """The plan, and the name of the file that is committed last."""
-    if to == "safetensors":
-        from ckpttool.targets import safetensors
-
-        return safetensors.plan_safetensors(
-            checkpoint, selection, max_shard_bytes=limit, consistency=consistency
-        ), safetensors.INDEX
-    from ckpttool.targets import torch
-
-    return torch.plan_torch(checkpoint, selection, max_shard_bytes=limit, consistency=consistency), torch.INDEX
