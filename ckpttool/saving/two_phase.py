@@ -73,7 +73,10 @@ class Request:
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
-    """Sidecar files of the root, by name."""
+    """Sidecar files of the root, by name; those that exist are kept."""
+    root_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the root that this rank writes before the commit, by path relative to the root; existing ones are
+    replaced."""
     sign_key: bytes | None = field(default=None, repr=False)
     """Key that signs the manifest; None for no signature."""
 
@@ -94,7 +97,8 @@ def save(
         storage: Storage of the checkpoint.
         root: The directory of all checkpoints.
         ranks: The ranks of the run.
-        request: The checkpoint. Tag, step and ``sign_key`` must be the same on all ranks; other fields count on rank 0.
+        request: The checkpoint. Tag, step and ``sign_key`` must be the same on all ranks; ``root_files`` are each
+            rank's own; other fields count on rank 0.
         files: The files of this rank.
         timeout: Seconds that a rank may be behind rank 0.
         failed: Error of this rank that makes the save fail.
@@ -140,6 +144,9 @@ def _save(
         outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
         for file, sums in zip(outgoing, rank_files.write_files(storage, directory, outgoing, check), strict=True):
             outcome["files"][file.name] = _to_message(sums)
+        if request.root_files:
+            check()
+            _write_root_files(storage, root, request.root_files)
     except CkptError as error:
         outcome["error"] = str(error)
     except Exception as error:  # the other ranks wait for this rank's message
@@ -153,6 +160,13 @@ def _save(
         last=True,
     )
     return Manifest(**fields)
+
+
+def _write_root_files(storage: WritableStorage, root: str, files: Mapping[str, bytes]) -> None:
+    for directory in sorted({posixpath.dirname(name) for name in files} - {""}):
+        storage.make_directory(posixpath.join(root, directory))
+    for name, data in files.items():
+        storage.put(posixpath.join(root, name), data)
 
 
 def _to_message(sums: Checksums) -> list[Any]:

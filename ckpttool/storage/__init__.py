@@ -22,7 +22,7 @@ from ckpttool.storage.opening import open_storage
 from ckpttool.storage.posix import copy_range, reserve, write_at
 from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed
 from ckpttool.storage.specs import connect
-from ckpttool.storage.urls import is_url, local_path, parent, scheme_of, without_credentials
+from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, without_credentials
 
 __all__ = [
     "HALF_REMOVED",
@@ -43,6 +43,7 @@ __all__ = [
     "StorageSpec",
     "WritableStorage",
     "Writer",
+    "absolute_path",
     "connect",
     "copy_range",
     "is_half_removed",

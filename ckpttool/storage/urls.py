@@ -37,6 +37,11 @@ def local_path(path: str) -> str:
     return unquote(slash + tail)
 
 
+def absolute_path(path: str) -> str:
+    """Return a local path as an absolute one, without ``file://``; a URL without a slash at the end."""
+    return path.rstrip("/") if is_url(path) else posixpath.abspath(local_path(path))
+
+
 def parent(path: str) -> str:
     """Return the parent directory; for a bucket the bucket itself."""
     if is_url(path) and "/" not in path.split("://", 1)[1].strip("/"):

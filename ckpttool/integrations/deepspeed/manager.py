@@ -182,9 +182,14 @@ class CheckpointManager:
     def save_into(  # noqa: PLR0913  the arguments of ``save``
         self, root: str, engine: Any, *, tag: str | None, client_state: Mapping[str, Any],
         metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool, before: tuple[str, int] | None = None,
-        rank_state: Any = None,
+        rank_state: Any = None, root_files: Mapping[str, bytes] | None = None,
     ) -> SaveReport | None:  # fmt: skip
-        """Like ``save``, but into another root; call ``wait`` first. Ray Train has one directory per checkpoint."""
+        """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
+
+        ``root`` lies on the manager's storage. ``before`` is attempt and number of the previous commit; None for the
+        one that ``latest`` in ``root`` names. ``root_files`` are files of the root that this rank writes before the
+        commit, by path relative to the root; other arguments are those of ``save``.
+        """
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
@@ -206,6 +211,7 @@ class CheckpointManager:
                     groups=groups_without_zero(engine),
                     batch=engine_batch(engine).to_config(),
                     before=before,
+                    root_files=root_files or {},
                 )
             )
             check_client_state(client_state)

@@ -1,0 +1,135 @@
+"""List and remove the checkpoints of a run of a Hugging Face Trainer or of Accelerate, by the names of their folders.
+
+Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``, ``rotate_checkpoints``): ``checkpoint-N``;
+accelerate 1.15, accelerator.py (``save_state``): ``checkpoint_N``.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.catalog.cleanup import is_old
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.errors import CkptError
+from ckpttool.storage import is_half_removed, is_linked, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from ckpttool.storage import Storage, WritableStorage
+
+LOG = logging.getLogger("ckpttool")
+_NAME = re.compile(r"checkpoint[-_](\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrainerCommit:
+    """A whole checkpoint of a run. The order is that of time: plain saves, then commits by number, then by step."""
+
+    number: int
+    """``Manifest.number``; 0 for a plain save of the Trainer."""
+    step: int
+    """The number in the folder's name."""
+    folder: str
+    """Path or URL of the folder."""
+    attempt: str
+    """``Manifest.attempt``; "" for a plain save."""
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a folder of the Trainer."""
+    return f"checkpoint-{step}"
+
+
+def step_of_folder(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None for other names."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def folders(storage: Storage, root: str) -> list[tuple[int, str]]:
+    """Return number and path of all folders named ``checkpoint-N`` or ``checkpoint_N``, the last number first.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+    storage.refresh([])
+    entries = storage.listing(root) if storage.is_dir(root) else []
+    steps = [(step_of_folder(entry.name), posixpath.join(root, entry.name)) for entry in entries if entry.is_dir]
+    return sorted(((step, path) for step, path in steps if step is not None), reverse=True)
+
+
+def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
+    """Return the whole checkpoints of a run, oldest first. Tensor bytes are not read.
+
+    Raises:
+        StorageError: A folder cannot be read.
+    """
+    found = []
+    for step, folder in folders(storage, root):
+        for candidate in candidates(storage, folder)[:1]:
+            number, attempt = 0, ""
+            if candidate.committed:
+                try:
+                    manifest = read_manifest(storage, candidate.path)
+                except CkptError:
+                    continue
+                number, attempt = manifest.number, manifest.attempt
+            found.append(TrainerCommit(number, step, folder, attempt))
+    return sorted(found)
+
+
+def rotate(
+    storage: WritableStorage, root: str, limit: int | None, *, keep: Collection[str], grace: float
+) -> list[str]:  # fmt: skip
+    """Remove the oldest checkpoints of a run, and what killed saves have left; return what was removed.
+
+    Unlike the Trainer's own rotation it counts whole checkpoints only, so that an incomplete one never takes the place
+    of a checkpoint that a run can resume from.
+
+    Args:
+        storage: Storage of the run.
+        root: The output directory.
+        limit: Number of checkpoints to keep; None or 0 for all.
+        keep: Names of folders that stay.
+        grace: Seconds after which the folder of a killed save is removed.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+    found = trainer_commits(storage, root)
+    spare = [one.folder for one in found[:-1] if posixpath.basename(one.folder) not in keep]
+    surplus = max(0, len(found) - limit) if limit else 0
+    whole = {one.folder for one in found}
+    doomed = spare[:surplus]
+    doomed += [path for _, path in folders(storage, root) if path not in whole and _is_leftover(storage, path, grace)]
+    removed = []
+    for folder in doomed:
+        if is_linked(storage, root, folder):
+            continue
+        try:
+            storage.remove_tree(folder)
+        except CkptError as error:
+            LOG.warning("an old checkpoint was not removed: %s", error)
+        else:
+            removed.append(folder)
+            LOG.info("removed %s", folder)
+    return removed
+
+
+def _is_leftover(storage: Storage, folder: str, grace: float) -> bool:
+    """Return whether a folder has only an unfinished save of a process that does not run any more."""
+    if is_half_removed(storage, folder):
+        return True
+    inside = [posixpath.join(folder, entry.name) for entry in storage.listing(folder) if entry.is_dir]
+    unfinished = [directory for directory in inside if is_unfinished(storage, directory)]
+    if not unfinished or any(is_alive(read_mark(storage, directory)) for directory in unfinished):
+        return False
+    newest = max((entry.modified or 0.0 for _, entry in walk(storage, folder)), default=0.0)
+    return is_old(newest, grace)

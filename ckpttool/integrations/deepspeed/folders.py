@@ -1,0 +1,368 @@
+"""Save an engine and the files of a training framework as one commit, each checkpoint in a folder of its own.
+
+A framework (Hugging Face Trainer, Accelerate) writes small files beside DeepSpeed's directory: schedulers, its own
+state, configurations. They are saved twice. In the checkpoint's folder they have the framework's names, so that the
+framework reads them without ckpttool. And each rank's files are in its rank state, under the manifest: a restore takes
+those, which always belong to the engine's state, even if a run was killed between the files and the commit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import posixpath
+from dataclasses import astuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpttool.catalog.restore_order import Candidate, candidates
+from ckpttool.catalog.trainer_runs import trainer_commits
+from ckpttool.commit.marks import is_unfinished
+from ckpttool.errors import ArgumentError, CkptError, LayoutError
+from ckpttool.formats.sidecars import PATTERNS
+from ckpttool.formats.whole import open_whole
+from ckpttool.integrations.deepspeed.load import restore_engine
+from ckpttool.integrations.deepspeed.load_plan import load_options
+from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
+from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.rank_states import RankStates
+from ckpttool.integrations.ray.run import current_run
+from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
+from ckpttool.integrations.torch.process_group import ranks_of_process_group
+from ckpttool.integrations.torch.rng import rng_state, set_rng_state
+from ckpttool.storage import connect, local_path, open_storage, scheme_of
+from ckpttool.storage.confined import confined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.model import Checkpoint
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.storage import Storage
+
+LOG = logging.getLogger(__name__)
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model.bin")
+"""Names of files with weights that frameworks and exports write into a checkpoint's folder."""
+STATIC = (*PATTERNS, "training_args.bin", "adapter_config.json", "README.md")
+"""Names of files that no resume reads."""
+RNG = "rng"
+"""Key of the random number state in a rank state."""
+WITHIN_EPOCH = "within_epoch"
+"""Key in a rank state: whether the loop was between two batches of an epoch, so that its data loader has already drawn
+the random numbers of the epoch."""
+FILES = "files"
+"""Key of the framework's files in a rank state: ``torch.uint8`` tensors by path relative to the folder."""
+
+
+class Folders:
+    """Saves and loads checkpoints, each in a folder of its own; make one on every rank, with the same arguments.
+
+    Args:
+        root: A directory or URL on the storage of all checkpoints; in a worker of Ray Train None for the directory of
+            the run: each save is then reported to Ray.
+        async_save: As for ``CheckpointManager``.
+        timeout: As for ``CheckpointManager``.
+        storage_options: As for ``CheckpointManager``.
+        allow: As for ``CheckpointManager``.
+        on_save: As for ``CheckpointManager``.
+    """
+
+    def __init__(
+        self, root: str | None, *, async_save: bool = False, timeout: float = TIMEOUT, allow: Collection[str] = (),
+        storage_options: Mapping[str, Any] | None = None, on_save: Callable[[SaveReport], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.run = current_run() if root is None else None
+        """The run of Ray Train that the saves are reported to."""
+        if self.run is not None:
+            root, self.storage = self.run.root, self.run.storage
+        elif root is None:
+            raise ArgumentError("root", "is missing outside of Ray Train", "pass a directory or URL")
+        else:
+            self.storage = open_storage(local_path(root), storage_options)
+        self._manager = CheckpointManager(
+            root, async_save=async_save, timeout=timeout, allow=allow, on_save=on_save, storage=self.storage
+        )
+        self._async_save = async_save
+        self._unreported: tuple[str, Mapping[str, float]] | None = None
+        self.root = self._manager.root
+        """The root, as an absolute path or a URL."""
+        self._storage_options = storage_options
+        self._timeout = timeout
+        self._options = LoadOptions(allow=tuple(sorted(allow)))
+        self._met: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the run."""
+        if self._met is None:
+            self._met = ranks_of_process_group("folders")
+        return self._met
+
+    def source(self, folder: str) -> Storage:
+        """Return the storage to read a folder from."""
+        return confined(self.storage, folder, self._storage_options)
+
+    def save(  # noqa: PLR0913  the arguments of ``CheckpointManager.save``
+        self,
+        engine: Any,
+        folder: str,
+        *,
+        tag: str | None,
+        files: Mapping[str, bytes],
+        static: Collection[str] = (),
+        hidden: Collection[str] = (),
+        client_state: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        exclude_frozen: bool = False,
+        before: tuple[str, int] | None = None,
+        within_epoch: bool = False,
+    ) -> None:
+        """Save the engine's state and this rank's files, on every rank at the same step; replaces what is there.
+
+        Args:
+            engine: As for ``CheckpointManager.save``.
+            folder: Directory or URL of this checkpoint.
+            tag: Name of DeepSpeed's directory in it; None for DeepSpeed's own.
+            files: Files that this rank adds to the folder, by path relative to it.
+            static: Those of them that no resume needs, such as a tokenizer.
+            hidden: Those of them that this rank does not write into the folder, because another rank does.
+            client_state: As for ``CheckpointManager.save``.
+            metrics: As for ``CheckpointManager.save``.
+            exclude_frozen: Leave frozen parameters out.
+            before: Attempt and number of the previous commit of the run.
+            within_epoch: Whether more batches of the epoch follow, for ``was_within_epoch``.
+
+        Raises:
+            CkptError: This save failed, or the previous one in the background. Nothing was committed.
+        """
+        self.wait()
+        own = {name: _as_tensor(data) for name, data in files.items() if name not in static}
+        self._manager.save_into(
+            folder, engine, tag=tag, client_state=client_state or {}, metrics=metrics or {}, overwrite=True,
+            exclude_frozen=exclude_frozen, before=before,
+            rank_state={RNG: rng_state(), FILES: own, WITHIN_EPOCH: within_epoch},
+            root_files={name: data for name, data in files.items() if name not in hidden},
+        )  # fmt: skip
+        self._unreported = folder, metrics or {}
+        if not self._async_save:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save in the background is committed, and report it to Ray Train; on every rank.
+
+        Raises:
+            CkptError: It failed.
+        """
+        unreported, self._unreported = self._unreported, None
+        self._manager.wait()
+        if unreported is not None and self.run is not None:
+            self.run.report(*unreported)
+
+    def report_restored(self, folder: str, metrics: Mapping[str, float]) -> None:
+        """Report a restored checkpoint to Ray Train if Ray does not know it, as its worker died before the report."""
+        run = self.run
+        if run is None or posixpath.dirname(folder) != self.root:
+            return
+        if self.on_first_rank(lambda: posixpath.basename(folder) not in run.reported()):
+            run.report(folder, metrics)
+
+    def on_first_rank(self, decide: Callable[[], Any]) -> Any:
+        """Run a function on the first rank; return its JSON result, or raise its error, on all ranks."""
+        return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout)
+
+    def open(self, candidate: Candidate) -> Checkpoint:
+        """Open a checkpoint, on every rank.
+
+        Raises:
+            CkptError: It is incomplete or damaged; the same on every rank.
+        """
+        storage = self.source(posixpath.dirname(candidate.path))
+        opener = partial(open_whole, storage, candidate.path)
+        return open_together(candidate.path, storage, opener, self.ranks, timeout=self._timeout)
+
+    def write_files(self, checkpoint: Checkpoint, directory: str) -> None:
+        """Write the framework's files for this rank into a local directory, on every rank.
+
+        These are the files of the first rank and, on as many ranks as saved, this rank's own. Of a checkpoint that the
+        framework saved without ckpttool they are the files of its folder.
+
+        Raises:
+            CkptError: They are missing or damaged; on every rank.
+        """
+        error: Exception | None = None
+        try:
+            if not self._write_own_files(checkpoint, directory):
+                _copy_files(connect(checkpoint.storage), posixpath.dirname(checkpoint.location), directory)
+        except (CkptError, OSError) as problem:
+            error = problem
+        agree_on_all_ranks(self.ranks, checkpoint.location, error, timeout=self._timeout)
+
+    def _write_own_files(self, checkpoint: Checkpoint, directory: str) -> bool:
+        states = RankStates(checkpoint, load_options(checkpoint, self._options))
+        if not states:
+            return False
+        found = False
+        for rank in dict.fromkeys([0, self.ranks.rank] if len(states) == self.ranks.size else [0]):
+            state = states[rank]
+            files = state.get(FILES) if isinstance(state, dict) else None
+            found = found or isinstance(files, dict)
+            for name, data in (files or {}).items():
+                _write(checkpoint.location, directory, name, data)
+        return found
+
+    def restore(
+        self, engine: Any, checkpoint: Checkpoint, *, strict: bool = True, weights_only: bool = False
+    ) -> LoadReport:
+        """Load an open checkpoint into the engine, on every rank; their number and the ZeRO stage may have changed.
+
+        Raises:
+            CkptError: The checkpoint does not fit or is damaged; on every rank, before any engine changed.
+        """
+        options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._options.allow)
+        agree = partial(agree_on_all_ranks, self.ranks, checkpoint.location, timeout=self._timeout)
+        report = restore_engine(engine, checkpoint, options, agree)
+        if self.ranks.rank == 0:
+            LOG.info("%s", report)
+        return report
+
+    def begin(self, folder: str) -> tuple[str, int]:
+        """Find the previous commit of the run, and remove what must not lie beside a new save; on every rank.
+
+        Returns:
+            Attempt and number of the previous commit, for ``save``.
+        """
+        attempt, number = self.on_first_rank(lambda: self._begin(folder))
+        return attempt, number
+
+    def _begin(self, folder: str) -> list[Any]:
+        storage = self.storage
+        storage.refresh([])
+        found = trainer_commits(storage, posixpath.dirname(folder))
+        if storage.is_dir(folder):
+            if storage.remote and any(one.folder != folder for one in found):
+                storage.remove_tree(folder)  # a bucket cannot replace a commit as a whole
+            else:  # weights of an abandoned run
+                names = [e.name for e in storage.listing(folder) if not e.is_dir and is_weights(e.name)]
+                storage.delete([posixpath.join(folder, name) for name in names])
+        return [found[-1].attempt, found[-1].number] if found else ["", 0]
+
+
+class FoldersByStorage:
+    """``Folders`` for paths and URLs of any storage, one for each; make one on every rank, with the same arguments.
+
+    Args:
+        options: Arguments of ``Folders``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._made: dict[str, Folders] = {}
+
+    def at(self, folder: str) -> Folders:
+        """Return the saves for the storage of a folder: in the directory of a run of Ray Train, those of the run."""
+        run = current_run()
+        in_run = run is not None and folder.startswith(f"{run.root}/")
+        key = "run" if in_run else scheme_of(folder)
+        if key not in self._made:
+            self._made[key] = Folders(None if in_run else folder, **self._options)
+        return self._made[key]
+
+    def wait(self) -> None:
+        """Wait for all of them, as ``Folders.wait``."""
+        for saves in self._made.values():
+            saves.wait()
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file beside DeepSpeed's directory holds weights, by its name."""
+    return _matches(name, WEIGHTS)
+
+
+def set_rng_of(report: LoadReport) -> bool:
+    """Set this rank's random number generators from the rank states of a restore; return False if there are none."""
+    if not report.rank_states:
+        return False
+    state = report.rng_state(RNG)
+    if state is None:
+        return False
+    set_rng_state(state)
+    return True
+
+
+def was_within_epoch(report: LoadReport) -> bool:
+    """Return whether a restored checkpoint was saved with ``within_epoch``."""
+    state = report.rank_states[0] if report.rank_states else None
+    return isinstance(state, dict) and state.get(WITHIN_EPOCH) is True
+
+
+def candidates_in(storage: Storage, folder: str) -> list[tuple[str, str, bool]]:
+    """Return the checkpoints in a folder, best first, as JSON data; warn of a folder that has none.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    found = [astuple(one) for one in candidates(storage, folder)]
+    if not found:
+        LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is passed over"))
+    return [(tag, path, committed) for tag, path, committed in found]
+
+
+def why_not(storage: Storage, folder: str) -> str:
+    """Return why a folder holds no checkpoint, as the rest of a sentence."""
+    for entry in storage.listing(folder) if storage.is_dir(folder) else []:
+        if entry.is_dir and is_unfinished(storage, posixpath.join(folder, entry.name)):
+            return f"was not committed: the save of {entry.name} did not finish"
+    return "holds no whole checkpoint"
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def is_static(name: str) -> bool:
+    """Return whether no resume reads a file beside DeepSpeed's directory, by its name."""
+    return _matches(name, STATIC)
+
+
+def read_files(directory: str) -> dict[str, bytes]:
+    """Return the content of all files below a local directory, by relative path."""
+    found = {}
+    for above, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(above, name)
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, directory)] = file.read()
+    return found
+
+
+def _copy_files(storage: Storage, folder: str, directory: str) -> None:
+    for entry in storage.listing(folder):
+        if entry.is_dir or is_static(entry.name) or is_weights(entry.name):
+            continue
+        with storage.open(posixpath.join(folder, entry.name)) as reader:
+            data = reader.read(0, reader.nbytes)
+        with open(os.path.join(directory, entry.name), "wb") as file:
+            file.write(data)
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(posixpath.basename(name), pattern) for pattern in patterns)
+
+
+def _write(location: str, directory: str, name: Any, data: Any) -> None:
+    """Write one file; its name comes from the checkpoint.
+
+    Raises:
+        LayoutError: It is not the name of a file below the directory, or has other content.
+    """
+    safe = isinstance(name, str) and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
+    if not safe or not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
+        raise LayoutError(location, "has rank states with files of unsafe names", "use another checkpoint")
+    path = os.path.join(directory, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(data.numpy().tobytes())
