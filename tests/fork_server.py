@@ -15,7 +15,8 @@ from typing import Any
 
 def _serve() -> dict[str, Any] | None:
     """Fork a process for each job; return the job in that process, and None in this one at the end."""
-    import deepspeed  # noqa: F401  once, for all that are forked
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  the first engine imports it: once, for all forks
+    import torch._dynamo  # the first optimizer imports it
     import torch.distributed  # noqa: F401
 
     for line in iter(sys.stdin.readline, ""):

@@ -104,6 +104,24 @@ def statuses_of(world_size: int, body: Callable[[], None]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in _fork_all(world_size, body)]
 
 
+def kill_ranks(world_size: int, body: Callable[[], None], is_time: Callable[[], bool]) -> list[int]:
+    """Do something on so many ranks, and kill all that run when it is time; how each ended, as ``statuses_of``."""
+    running, ended = _fork_all(world_size, body), {}
+    order, killed = list(running), False
+    while running:
+        for pid in list(running):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                running.remove(pid)
+                ended[pid] = os.waitstatus_to_exitcode(status)
+        if not killed and is_time():
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            killed = True
+        time.sleep(0.002)
+    return [ended[pid] for pid in order]
+
+
 def _fork_all(world_size: int, body: Callable[[], None]) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,0 +1,423 @@
+"""Committed checkpoints for the Hugging Face Trainer with DeepSpeed: one line in a training script.
+
+    from ckpttool.integrations.huggingface import CkptCallback
+
+    trainer.add_callback(CkptCallback())
+    trainer.train(resume_from_checkpoint=True)
+
+Each save of the Trainer is a commit in the Trainer's own layout (``checkpoint-N``), and a resume takes the newest whole
+one, on any number of ranks and at any ZeRO stage. For a script that cannot be changed:
+
+    torchrun -m ckpttool.integrations.huggingface SCRIPT ARGUMENTS
+
+The Trainer calls no callback where it writes and reads checkpoints. Therefore the first ``CkptCallback`` wraps some of
+its methods, once for the class; see ``huggingface_hooks``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import posixpath
+import runpy
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import TrainerCallback
+
+from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.trainer_runs import folder_name, folders, rotate, step_of_folder
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.integrations.deepspeed.folders import Folders, candidates_in, is_static, read_files, set_rng_of
+from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
+from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
+from ckpttool.integrations.huggingface_hooks import (
+    LOADER,
+    adapt_state,
+    install,
+    is_adapter,
+    logged_numbers,
+    write_small_files,
+)
+from ckpttool.integrations.ray.run import current_run
+from ckpttool.integrations.replaced import replaced
+from ckpttool.storage import absolute_path, is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.export import Dtype
+    from ckpttool.model import Checkpoint
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Resume:
+    """The checkpoint that a run resumes from."""
+
+    checkpoint: Checkpoint
+    directory: str
+    """Local directory with the Trainer's files; it is passed to the Trainer as ``resume_from_checkpoint``."""
+    report: LoadReport | None = None
+    """Report of the engine's load; None before it."""
+    failed: CkptError | None = None
+    """Error of the engine's load."""
+
+
+class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Makes each save of a Trainer a commit, and resumes from the newest whole one on any number of ranks.
+
+    Args:
+        root: Directory or URL of the checkpoints. Default: in a worker of Ray Train the directory of the run, whose
+            ``CheckpointConfig`` then removes old checkpoints; else the Trainer's ``output_dir``.
+        async_save: Return after the state is copied to host memory, and write in the background.
+        auto_resume: Whether ``trainer.train()`` resumes from the newest whole checkpoint, if there is one, also when
+            ``resume_from_checkpoint`` is not given.
+        export_every: Write the weights of checkpoints whose step is a multiple of this as a Hugging Face folder, in
+            the background. With ``push_to_hub`` each checkpoint that is pushed is exported.
+        export_to: Directory or URL of the exports: ``EXPORT_TO/checkpoint-N``. Default: the checkpoint's own folder on
+            disk; for a bucket, "export" below ``root``.
+        export_dtype: "fp32", "bf16" or "fp16"; default: the type that the engine computes in.
+        timeout: Seconds that a rank may be behind the others before a save fails.
+        grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
+        storage_options: As for ``CheckpointManager``.
+        allow: As for ``CheckpointManager``.
+    """
+
+    def __init__(  # noqa: PLR0913  public API
+        self, root: str | os.PathLike[str] | None = None, *, async_save: bool = False, auto_resume: bool = False,
+        export_every: int | None = None, export_to: str | os.PathLike[str] | None = None,
+        export_dtype: Dtype | None = None, timeout: float = TIMEOUT, grace: float = GRACE,
+        storage_options: Mapping[str, Any] | None = None, allow: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        if export_every is not None and export_every < 1:
+            raise ArgumentError("export_every", f"is {export_every}", "pass a number of steps, 1 or more")
+        if export_dtype not in {None, *DTYPES.values()}:
+            raise ArgumentError("export_dtype", f"is {export_dtype!r}", "pass fp32, bf16 or fp16")
+        self._root = None if root is None else os.fspath(root)
+        self._async_save, self._auto_resume = async_save, auto_resume
+        self._export_every, self._export_dtype = export_every, export_dtype
+        self._export_to = None if export_to is None else os.fspath(export_to)
+        self._timeout, self._grace = timeout, grace
+        self._storage_options, self._allow = storage_options, allow
+        self._saves: Folders | None = None
+        self._output_dir = ""
+        self._exporter: Exporter | None = None
+        self._resume: _Resume | None = None
+        self._after: Callable[[SaveReport], None] = lambda report: None
+        self._current: tuple[str, int] | None = None
+        self.last_save: SaveReport | None = None
+        """Report of the last save of this rank."""
+        self.restored: LoadReport | None = None
+        """Report of the last resume of this rank."""
+        install(CkptCallback, _HANDLERS)
+
+    def wait(self) -> None:
+        """Wait until the running save is committed and the exports are written; call it on every rank.
+
+        Raises:
+            CkptError: One of them failed.
+        """
+        if self._saves is None:
+            return
+        self._saves.wait()
+        self._saves.on_first_rank(lambda: None if self._exporter is None else self._exporter.wait())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the last save and for the exports."""
+        self.wait()
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def _folders(self, trainer: Any) -> Folders:
+        """Return the saves of the Trainer's run: one object for each output directory."""
+        if self._saves is not None and (self._root is not None or self._output_dir == trainer.args.output_dir):
+            return self._saves
+        if self._saves is not None:
+            self.wait()
+        self._output_dir = trainer.args.output_dir
+        root = self._root
+        if root is None and current_run() is None:
+            root = os.path.abspath(trainer.args.output_dir)
+        self._saves = Folders(
+            root, async_save=self._async_save, timeout=self._timeout, allow=self._allow,
+            storage_options=self._storage_options, on_save=self._note,
+        )  # fmt: skip
+        self._current = None
+        return self._saves
+
+    def save_checkpoint(self, trainer: Any, original: Callable[..., None], model: Any, trial: Any = None) -> None:
+        """Save as ``Trainer._save_checkpoint`` does, in its layout, as one commit."""
+        saves, engine, state = self._folders(trainer), trainer.model_wrapped, trainer.state
+        saves.wait()
+        name = folder_name(int(state.global_step))
+        folder = posixpath.join(saves.root, name)
+        if saves.storage.remote and self._current == (folder, int(engine.global_steps)):
+            LOG.info("%s is saved already", folder)  # a bucket cannot replace it as a whole
+            return
+        with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
+            best = None if state.best_global_step is None else folder_name(int(state.best_global_step))
+            if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, "latest")):
+                best = name if best == name else None
+            run = functools.partial(original, model, trial)
+            frozen = write_small_files(trainer, run, scratch, name=name, best=best)
+            files = read_files(os.path.join(scratch, name))
+        before = saves.begin(folder)
+        self._after = functools.partial(self._committed, trainer, saves, folder, self._export_of(trainer, folder))
+        saves.save(
+            engine, folder, tag=None, files=files, static=[name for name in files if is_static(name)],
+            metrics=logged_numbers(state), exclude_frozen=frozen, before=before,
+        )  # fmt: skip
+        self._current = folder, int(engine.global_steps)
+
+    def _note(self, report: SaveReport) -> None:
+        self.last_save = report
+        self._after(report)
+
+    def _committed(
+        self, trainer: Any, saves: Folders, folder: str, start_export: Callable[[], None], report: SaveReport
+    ) -> None:
+        """Start the export and remove old checkpoints, on the first rank, after a commit."""
+        if report.error is not None or saves.ranks.rank:
+            return
+        start_export()
+        best = trainer.state.best_model_checkpoint
+        keep = {posixpath.basename(folder), *(self._exporter.busy if self._exporter else ())}
+        keep |= {os.path.basename(best)} if best else set()
+        limit = trainer.args.save_total_limit if saves.run is None else None
+        rotate(saves.storage, saves.root, limit, keep=keep, grace=self._grace)
+
+    # ------------------------------------------------------------------------------------------- exports
+
+    def _export_of(self, trainer: Any, folder: str) -> Callable[[], None]:
+        """Return a function that starts the export of a checkpoint, if it is due."""
+        arguments, engine = trainer.args, trainer.model_wrapped
+        pushes = arguments.push_to_hub and arguments.hub_strategy != "end"
+        due = self._export_every is not None and int(trainer.state.global_step) % self._export_every == 0
+        if not (pushes or due):
+            return lambda: None
+        name, is_remote = posixpath.basename(folder), is_url(folder)
+        out: str | None = None
+        if pushes and is_remote:  # the client of the Hub uploads from disk
+            out = os.path.join(arguments.output_dir, "export", name)
+        elif self._export_to is not None:
+            out = posixpath.join(self._export_to, name)
+        elif is_remote:
+            out = posixpath.join(posixpath.dirname(folder), "export", name)
+
+        def start() -> None:
+            if self._exporter is None:
+                self._exporter = Exporter(
+                    self._dtype(engine), adapter_only=is_adapter(trainer), storage_options=self._storage_options
+                )
+            self._exporter.start(folder, out, trainer._push_from_checkpoint if pushes else None)
+
+        return start
+
+    def _dtype(self, engine: Any) -> Dtype:
+        return self._export_dtype or DTYPES.get(str(engine.get_data_types()[0]), "fp32")
+
+    def save_model(
+        self, trainer: Any, original: Callable[..., None], output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Save the weights as ``Trainer.save_model`` does; at ZeRO-3 without a gather, from a commit."""
+        engine = trainer.model_wrapped
+        is_engine = hasattr(engine, "zero_optimization_stage")
+        if not is_engine or engine.zero_optimization_stage() < 3 or engine.zero_gather_16bit_weights_on_model_save():
+            original(output_dir, _internal_call=_internal_call)
+            return
+
+        # Without the gathered weights the Trainer saves the engine into the folder instead.
+        def write_weights(save_dir: str, *_: Any, **__: Any) -> None:
+            self._write_weights(trainer, engine, save_dir)
+
+        with replaced(engine, save_checkpoint=write_weights):
+            original(output_dir, _internal_call=_internal_call)
+
+    def _write_weights(self, trainer: Any, engine: Any, output_dir: str) -> None:
+        """Write the engine's weights into a folder, from the commit of this step or from a temporary one."""
+        saves = self._folders(trainer)
+        saves.wait()
+        folder = self._current[0] if self._current and self._current[1] == int(engine.global_steps) else None
+        temporary = os.path.join(os.path.abspath(output_dir), ".ckpttool-weights")
+        if folder is None:
+            folder = os.path.join(temporary, "saved")
+            Folders(temporary, timeout=self._timeout).save(engine, folder, tag=None, files={})
+        source, dtype, adapter = folder, self._dtype(engine), is_adapter(trainer)
+
+        def write() -> None:
+            out = os.path.join(temporary, "weights")
+            export(source, out, dtype=dtype, adapter_only=adapter, storage_options=self._storage_options)
+            move_weights(out, output_dir)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+        saves.on_first_rank(write)
+
+    # ------------------------------------------------------------------------------------------- resuming
+
+    def train(
+        self, trainer: Any, original: Callable[..., Any], resume_from_checkpoint: Any = None, trial: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Train as ``Trainer.train`` does, from the newest checkpoint that can be restored."""
+        if trial is not None:
+            problem = "cannot save the trials of a hyper-parameter search"
+            raise PlanError("CkptCallback", problem, "remove it from the Trainer for the search")
+        if trainer.args.save_only_model:
+            problem = "cannot save weights alone: save_only_model is on"
+            raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
+        saves, given = self._folders(trainer), resume_from_checkpoint
+        found = [Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given))]
+        if given is True and not found:
+            raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
+        token = LOADER.set(functools.partial(self._load, saves))
+        try:
+            if not found:
+                return original(None, trial, *args, **kwargs)
+            return self._train_from(trainer, saves, found, lambda path: original(path, trial, *args, **kwargs))
+        finally:
+            LOADER.reset(token)
+            self._resume = None
+
+    def _train_from(self, trainer: Any, saves: Folders, found: list[Candidate], run: Callable[[str], Any]) -> Any:
+        """Train from the first checkpoint that can be restored."""
+        first: CkptError | None = None
+        for candidate in found:
+            self._resume = None
+            with tempfile.TemporaryDirectory(prefix="ckpttool-", ignore_cleanup_errors=True) as directory:
+                try:
+                    checkpoint = saves.open(candidate)
+                    saves.write_files(checkpoint, directory)
+                    self._resume = _Resume(checkpoint, directory)
+                    adapt_state(directory, trainer.args, functools.partial(self._is_in_bucket, saves))
+                    return run(directory)
+                except (PlanError, LinkError):
+                    raise  # it is sound but does not fit, or the user must decide: an older one does not help
+                except CkptError as error:
+                    if self._resume is not None and error is not self._resume.failed:
+                        raise  # of the training
+                    if saves.ranks.rank == 0:
+                        LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                    first = first or error
+                    trainer.model_wrapped = trainer.model  # for a new engine
+        problem = f"holds {len(found)} checkpoints, and none can be restored"
+        problem += f"; of the newest: {first.problem}" if first is not None else ""
+        raise LayoutError(saves.root, problem, "restore one from a copy, or choose another output_dir to begin anew")
+
+    @staticmethod
+    def _is_in_bucket(saves: Folders, name: str) -> bool:
+        return saves.storage.remote and saves.storage.exists(posixpath.join(saves.root, name, "latest"))
+
+    def _find(self, saves: Folders, given: Any) -> list[tuple[str, str, bool]]:
+        """Return the checkpoints to try, best first, on the first rank."""
+        newest = given is True or (not given and self._auto_resume)
+        if not newest and not given:
+            return []
+        storage = saves.source(saves.root)
+        listed = folders(storage, saves.root)
+        if not newest:
+            folder, step = self._given_folder(saves, os.fspath(given))
+            if not listed or folder != listed[0][1]:
+                found = candidates_in(saves.source(folder), folder)
+                if not found:
+                    raise LayoutError(folder, "holds no whole checkpoint", "pass resume_from_checkpoint=True")
+                return found
+            listed = [one for one in listed if step is None or one[0] <= step]  # a script that looked for the newest
+        found = [one for _, folder in listed for one in candidates_in(storage, folder)]
+        if listed and not found and given:
+            problem = f"holds {len(listed)} checkpoints, and none was committed"
+            raise LayoutError(saves.root, problem, "train from the beginning, without resume_from_checkpoint")
+        return found
+
+    def _given_folder(self, saves: Folders, given: str) -> tuple[str, int | None]:
+        """Return the folder that a path means, and its step."""
+        name = os.path.basename(given.rstrip("/"))
+        folder = absolute_path(given)
+        if not is_url(given) and not os.path.exists(folder):
+            folder = posixpath.join(saves.root, name)  # the Trainer's name of a checkpoint that lies elsewhere
+        return folder, step_of_folder(name)
+
+    def _load(self, saves: Folders, engine: Any, path: str, strict: bool) -> None:
+        """Load a checkpoint where the Trainer calls ``deepspeed_load_checkpoint``."""
+        resume = self._resume
+        if resume is not None and path == resume.directory:
+            try:
+                resume.report = self.restored = saves.restore(engine, resume.checkpoint, strict=strict)
+            except CkptError as error:
+                resume.failed = error
+                raise
+            location = posixpath.dirname(resume.report.path)
+            self._current = location, int(engine.global_steps)
+            saves.report_restored(location, {"step": float(engine.global_steps)})
+            return
+        self.wait()  # the best model at the end
+        folder = self._given_folder(saves, path)[0]
+        if saves.storage.remote or saves.run is not None:
+            folder = posixpath.join(saves.root, posixpath.basename(folder))
+        found = saves.on_first_rank(lambda: candidates_in(saves.source(folder), folder))
+        if not found:
+            raise LayoutError(folder, "holds no whole checkpoint", "was the best checkpoint removed?")
+        saves.restore(engine, saves.open(Candidate(*found[0])), strict=strict, weights_only=True)
+        self._current = folder, int(engine.global_steps)
+
+    def load_rng_state(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:
+        """Restore the random number generators, as ``Trainer._load_rng_state``, on any number of ranks."""
+        original(checkpoint)
+        resume = self._resume
+        if resume is None or resume.report is None or checkpoint != resume.directory:
+            return
+        if not set_rng_of(resume.report) and resume.report.source.world_size != trainer.args.world_size:
+            LOG.warning("%s has no random number states for other ranks: they begin anew", resume.report.path)
+
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "train": CkptCallback.train,
+    "_save_checkpoint": CkptCallback.save_checkpoint,
+    "save_model": CkptCallback.save_model,
+    "_load_rng_state": CkptCallback.load_rng_state,
+}
+"""Methods of ``transformers.Trainer`` that a callback takes over."""
+
+
+def run(arguments: list[str]) -> None:
+    """Run a training script with a ``CkptCallback`` in each Trainer that uses DeepSpeed.
+
+    Args:
+        arguments: The script and its arguments.
+
+    Raises:
+        ArgumentError: There is no such script.
+    """
+    if not os.path.isfile(arguments[0]):
+        raise ArgumentError("SCRIPT", f"{arguments[0]} does not exist", "pass the path of a training script")
+    create = transformers.Trainer.__init__
+
+    @functools.wraps(create)
+    def create_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        given = any(isinstance(one, CkptCallback) for one in self.callback_handler.callbacks)
+        if self.is_deepspeed_enabled and not given:
+            self.add_callback(CkptCallback(auto_resume=True))
+
+    transformers.Trainer.__init__ = create_with_callback
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))  # as Python does for a script
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    from ckpttool.integrations import huggingface
+
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: torchrun -m ckpttool.integrations.huggingface SCRIPT ARGUMENTS")
+    try:
+        huggingface.run(sys.argv[1:])
+    except ArgumentError as error:
+        raise SystemExit(str(error)) from None

@@ -1,0 +1,48 @@
+"""Jobs of one framework that a test module runs, in one process for each turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests import forked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Jobs:
+    """The jobs of a test module.
+
+    Args:
+        module: Name of the module that runs them.
+        directory: Directory of all jobs.
+        paths: Returns values of a job for its own directory.
+    """
+
+    def __init__(self, module: str, directory: Path, paths: Callable[[Path], dict[str, Any]]) -> None:
+        self.directory = directory
+        self._module = module
+        self._paths = paths
+        self._jobs: list[dict[str, Any]] = []
+        self._turn = 0
+
+    def add(self, name: str, stage: int, world_size: int, **values: Any) -> None:
+        """Add a job for the next turn; ``fails`` in its values allows it to fail."""
+        out = self.directory / name
+        self._jobs.append(
+            {"id": name, "out": str(out), "stage": stage, "world_size": world_size, **self._paths(out), **values}
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Run the jobs that were added since the last turn; return the facts of each by name."""
+        jobs, self._jobs = self._jobs, []
+        self._turn += 1
+        forked.start(self._module, jobs, self.directory / f"turn-{self._turn}")
+        found = {}
+        for job in jobs:
+            facts = json.loads((Path(job["out"]) / "facts.json").read_text())
+            assert job.get("fails") or (not facts["error"] and not any(facts["statuses"])), (job["id"], facts)
+            found[job["id"]] = {**facts, "out": Path(job["out"])}
+        return found
