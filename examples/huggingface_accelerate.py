@@ -1,8 +1,10 @@
-"""Train with Accelerate on DeepSpeed; make weights of what ``save_state`` wrote, and load them into a plain model.
+"""Train with Accelerate on DeepSpeed: committed saves, a resume on other ranks; load the weights into a plain model.
 
-    torchrun --nproc_per_node=2 examples/huggingface_accelerate.py run out --stage 3
+    torchrun --nproc_per_node=2 examples/huggingface_accelerate.py run out --stage 3 --steps 20
+    torchrun --nproc_per_node=3 examples/huggingface_accelerate.py run out --stage 2 --steps 30
 
-On a machine without a GPU: DS_ACCELERATOR=cpu ACCELERATE_USE_CPU=true torchrun ...
+The second run goes on where the first one ended, or where it was killed. On a machine without a GPU:
+DS_ACCELERATOR=cpu torchrun ...
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import os
 import deepspeed
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 
 import ckpttool
+from ckpttool.integrations.accelerate import prepare
 
-WIDTH, BATCH, STEPS = 64, 8, 20
+WIDTH, ROWS, GLOBAL_BATCH, SAVE_EVERY = 64, 48, 12, 5
 
 
 def build_model() -> torch.nn.Sequential:
@@ -24,46 +28,78 @@ def build_model() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH))
 
 
+class Progress:
+    """The position of the loop, which Accelerate saves."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What to save."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.step = state["step"]
+
+
 def main() -> None:
-    """Train on all ranks; then the first one consolidates what was saved."""
+    """Train on all ranks, from the newest checkpoint if there is one; then the first one loads the weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="directory for Accelerate's state")
+    parser.add_argument("run", help="directory of Accelerate's checkpoints")
     parser.add_argument("out", help="directory for the weights")
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
+    parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if cpu:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
+    batch = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {
-        "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1, "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1, "bf16": {"enabled": True},
         "zero_optimization": {"stage": options.stage}, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(
+        mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        project_config=ProjectConfiguration(options.run, automatic_checkpoint_naming=True, total_limit=2),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if cpu else [],
+    )  # fmt: skip
+    saves = prepare(accelerator, async_save=True)
     torch.manual_seed(0)
     model = build_model()
-    inputs = torch.randn(64, WIDTH)
+    inputs = torch.randn(ROWS, WIDTH)
     targets = inputs.roll(1, dims=1) * 0.5
-    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=BATCH)
+    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=batch)
     engine, optimizer, rows = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows)
-    step = 0
-    while step < STEPS:
-        for given, wanted in rows:
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if saves.has_checkpoint():
+        accelerator.load_state()  # the newest whole one
+    resumed = progress.step
+    while progress.step < options.steps:
+        done = progress.step % len(rows)
+        for given, wanted in accelerator.skip_first_batches(rows, done) if done else rows:
             loss = (engine(given.bfloat16()).float() - wanted).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
-    accelerator.save_state(options.run)
+            progress.step += 1
+            if progress.step % SAVE_EVERY == 0 or progress.step == options.steps:
+                folder = accelerator.save_state()
+            if progress.step == options.steps:
+                break
+    saves.wait()
     with torch.no_grad():
         trained = engine(inputs.to(engine.device).bfloat16()).float()
 
     if accelerator.is_main_process:
-        ckpttool.consolidate(options.run, options.out, to="safetensors", dtype="bf16")
+        ckpttool.consolidate(folder, options.out, to="safetensors", dtype="bf16", overwrite=True)
         plain = build_model().to(engine.device, torch.bfloat16)
         ckpttool.load_state_dict(options.out, dtype="bf16", device=engine.device).load_into(plain)
         with torch.no_grad():
             again = plain(inputs.to(engine.device).bfloat16()).float()
-        print(f"trained {step} steps; outputs of the plain model differ by {float((again - trained).abs().max()):.6f}")
+        print(f"trained from step {resumed} to {progress.step}")
+        print(f"outputs of the plain model differ by {float((again - trained).abs().max()):.6f}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -1,0 +1,353 @@
+"""Committed checkpoints for Accelerate with DeepSpeed: one line after ``Accelerator(...)``.
+
+    from ckpttool.integrations.accelerate import prepare
+
+    saves = prepare(accelerator)
+    accelerator.save_state("checkpoints/step_100")
+    accelerator.load_state("checkpoints/step_100")  # on any number of ranks, at any ZeRO stage
+    saves.wait()  # only with async_save=True
+
+``save_state`` and ``load_state`` keep their arguments and the layout of the folder; both take URLs as well.
+
+Source: accelerate 1.11 and 1.15, accelerator.py (``save_state``, ``load_state``), checkpointing.py, data_loader.py,
+scheduler.py
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import shutil
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import torch
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from accelerate.scheduler import AcceleratedScheduler
+
+from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.trainer_runs import folders, rotate, step_of_folder
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.integrations.deepspeed.folders import (
+    Folders,
+    FoldersByStorage,
+    candidates_in,
+    read_files,
+    set_rng_of,
+    was_within_epoch,
+)
+from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
+from ckpttool.integrations.ray.run import current_run
+from ckpttool.integrations.replaced import replaced
+from ckpttool.integrations.signatures import check_signatures
+from ckpttool.storage import absolute_path
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+
+LOG = logging.getLogger(__name__)
+PARAMETERS = {
+    "save_state": ["self", "output_dir", "safe_serialization"],
+    "load_state": ["self", "input_dir", "load_kwargs"],
+}
+"""First parameters of the methods of ``Accelerator`` that ckpttool replaces."""
+TAG = "pytorch_model"
+"""Name of DeepSpeed's directory in the folder."""
+RANDOM = "random_states_{}.pkl"
+"""File of one rank, with the random number states and the number of steps."""
+
+
+class AcceleratorSaves:
+    """The committed saves of one ``Accelerator``; made by ``prepare``."""
+
+    def __init__(
+        self, accelerator: Any, *, root: str | None, async_save: bool, timeout: float, grace: float,
+        storage_options: Mapping[str, Any] | None, allow: Collection[str],
+    ) -> None:  # fmt: skip
+        self._accelerator = accelerator
+        self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
+        self._root, self._grace = root, grace
+        self._folders = FoldersByStorage(
+            async_save=async_save, timeout=timeout, storage_options=storage_options, allow=allow, on_save=self._note
+        )
+        self._folder = ""
+        self.last_save: SaveReport | None = None
+        """Report of the last save of this rank."""
+        self.restored: LoadReport | None = None
+        """Report of the last ``load_state`` of this rank."""
+
+    def wait(self) -> None:
+        """Wait until the running save is committed; call it on every rank.
+
+        Raises:
+            CkptError: It failed.
+        """
+        self._folders.wait()
+
+    def _note(self, report: SaveReport) -> None:
+        self.last_save = report
+        config = self._accelerator.project_configuration
+        if report.error is None and self._accelerator.is_main_process and config.automatic_checkpoint_naming:
+            saves, name = self._folders.at(self._folder), posixpath.basename(self._folder)
+            limit = config.total_limit if saves.run is None else None
+            rotate(saves.storage, posixpath.dirname(self._folder), limit, keep={name}, grace=self._grace)
+
+    def _engine(self) -> Any:
+        """Return the DeepSpeed engine.
+
+        Raises:
+            PlanError: There is none, or several.
+        """
+        engines = [model for model in self._accelerator._models if hasattr(model, "zero_optimization_stage")]
+        if len(engines) != 1 or len(self._accelerator._models) != 1:
+            problem = f"holds {len(self._accelerator._models)} models, {len(engines)} of them with DeepSpeed"
+            raise PlanError("Accelerator", problem, "prepare one model with DeepSpeed before a save or load")
+        return engines[0]
+
+    def _automatic_root(self) -> str:
+        """Return the directory of the folders that Accelerate names.
+
+        Raises:
+            ArgumentError: Accelerate names none.
+        """
+        accelerator = self._accelerator
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            problem = "is missing, and automatic_checkpoint_naming is off"
+            raise ArgumentError("output_dir", problem, "pass a folder")
+        run = current_run()
+        root = self._root or (run.root if run is not None else posixpath.join(accelerator.project_dir, "checkpoints"))
+        return absolute_path(root)
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, *,
+        metrics: Mapping[str, float] | None = None, **options: Any,
+    ) -> str:  # fmt: skip
+        """Save as ``Accelerator.save_state`` does, in its layout, as one commit.
+
+        Args:
+            output_dir: As for Accelerate, or a URL.
+            safe_serialization: As for Accelerate.
+            metrics: Numbers for the manifest, and for Ray Train.
+            options: Options of ``engine.save_checkpoint``: ``client_state``, ``exclude_frozen_parameters``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CkptError: This save failed, or the previous one in the background. Nothing was committed.
+        """
+        accelerator, engine = self._accelerator, self._engine()
+        config = accelerator.project_configuration
+        if config.automatic_checkpoint_naming:
+            folder = posixpath.join(self._automatic_root(), f"checkpoint_{accelerator.save_iteration}")
+        elif output_dir is None:
+            raise ArgumentError("output_dir", "is missing, and automatic_checkpoint_naming is off", "pass a folder")
+        else:
+            folder = absolute_path(os.fspath(output_dir))
+        saves = self._folders.at(folder)
+        saves.wait()
+        given: dict[str, Any] = {}
+
+        def save_engine(save_dir: str, tag: str, **values: Any) -> None:
+            given.update(values)
+
+        with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
+            with replaced(engine, save_checkpoint=save_engine), replaced(config, automatic_checkpoint_naming=False):
+                self._save_state(scratch, safe_serialization=safe_serialization, **options)
+            files = read_files(scratch)
+        if unknown := set(given) - {"client_state", "exclude_frozen_parameters"}:
+            raise ArgumentError(sorted(unknown)[0], "is no option of a save", "leave it out")
+        before = saves.begin(folder)
+        self._folder = folder
+        own = RANDOM.format(accelerator.process_index)  # other files have the same names on all ranks
+        saves.save(
+            engine, folder, tag=TAG, files=files, client_state=given.get("client_state"), before=before,
+            metrics=metrics, within_epoch=_is_within_epoch(accelerator),
+            exclude_frozen=bool(given.get("exclude_frozen_parameters")),
+            hidden=() if accelerator.is_main_process else [name for name in files if name != own],
+        )  # fmt: skip
+        return folder
+
+    # ------------------------------------------------------------------------------------------- loading
+
+    def has_checkpoint(self) -> bool:
+        """Return whether ``load_state()`` finds a folder that Accelerate named; call it on every rank."""
+        root = self._automatic_root()
+        saves = self._folders.at(posixpath.join(root, "checkpoint"))
+        saves.wait()
+        return bool(saves.on_first_rank(lambda: _find(saves, root, newest=True)))
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Load as ``Accelerator.load_state`` does, on any number of ranks and at any ZeRO stage.
+
+        Without ``input_dir``, the newest whole checkpoint that Accelerate named.
+
+        Raises:
+            CkptError: There is none, or it cannot be restored; the same on every rank.
+        """
+        root = self._automatic_root() if input_dir is None else absolute_path(os.path.expanduser(os.fspath(input_dir)))
+        saves = self._folders.at(posixpath.join(root, "checkpoint"))
+        saves.wait()
+        found = [Candidate(*one) for one in saves.on_first_rank(lambda: _find(saves, root, newest=input_dir is None))]
+        first: CkptError | None = None
+        for candidate in found:
+            try:
+                self._load(saves, candidate, load_kwargs, options)
+            except (PlanError, LinkError):
+                raise
+            except CkptError as error:
+                if input_dir is not None:
+                    raise
+                if saves.ranks.rank == 0:
+                    LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                first = first or error
+                continue
+            self._continue(saves, posixpath.dirname(candidate.path), automatic=input_dir is None)
+            return
+        problem = "holds no whole checkpoint" if first is None else f"holds checkpoints, all damaged: {first.problem}"
+        raise LayoutError(root, problem, "pass another folder, or begin anew without load_state")
+
+    def _continue(self, saves: Folders, folder: str, *, automatic: bool) -> None:
+        """Let the next save have the next number, and tell Ray Train of the checkpoint."""
+        step = step_of_folder(posixpath.basename(folder))
+        if automatic and step is not None:
+            self._accelerator.project_configuration.iteration = step + 1
+        saves.report_restored(folder, {})
+
+    def _load(self, saves: Folders, candidate: Candidate, load_kwargs: Any, options: dict[str, Any]) -> None:
+        accelerator, engine = self._accelerator, self._engine()
+        reports: list[LoadReport] = []
+        load_natively = engine.load_checkpoint
+        with tempfile.TemporaryDirectory(prefix="ckpttool-") as directory:
+            checkpoint = saves.open(candidate)
+            saves.write_files(checkpoint, directory)
+            own, first = (os.path.join(directory, RANDOM.format(n)) for n in (accelerator.process_index, 0))
+            if not os.path.exists(own) and os.path.exists(first):
+                shutil.copyfile(first, own)  # for the number of steps
+
+            def load_engine(load_dir: str, tag: str, load_module_strict: bool = True, **_: Any) -> None:
+                with replaced(engine, load_checkpoint=load_natively):  # the restore may call it
+                    reports.append(saves.restore(engine, checkpoint, strict=load_module_strict))
+
+            with replaced(engine, load_checkpoint=load_engine):
+                self._load_state(directory, load_kwargs, **options)
+        (report,) = reports
+        self.restored = report
+        self._restore_rng(engine, report)
+        if report.source.world_size != accelerator.num_processes:
+            _rescale(accelerator, report.source.world_size)
+            if any(_has_own_order(loader) for loader in accelerator._dataloaders):
+                LOG.warning(
+                    "a data loader shuffles in another order on another number of ranks, so that samples are read "
+                    "twice or not at all: pass DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
+                )
+
+    def _restore_rng(self, engine: Any, report: LoadReport) -> None:
+        """Restore the random number generators; after a save within an epoch, once more at the first step.
+
+        The iterator of a data loader draws a number when it is made. A run that was saved within an epoch had drawn it
+        before; the resumed one makes a new iterator after the load.
+        """
+        set_rng_of(report)
+        if not was_within_epoch(report):
+            return
+
+        def restore(module: Any, inputs: Any) -> None:
+            if module.training:
+                hook.remove()
+                set_rng_of(report)
+
+        hook = engine.register_forward_pre_hook(restore)
+
+
+def prepare(
+    accelerator: Any,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    async_save: bool = False,
+    timeout: float = TIMEOUT,
+    grace: float = GRACE,
+    storage_options: Mapping[str, Any] | None = None,
+    allow: Collection[str] = (),
+) -> AcceleratorSaves:
+    """Let ``save_state`` and ``load_state`` of an accelerator save commits, and load on any number of ranks.
+
+    Args:
+        accelerator: ``accelerate.Accelerator`` with DeepSpeed.
+        root: With ``automatic_checkpoint_naming``, directory or URL of the folders. Default: in a worker of Ray Train
+            the directory of the run, else ``checkpoints`` in the project's directory.
+        async_save: Return from ``save_state`` after the state is copied to host memory, and write in the background.
+        timeout: Seconds that a rank may be behind the others before a save fails.
+        grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
+        storage_options: As for ``CheckpointManager``.
+        allow: As for ``CheckpointManager``.
+
+    Raises:
+        PlanError: This release of Accelerate has other methods, or the accelerator does not use DeepSpeed.
+    """
+    release = f"accelerate {accelerate.__version__}"
+    check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
+    if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
+        raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
+    saves = AcceleratorSaves(
+        accelerator, root=None if root is None else os.fspath(root), async_save=async_save, timeout=timeout,
+        grace=grace, storage_options=storage_options, allow=allow,
+    )  # fmt: skip
+    accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
+    return saves
+
+
+def _find(saves: Folders, root: str, *, newest: bool) -> list[tuple[str, str, bool]]:
+    """Return the checkpoints to try, best first, on the first rank."""
+    storage = saves.source(root)
+    if not newest:
+        if not storage.is_dir(root):
+            raise LayoutError(root, "does not exist", "pass a folder that save_state has written")
+        return candidates_in(storage, root)
+    return [one for _, folder in folders(storage, root) for one in candidates_in(storage, folder)]
+
+
+def _is_within_epoch(accelerator: Any) -> bool:
+    """Return whether the loop has more batches of a data loader to take."""
+    state = accelerator.gradient_state
+    return bool(state.in_dataloader and not state.end_of_dataloader)
+
+
+def _has_own_order(loader: Any) -> bool:
+    """Return whether a data loader shuffles in an order that depends on the number of ranks.
+
+    Source: accelerate 1.15, data_loader.py (``prepare_data_loader``).
+    """
+    sampler = get_sampler(loader)
+    return isinstance(sampler, torch.utils.data.RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
+
+
+def _rescale(accelerator: Any, saved: int) -> None:
+    """Move the schedulers of Accelerate, which take one step for each rank, to the same place on other ranks.
+
+    Source: accelerate 1.15, scheduler.py (``AcceleratedScheduler.step``).
+    """
+    for wrapped in accelerator._schedulers:
+        if not isinstance(wrapped, AcceleratedScheduler) or wrapped.split_batches or not wrapped.step_with_optimizer:
+            continue
+        inner = wrapped.scheduler
+        if not isinstance(inner, torch.optim.lr_scheduler.LambdaLR):
+            LOG.warning(
+                "%s has taken one step for each of %d ranks: its position is wrong on %d ranks",
+                type(inner).__name__, saved, accelerator.num_processes,
+            )  # fmt: skip
+            continue
+        steps = inner.last_epoch // saved
+        inner.last_epoch = steps * accelerator.num_processes
+        inner._step_count = inner.last_epoch + 1
+        inner._last_lr = [
+            base * rate(inner.last_epoch) for base, rate in zip(inner.base_lrs, inner.lr_lambdas, strict=True)
+        ]
