@@ -1,8 +1,9 @@
-"""Train with Lightning's DeepSpeed strategy; make weights of what it saved, and load them into a plain model.
+"""Train with Lightning on DeepSpeed: committed saves, a resume on other ranks; load the weights into a plain model.
 
-    torchrun --nproc_per_node=2 examples/lightning_deepspeed.py run out --stage 3
+    torchrun --nproc_per_node=2 examples/lightning_deepspeed.py run out --stage 3 --epochs 4
+    torchrun --nproc_per_node=3 examples/lightning_deepspeed.py run out --stage 2 --epochs 6
 
-Lightning runs DeepSpeed on GPUs alone.
+The second run goes on where the first one ended, or where it was killed. Lightning runs DeepSpeed on GPUs alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import ckpttool
+from ckpttool.integrations.lightning import CkptDeepSpeedStrategy, newest_checkpoint
 
-WIDTH, BATCH, EPOCHS = 64, 8, 4
+WIDTH, ROWS, GLOBAL_BATCH = 64, 48, 12
 
 
 class Regression(lightning.LightningModule):
@@ -39,35 +41,42 @@ class Regression(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train on all ranks; then the first one consolidates what was saved."""
+    """Train on all ranks, from the newest checkpoint if there is one; then the first one loads the weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="directory of Lightning's checkpoint")
+    parser.add_argument("run", help="directory of Lightning's checkpoints")
     parser.add_argument("out", help="directory for the weights")
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
+    parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
 
     lightning.seed_everything(0, verbose=False)
-    inputs = torch.randn(64, WIDTH)
+    inputs = torch.randn(ROWS, WIDTH)
     rows = torch.utils.data.TensorDataset(inputs.bfloat16(), (inputs.roll(1, dims=1) * 0.5).bfloat16())
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = lightning.Trainer(
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy=DeepSpeedStrategy(stage=options.stage),
-        precision="bf16-true", max_epochs=EPOCHS, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        devices=ranks, strategy=CkptDeepSpeedStrategy(stage=options.stage, async_save=True), precision="bf16-true",
+        max_epochs=options.epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(options.run, filename="{epoch}", save_top_k=2, monitor="step", mode="max")],
     )  # fmt: skip
     module = Regression()
-    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=BATCH))
-    trainer.save_checkpoint(options.run)
-    engine: Any = trainer.strategy.model
+    newest = newest_checkpoint(options.run)
+    loader = torch.utils.data.DataLoader(rows, batch_size=GLOBAL_BATCH // ranks)
+    trainer.fit(module, loader, ckpt_path=newest)
+    strategy: Any = trainer.strategy
+    strategy.wait()
+    engine = strategy.model
     with torch.no_grad():
         given = inputs.to(module.device, torch.bfloat16)
         trained = engine.module.model(given)
 
     if trainer.is_global_zero:
-        ckpttool.consolidate(options.run, options.out, to="safetensors", dtype="bf16")
+        saved = newest_checkpoint(options.run) or options.run
+        ckpttool.consolidate(saved, options.out, to="safetensors", dtype="bf16", overwrite=True)
         plain = Regression().to(module.device, torch.bfloat16)
         ckpttool.load_state_dict(options.out, dtype="bf16", device=module.device).load_into(plain)
         with torch.no_grad():
             again = plain.model(given)
+        print(f"trained from {newest or 'the beginning'} to epoch {trainer.current_epoch}")
         print(f"outputs of the plain model differ by {float((again - trained).abs().max()):.6f}")
     trainer.strategy.barrier()
 

@@ -1,0 +1,235 @@
+"""Committed checkpoints for Lightning's DeepSpeed strategy.
+
+    from ckpttool.integrations.lightning import CkptDeepSpeedStrategy, newest_checkpoint
+
+    trainer = lightning.Trainer(strategy=CkptDeepSpeedStrategy(stage=3), ...)
+    trainer.fit(module, ckpt_path=newest_checkpoint("checkpoints"))
+
+``ModelCheckpoint`` and ``trainer.save_checkpoint`` save commits in Lightning's layout, and ``ckpt_path`` takes any
+number of ranks and any ZeRO stage. For another strategy on DeepSpeed, such as Ray's, put ``CkptSaves`` before it:
+
+    class Strategy(CkptSaves, ray.train.lightning.RayDeepSpeedStrategy): ...
+
+Source: lightning 2.5 and 2.6, pytorch/strategies/deepspeed.py (``save_checkpoint``, ``load_checkpoint``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+from typing import TYPE_CHECKING, Any
+
+import lightning
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ckpttool.catalog.restore_order import Candidate, candidates
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
+from ckpttool.integrations.deepspeed.folders import Folders, FoldersByStorage, candidates_in, set_rng_of
+from ckpttool.integrations.deepspeed.manager import TIMEOUT
+from ckpttool.integrations.ray.run import current_run
+from ckpttool.integrations.signatures import check_signatures
+from ckpttool.storage import absolute_path, open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+
+LOG = logging.getLogger(__name__)
+TAG = "checkpoint"
+"""Name of DeepSpeed's directory in a checkpoint of Lightning."""
+LEFT_OUT = ("state_dict", "optimizer_states")
+"""Entries of Lightning's checkpoint that the engine itself saves."""
+PARAMETERS = {
+    "save_checkpoint": ["self", "checkpoint", "filepath", "storage_options"],
+    "load_checkpoint": ["self", "checkpoint_path", "weights_only"],
+    "remove_checkpoint": ["self", "filepath"],
+    "on_train_batch_start": ["self", "batch", "batch_idx"],
+}
+"""Parameters of the methods of the strategy that ``CkptSaves`` overrides."""
+
+
+class CkptSaves:
+    """Overrides of ``DeepSpeedStrategy``: saves are commits, and loads take any number of ranks and any ZeRO stage.
+
+    Args:
+        async_save: Return after the state is copied to host memory, and write in the background.
+        save_timeout: Seconds that a rank may be behind the others before a save fails.
+        storage_options: As for ``CheckpointManager``.
+        allow: As for ``CheckpointManager``: classes of objects in hyper-parameters and in states of callbacks.
+        arguments: Arguments of the strategy.
+    """
+
+    def __init__(
+        self, *args: Any, async_save: bool = False, save_timeout: float = TIMEOUT,
+        storage_options: Mapping[str, Any] | None = None, allow: Collection[str] = (), **arguments: Any,
+    ) -> None:  # fmt: skip
+        check_strategy()
+        super().__init__(*args, **arguments)
+        self._folders = FoldersByStorage(
+            async_save=async_save, timeout=save_timeout, storage_options=storage_options, allow=allow,
+            on_save=self._note,
+        )  # fmt: skip
+        self._rng_of: LoadReport | None = None
+        self.last_save: SaveReport | None = None
+        """Report of the last save of this rank."""
+        self.restored: LoadReport | None = None
+        """Report of the last load of this rank."""
+
+    def _note(self, report: SaveReport) -> None:
+        self.last_save = report
+
+    def wait(self) -> None:
+        """Wait until the running save is committed; call it on every rank.
+
+        Raises:
+            CkptError: It failed.
+        """
+        self._folders.wait()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save as ``DeepSpeedStrategy.save_checkpoint`` does, in its layout, as one commit."""
+        strategy: Any = self
+        if storage_options is not None:
+            problem = "is no option of a save"
+            raise ArgumentError("storage_options", problem, f"pass it to {type(self).__name__}")
+        folder = absolute_path(str(strategy.broadcast(os.fspath(filepath))))
+        saves = self._folders.at(folder)
+        saves.wait()
+        metrics = _numbers(strategy.lightning_module.trainer.callback_metrics)
+        saves.save(
+            strategy.deepspeed_engine, folder, tag=TAG, files={}, before=saves.begin(folder), metrics=metrics,
+            client_state={key: value for key, value in checkpoint.items() if key not in LEFT_OUT},
+            exclude_frozen=bool(strategy.exclude_frozen_parameters),
+        )  # fmt: skip
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load as ``DeepSpeedStrategy.load_checkpoint`` does, on any number of ranks and at any ZeRO stage.
+
+        Raises:
+            CkptError: The checkpoint was not committed, is damaged or does not fit; the same on every rank.
+        """
+        strategy: Any = self
+        if strategy.load_full_weights and strategy.zero_stage_3:
+            options = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.5 has none
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)  # type: ignore[misc]
+            return loaded
+        folder = absolute_path(os.fspath(checkpoint_path))
+        saves = self._folders.at(folder)
+        saves.wait()
+        found = saves.on_first_rank(lambda: _find(saves, folder))
+        checkpoint = saves.open(Candidate(*found[0]))
+        module = strategy.lightning_module
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        report = saves.restore(
+            strategy.deepspeed_engine, checkpoint, strict=module.strict_loading, weights_only=not fits
+        )
+        saves.report_restored(folder, {})
+        self.restored = report
+        if fits:
+            self._restore_rng(report)
+            self._rng_of = report
+        return dict(checkpoint.client_state if not fits else report.client_state)
+
+    def _restore_rng(self, report: LoadReport) -> None:
+        if not set_rng_of(report):
+            LOG.warning("%s has no random number states: they begin anew", report.path)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Restore the random number generators again before the first batch of a run that was saved within an epoch.
+
+        The iterator of the data loader, which is made in between, draws from them once an epoch: a run that was saved
+        at the end of an epoch takes that number from the restored generators, as a run that did not stop.
+        """
+        report, self._rng_of = self._rng_of, None
+        if report is not None and batch_idx:
+            self._restore_rng(report)
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the running save is committed: it may be the only whole one until then."""
+        self.wait()
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Wait for the running save."""
+        self.wait()
+        super().teardown()  # type: ignore[misc]
+
+
+class CkptDeepSpeedStrategy(CkptSaves, DeepSpeedStrategy):  # lightning is not followed
+    """``DeepSpeedStrategy`` whose saves are commits; takes the arguments of both."""
+
+
+def newest_checkpoint(
+    directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return the newest whole checkpoint in the directory of a ``ModelCheckpoint``, for ``ckpt_path``.
+
+    Args:
+        directory: Directory or URL.
+        storage_options: As for ``CheckpointManager``.
+
+    Returns:
+        Its path or URL; None if there is none yet.
+    """
+    root = absolute_path(os.fspath(directory))
+    storage = open_storage(root, storage_options)
+    found = []
+    for entry in storage.listing(root) if storage.is_dir(root) else []:
+        folder = posixpath.join(root, entry.name)
+        if not entry.is_dir:
+            continue
+        commit = next((one for one in candidates(storage, folder) if one.committed), None)
+        if commit is None:
+            LOG.warning("%s was not committed and is passed over", folder)
+            continue
+        try:
+            manifest = read_manifest(storage, commit.path)
+        except CkptError as error:
+            LOG.warning("%s is passed over: %s", folder, error)
+            continue
+        found.append((manifest.step, manifest.number, folder))
+    return max(found)[2] if found else None
+
+
+def run_directory() -> str:
+    """Return the directory of the run of Ray Train, for ``ModelCheckpoint(dirpath=...)``, in a worker.
+
+    Raises:
+        PlanError: This process is not a worker of Ray Train.
+    """
+    run = current_run()
+    if run is None:
+        raise PlanError("ray.train", "is not running here", "call this in train_func of a TorchTrainer")
+    return run.root
+
+
+def check_strategy() -> None:
+    """Check that this release of Lightning has the methods that ``CkptSaves`` overrides.
+
+    Raises:
+        PlanError: It has not.
+    """
+    release = f"lightning {lightning.__version__}"
+    check_signatures(DeepSpeedStrategy, PARAMETERS, release=release, known="lightning 2.5 or 2.6", overrides=True)
+
+
+def _find(saves: Folders, folder: str) -> list[tuple[str, str, bool]]:
+    found = candidates_in(saves.source(folder), folder)
+    if not found:
+        raise LayoutError(folder, "holds no whole checkpoint", "pass newest_checkpoint(DIRECTORY) as ckpt_path")
+    return found
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    return found

@@ -1,0 +1,94 @@
+"""Runs of Lightning's trainer on the CPU, forked from one process that has imported it once.
+
+Losses and warnings of each run are in ``facts.json`` of its directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.frameworks.runs import note_loss, run_jobs
+
+WIDTH, ROWS, GLOBAL_BATCH = 8, 24, 6
+STEPS, SAVED = 8, 4
+"""An epoch has four steps, and ends with a save."""
+
+
+def main(directory: Path) -> None:
+    """Run all jobs, one after another."""
+    import deepspeed  # noqa: F401  once, for all that are forked
+    from recipes import lightning
+
+    import ckpttool.integrations.lightning  # noqa: F401  the same
+
+    lightning.run_on_cpu()
+    run_jobs(directory, _train)
+
+
+def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
+    import lightning
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from ckpttool.integrations.lightning import CkptDeepSpeedStrategy, newest_checkpoint
+
+    losses: dict[str, float] = {}
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"width": WIDTH})
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(job.get("dropout", 0.0)), torch.nn.Linear(WIDTH, WIDTH)
+            )
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            (given,) = batch
+            loss = (self.net(given) - given.roll(1, 1)).square().mean()
+            whole = loss.detach().clone()
+            torch.distributed.all_reduce(whole)
+            losses[str(self.global_step + 1)] = float(whole) / self.trainer.world_size
+            if job.get("notes"):
+                note_loss(job, self.global_step + 1, losses[str(self.global_step + 1)])
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    os.environ |= {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "NODE_RANK": "0", "GROUP_RANK": "0"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests"}  # Lightning then starts no processes of its own
+    lightning.seed_everything(5, verbose=False)
+    config = {
+        "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 10},
+        "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": GLOBAL_BATCH // job["world_size"],
+    }  # fmt: skip
+    options: dict[str, Any] = {"config": config, "process_group_backend": "gloo"}
+    saves = job.get("saves")
+    strategy = DeepSpeedStrategy(**options) if saves is None else CkptDeepSpeedStrategy(**options, **saves)
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    rows = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(inputs), batch_size=GLOBAL_BATCH // job["world_size"]
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=job["world_size"], strategy=strategy, max_epochs=job.get("steps", STEPS) // 4,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(job["run"], filename="{step}", save_top_k=job.get("keep", -1), monitor="step", mode="max")
+        ],
+    )  # fmt: skip
+    given = job.get("load")
+    given = newest_checkpoint(job["run"]) if given == "newest" else given
+    facts["from"] = given
+    module = Module()
+    trainer.fit(module, rows, ckpt_path=given)
+    facts["losses"] = losses
+    facts["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
