@@ -1,0 +1,89 @@
+"""Runs of each framework that are killed at random moments, all ranks at once, lose nothing but time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ckpttool
+from tests import forked, sampling
+from tests.frameworks.runs import noted_losses
+
+if TYPE_CHECKING:
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+COUNT = 20 if sampling.thorough() else 2
+"""Kills of a run."""
+STEPS = {"trainer": 8 * COUNT, "accelerate": 8 * COUNT, "lightning": 32 * COUNT}
+"""Steps of a run: enough of them that it does not end before the last kill."""
+KILLS = {"count": COUNT, "start": 4.0, "seconds": 0.3}
+EPOCH = 4
+"""Steps of an epoch, at whose end Lightning saves; the others save at each step."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "trainer": {
+        "save_steps": 1, "learning_rate": 0.002, "arguments": {"save_total_limit": 3},
+        "callback": {"auto_resume": True, "async_save": True},
+    },
+    "accelerate": {"automatic": True, "auto": True, "every": 1, "prepare": {"async_save": True}},
+    "lightning": {"load": "newest", "keep": 3, "saves": {"async_save": True}},
+}  # fmt: skip
+"""By framework: how its jobs save and resume."""
+
+
+@pytest.fixture(scope="module", params=sampling.some(OPTIONS, 1))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+    """The jobs of one framework: two that are killed, and two that are not."""
+    framework = request.param
+    directory = tmp_path_factory.mktemp(f"kills-{framework}")
+    steps = EPOCH + 2 if framework == "lightning" else 3
+    same = {"ranks": [2], "seed": 1, "steps": steps, **KILLS}
+    other = {"ranks": [2, 3, 1], "seed": 2, "steps": steps, **KILLS}
+    jobs: list[dict[str, Any]] = []
+    cases: dict[str, dict[str, Any]] = {
+        "same": {"stage": 3, "dropout": 0.5, "kills": same}, "whole-same": {"stage": 3, "dropout": 0.5},
+        "other": {"stage": 2, "kills": other}, "whole-other": {"stage": 2},
+    }  # fmt: skip
+    for name, values in cases.items():
+        out = directory / name
+        paths = {"out": str(out), "output_dir": str(out / "run"), "run": str(out / "run"), "project": str(out)}
+        common = {"id": name, "world_size": 2, "steps": STEPS[framework], "notes": True, **paths}
+        jobs.append({**common, **OPTIONS[framework], **values})
+    forked.start(f"tests.frameworks.{framework}_runs", jobs, directory)
+    return {
+        job["id"]: {
+            **json.loads((Path(job["out"]) / "facts.json").read_text()), "noted": noted_losses(job), "out": job["out"],
+            "steps": job["steps"],
+        }
+        for job in jobs
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("same", 0.0), ("other", 1e-3)])
+def test_every_loss_of_a_killed_run_is_that_of_a_run_that_was_not(
+    runs: dict[str, Any], name: str, tolerance: float
+) -> None:
+    killed, whole = runs[name], runs[f"whole-{name}"]
+    assert (killed["error"], whole["error"]) == ("", "")
+    assert not any(killed["statuses"])
+    assert len(killed["killed"]) == COUNT
+    truth = {step: loss for _, step, loss in whole["noted"]}
+    assert list(truth) == list(range(1, whole["steps"] + 1))
+    steps = [step for _, step, _ in killed["noted"]]
+    assert set(steps) == set(truth)
+    first = steps[0], *(after for before, after in itertools.pairwise(steps) if after != before + 1)
+    assert max(first) > 1, "no start has resumed"
+    for ranks, step, loss in killed["noted"]:
+        assert loss == pytest.approx(truth[step], rel=tolerance, abs=0), (ranks, step)
+
+
+@pytest.mark.parametrize("name", ["same", "other"])
+def test_the_checkpoints_that_are_left_are_whole(runs: dict[str, Any], name: str) -> None:
+    found = [path for path in Path(runs[name]["out"]).rglob("latest") if path.is_file()]
+    assert found
+    for path in found:
+        assert not ckpttool.verify(path.parent, deep=True).findings
