@@ -26,6 +26,7 @@ RUNS = {
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
     "scale.py": ["--ranks", "3", "--layers", "2", "--hidden", "8"],
     "storage.py": [*ONCE, "--peer-runs", "0", "--latency", "0"],
+    "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],
 }  # fmt: skip
 SLOW = {"average.py", "consolidate.py", "merge_lora.py", "restore.py"}
 ON_RAY = {
@@ -36,6 +37,7 @@ PARTS = {
     "make_checkpoint.py",
     "restore_rank.py",
     "save_rank.py",
+    "trainer_rank.py",
     "cast_bf16.py",
     "measure.py",
     "s3_server.py",
