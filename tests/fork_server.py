@@ -1,4 +1,4 @@
-"""Run modules in processes forked from one that has imported DeepSpeed: importing it takes seconds of CPU.
+"""Run modules in processes forked from one that has imported DeepSpeed: importing it takes ten seconds of CPU.
 
 Each line of standard input is a job: a module, its argument, its environment, and the files for what it prints. The
 answer is a line with its exit status. The process ends with its standard input.
@@ -6,19 +6,32 @@ answer is a line with its exit status. The process ends with its standard input.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
 import sys
 from typing import Any
 
+PRELOADED = (
+    "torch._dynamo",  # the first optimizer imports it
+    "deepspeed.module_inject.auto_ep_layer",  # the first engine imports these
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "setuptools",  # the search for compilers imports it
+)
+"""Modules that engines import late. Each fork would take seconds to import them."""
+
 
 def _serve() -> dict[str, Any] | None:
     """Fork a process for each job; return the job in that process, and None in this one at the end."""
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  the first engine imports it: once, for all forks
-    import torch._dynamo  # the first optimizer imports it
-    import torch.distributed  # noqa: F401
+    for name in PRELOADED:
+        importlib.import_module(name)
+    import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # looks for compilers, which takes a second
+    gc.collect()
+    gc.freeze()  # engines at stage 3 call gc.collect, which takes half a second over all that is imported
     for line in iter(sys.stdin.readline, ""):
         job: dict[str, Any] = json.loads(line)
         child = os.fork()
