@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests import forked
 
@@ -37,10 +39,20 @@ def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
     for job in jobs:
         forked.end_if_stuck()
         (directory / job["id"]).mkdir(exist_ok=True)
-        facts = {"save": _save, "resume": _resume, "convert": _convert, "refuse": _refuse}[job["do"]](job, directory)
+        facts = {"save": _save, "resume": _resume, "convert": _convert, "refuse": _refuse, "script": _script}[
+            job["do"]
+        ](job, directory)
         torch.save(facts, directory / job["id"] / f"facts-{rank}.pt")
         torch.distributed.barrier()
     common.leave()
+
+
+def _script(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Run the script that DeepSpeed leaves beside a checkpoint."""
+    root = job["root"]
+    with mock.patch.object(sys, "argv", ["zero_to_fp32.py", root, str(directory / job["id"] / "out"), "-t", "tag"]):
+        runpy.run_path(f"{root}/zero_to_fp32.py", run_name="__main__")
+    return {}
 
 
 def build(job: dict[str, Any], seed: int) -> Any:

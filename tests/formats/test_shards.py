@@ -29,7 +29,7 @@ from tests.truth import HERE, NAMES, source, tag_directory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-MOST = 12 if sampling.thorough() else 4
+MOST = 12 if sampling.thorough() else 2
 """Pairs of files of one kind that are tried of each checkpoint; the first and the last are among them."""
 
 NAMELESS = (".swp", "fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt")
