@@ -6,32 +6,18 @@ answer is a line with its exit status. The process ends with its standard input.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
 import runpy
 import sys
 from typing import Any
 
-PRELOADED = (
-    "torch._dynamo",  # the first optimizer imports it
-    "deepspeed.module_inject.auto_ep_layer",  # the first engine imports these
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "setuptools",  # the search for compilers imports it
-)
-"""Modules that engines import late. Each fork would take seconds to import them."""
-
 
 def _serve() -> dict[str, Any] | None:
     """Fork a process for each job; return the job in that process, and None in this one at the end."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    import deepspeed
+    from recipes import common
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # looks for compilers, which takes a second
-    gc.collect()
-    gc.freeze()  # engines at stage 3 call gc.collect, which takes half a second over all that is imported
+    common.preload()
     for line in iter(sys.stdin.readline, ""):
         job: dict[str, Any] = json.loads(line)
         child = os.fork()
