@@ -50,10 +50,9 @@ lowest:  ## run the quick tests with the lowest versions of all dependencies (PY
 	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile --quick $(FILE)
 
-# Ray's clusters come last and by themselves: each takes all cores that there are.
+# Two processes for two cores, and one for the tests of Ray, which wait most of the time.
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ray"
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 coverage: $(READY)  ## measure branch coverage and show it (FILE=tests/...: of those tests; else of all but Ray's)
 	rm -f .coverage .coverage.*

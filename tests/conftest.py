@@ -42,14 +42,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--quick") and is_test and quick.missing_package(collection_path) else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what ``make quick`` leaves out, and what only ``make thorough`` runs."""
-    if config.getoption("--thorough"):
-        return
-    is_left_out = quick.is_left_out if config.getoption("--quick") else sampling.is_left_out
-    left_out = [item for item in items if is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    """Deselect what ``make quick`` leaves out, and what only ``make thorough`` runs; group the rest for processes."""
+    if not config.getoption("--thorough"):
+        is_left_out = quick.is_left_out if config.getoption("--quick") else sampling.is_left_out
+        left_out = {item for item in items if is_left_out(item)}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    if getattr(config.option, "loadgroup", False):
+        items.sort(key=_rank)
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.location[0]))
+
+
+def _rank(item: pytest.Item) -> int:
+    """Order of a test among those of several processes: the longest groups first."""
+    return 0 if item.get_closest_marker("ray") else 1 if item.get_closest_marker("deepspeed") else 2
 
 
 def pytest_configure(config: pytest.Config) -> None:
