@@ -171,7 +171,7 @@ def _check_names(new: Mapping[str, str], aliases: Mapping[str, str], location: s
     """
     owners: dict[str, str] = {}
     for name, made in new.items():
-        if not made or len(made) > MAX_NAME:
+        if made != name and (not made or len(made) > MAX_NAME):
             problem = f"would have {name} renamed to {brief(made) if made else 'nothing'}"
             raise PlanError(location, problem, "correct rename", ("rename",))
         other = owners.setdefault(made, name)
