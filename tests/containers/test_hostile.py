@@ -150,7 +150,7 @@ for name, data in cases.items():
 """
 
 
-BOMBS = sampling.some(bombs(), 22)
+BOMBS = sampling.some(bombs(), 12)
 
 
 @pytest.fixture(scope="module")
