@@ -18,8 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-import shutil
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -41,6 +39,7 @@ from ckpttool.integrations.deepspeed.folders import (
 from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
 from ckpttool.integrations.ray.run import current_run
 from ckpttool.integrations.replaced import replaced
+from ckpttool.integrations.scratch import scratch_directory, write_file
 from ckpttool.integrations.signatures import check_signatures
 from ckpttool.storage import absolute_path
 
@@ -157,7 +156,7 @@ class AcceleratorSaves:
         def save_engine(save_dir: str, tag: str, **values: Any) -> None:
             given.update(values)
 
-        with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
+        with scratch_directory() as scratch:
             with replaced(engine, save_checkpoint=save_engine), replaced(config, automatic_checkpoint_naming=False):
                 self._save_state(scratch, safe_serialization=safe_serialization, **options)
             files = read_files(scratch)
@@ -226,12 +225,13 @@ class AcceleratorSaves:
         accelerator, engine = self._accelerator, self._engine()
         reports: list[LoadReport] = []
         load_natively = engine.load_checkpoint
-        with tempfile.TemporaryDirectory(prefix="ckpttool-") as directory:
+        with scratch_directory() as directory:
             checkpoint = saves.open(candidate)
             saves.write_files(checkpoint, directory)
-            own, first = (os.path.join(directory, RANDOM.format(n)) for n in (accelerator.process_index, 0))
-            if not os.path.exists(own) and os.path.exists(first):
-                shutil.copyfile(first, own)  # for the number of steps
+            own, first = (RANDOM.format(n) for n in (accelerator.process_index, 0))
+            states = read_files(directory)
+            if own not in states and first in states:
+                write_file(directory, own, states[first])  # for the number of steps
 
             def load_engine(load_dir: str, tag: str, load_module_strict: bool = True, **_: Any) -> None:
                 with replaced(engine, load_checkpoint=load_natively):  # the restore may call it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +15,8 @@ from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.run import RunOptions
 from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import open_checkpoint
+from ckpttool.storage import LOCAL
+from ckpttool.storage.posix import replace_files
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
@@ -69,9 +70,8 @@ def export(
 def move_weights(source: str, target: str) -> None:
     """Move the weights of an export into another local folder, which has its own configuration; the index last."""
     names = [n for n in os.listdir(source) if ".safetensors" in n]
-    for name in sorted(names, key=lambda name: name.endswith(".json")):
-        os.replace(os.path.join(source, name), os.path.join(target, name))
-    shutil.rmtree(source, ignore_errors=True)
+    replace_files(source, target, sorted(names, key=lambda name: name.endswith(".json")))
+    LOCAL.remove_tree(source)
 
 
 class Exporter:

@@ -21,9 +21,7 @@ import logging
 import os
 import posixpath
 import runpy
-import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +44,8 @@ from ckpttool.integrations.huggingface_hooks import (
 )
 from ckpttool.integrations.ray.run import current_run
 from ckpttool.integrations.replaced import replaced
-from ckpttool.storage import absolute_path, is_url
+from ckpttool.integrations.scratch import scratch_directory
+from ckpttool.storage import LOCAL, absolute_path, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -162,7 +161,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if saves.storage.remote and self._current == (folder, int(engine.global_steps)):
             LOG.info("%s is saved already", folder)  # a bucket cannot replace it as a whole
             return
-        with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
+        with scratch_directory() as scratch:
             best = None if state.best_global_step is None else folder_name(int(state.best_global_step))
             if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, "latest")):
                 best = name if best == name else None
@@ -256,7 +255,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             out = os.path.join(temporary, "weights")
             export(source, out, dtype=dtype, adapter_only=adapter, storage_options=self._storage_options)
             move_weights(out, output_dir)
-            shutil.rmtree(temporary, ignore_errors=True)
+            LOCAL.remove_tree(temporary)
 
         saves.on_first_rank(write)
 
@@ -291,7 +290,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         first: CkptError | None = None
         for candidate in found:
             self._resume = None
-            with tempfile.TemporaryDirectory(prefix="ckpttool-", ignore_cleanup_errors=True) as directory:
+            with scratch_directory() as directory:
                 try:
                     checkpoint = saves.open(candidate)
                     saves.write_files(checkpoint, directory)

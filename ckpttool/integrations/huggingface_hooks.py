@@ -18,7 +18,9 @@ from transformers import trainer as trainer_module
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.folders import is_weights
 from ckpttool.integrations.replaced import replaced
+from ckpttool.integrations.scratch import make_folder, remove_files
 from ckpttool.integrations.signatures import check_signatures
+from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,9 +121,8 @@ def write_small_files(
         frozen.append(exclude_frozen_parameters)
 
     if best is not None and best != name:  # the Trainer looks for the best checkpoint beside the one that it writes
-        os.makedirs(os.path.join(scratch, best))
-        os.utime(os.path.join(scratch, best), (0, 0))  # and may remove the older one of them
-    os.makedirs(os.path.join(scratch, name))
+        os.utime(make_folder(scratch, best), (0, 0))  # and may remove the older one of them
+    make_folder(scratch, name)
     with (
         replaced(
             trainer, _get_output_dir=lambda trial=None: scratch, _push_from_checkpoint=lambda folder: None,
@@ -143,9 +144,7 @@ def _save_without_weights(trainer: Any, output_dir: str) -> None:
     # PEFT looks for all names; at ZeRO-3 the tensors are empty anyway.
     weights = {name: torch.empty(0) for name in trainer.model.state_dict()} if is_adapter(trainer) else {}
     trainer._save(output_dir, state_dict=weights)
-    for above, _, names in os.walk(output_dir):
-        for name in filter(is_weights, names):
-            os.unlink(os.path.join(above, name))
+    remove_files(output_dir, is_weights)
 
 
 def adapt_state(directory: str, arguments: Any, is_in_bucket: Callable[[str], bool]) -> None:
@@ -168,7 +167,7 @@ def adapt_state(directory: str, arguments: Any, is_in_bucket: Callable[[str], bo
         state.save_to_json(path)
     best = state.best_model_checkpoint
     if best and is_in_bucket(posixpath.basename(best)):
-        os.makedirs(best, exist_ok=True)
+        LOCAL.make_directory(best)
 
 
 def logged_numbers(state: Any) -> dict[str, float]:

@@ -11,7 +11,7 @@ from ckpttool.errors import StorageError
 from ckpttool.storage.error_texts import storage_error, translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,6 +52,29 @@ def rename_new(before: str, after: str) -> None:
         os.rename(before, after)
         return
     os.unlink(before)
+
+
+def replace_files(source: str, target: str, names: Sequence[str]) -> None:
+    """Move files into another directory of the same file system, in order; files of these names are replaced.
+
+    Raises:
+        StorageError: A file cannot be moved.
+    """
+    for name in names:
+        path = os.path.join(target, name)
+        with translate_os_errors(path):
+            os.replace(os.path.join(source, name), path)
+
+
+def open_unnamed(directory: str) -> int:
+    """Open a new file without a name, which is gone when it is closed; return -1 if the file system has none.
+
+    Source: Linux, open(2), ``O_TMPFILE``.
+    """
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except (OSError, AttributeError):
+        return -1
 
 
 @functools.cache

@@ -12,8 +12,8 @@ CHANGES = {
     "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "makedirs", "mkdir", "pwrite", "pwritev", "remove",
     "removedirs", "rename", "renames", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
 }  # fmt: skip
-SCRATCH = {"integrations/deepspeed/capture.py", "integrations/deepspeed/inject.py"}
-"""Directories that live as long as one call of DeepSpeed's own loader or writer."""
+SCRATCH = {"integrations/deepspeed/capture.py", "integrations/deepspeed/inject.py", "integrations/scratch.py"}
+"""Directories that live as long as one call of a framework's own loader or writer."""
 
 
 def _changes(path: Path) -> list[str]:

@@ -30,6 +30,7 @@ from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
 from ckpttool.integrations.ray.run import current_run
+from ckpttool.integrations.scratch import write_file
 from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 from ckpttool.integrations.torch.process_group import ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
@@ -345,8 +346,7 @@ def _copy_files(storage: Storage, folder: str, directory: str) -> None:
             continue
         with storage.open(posixpath.join(folder, entry.name)) as reader:
             data = reader.read(0, reader.nbytes)
-        with open(os.path.join(directory, entry.name), "wb") as file:
-            file.write(data)
+        write_file(directory, entry.name, data)
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:
@@ -362,7 +362,4 @@ def _write(location: str, directory: str, name: Any, data: Any) -> None:
     safe = isinstance(name, str) and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
     if not safe or not isinstance(data, torch.Tensor) or data.dtype != torch.uint8:
         raise LayoutError(location, "has rank states with files of unsafe names", "use another checkpoint")
-    path = os.path.join(directory, name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(data.numpy().tobytes())
+    write_file(directory, name, data.numpy().tobytes())
