@@ -30,6 +30,7 @@ from ckpttool.targets.weights import select_weights
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.model.derived.average import Average
@@ -156,6 +157,8 @@ class AverageReport:
     """With ``prove``, the digest of the weights, equal for the mean computed again and the output."""
     checks: ReadReport | None = None
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
+    needs: Needs | None = None
+    """For a dry run, what the run needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,7 @@ def average(  # noqa: PLR0913  public API
         stage: ZeRO stage, 1, 2 or 3; default: that of the newest source.
         prove: Compute the mean again, digest it and the output, and commit only if they are equal.
         check: As for ``consolidate``.
-        dry_run: Plan, but write nothing.
+        dry_run: Plan, but write nothing; the report has what a run needs.
         overwrite: As for ``consolidate``; not for "zero".
         jobs: As for ``consolidate``.
         memory: As for ``consolidate``.
@@ -284,10 +287,11 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
                 digest = same_weights(mean.checkpoint, made.selection, written, options.jobs)
 
     overflowed = 0
-    if not options.dry_run:
-        overflowed = destination.write(
-            made.plan, options.run_options(checks, workers), last=(made.last,), check=check_written, resume=None
-        )
+    work, needs = options.run_options(checks, workers), None
+    if options.dry_run:
+        needs = destination.forecast(made.plan, work, spent=time.perf_counter() - began)
+    else:
+        overflowed = destination.write(made.plan, work, last=(made.last,), check=check_written, resume=None)
     tensors, tied = _contents(mean.checkpoint, made.selection)
     total = sum(weighting)
     return AverageReport(
@@ -309,6 +313,7 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
         notes=_notes(sources, mean, made),
         digest=digest,
         checks=None if options.dry_run or checks is None else checks.report,
+        needs=needs,
     )
 
 

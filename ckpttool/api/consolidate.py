@@ -18,6 +18,7 @@ from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
@@ -92,6 +93,8 @@ class CopyReport:
     """With ``prove``, the digest of the weights, equal for source and output."""
     checks: ReadReport | None = None
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
+    needs: Needs | None = None
+    """For a dry run, what the run needs."""
 
 
 def consolidate(  # noqa: PLR0913  public API
@@ -115,6 +118,7 @@ def consolidate(  # noqa: PLR0913  public API
     prove: bool = False,
     check: Check = "read",
     dry_run: bool = False,
+    resume: bool = False,
     overwrite: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
@@ -148,7 +152,8 @@ def consolidate(  # noqa: PLR0913  public API
         rename_map: New names by old ones, or the path or URL of a JSON file of them; applied before ``rename``.
         prove: Digest the source and the output, and commit only if they are equal.
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
-        dry_run: Plan, but write nothing.
+        dry_run: Plan, but write nothing; the report has what a run needs.
+        resume: As for ``convert``.
         overwrite: Allow an ``out`` that holds files; weights in it are replaced, other files stay.
         jobs: Threads. Default: one for each core, at most 4; 4 or 6 onto ext4 and xfs; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
@@ -162,7 +167,7 @@ def consolidate(  # noqa: PLR0913  public API
     """
     options = Options(
         tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
-        overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
+        resume=resume, overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
     chosen = WeightChoice(
         to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename,
@@ -201,9 +206,12 @@ def _consolidate(
             digest = same_weights(checkpoint, selection, written, options.jobs)
 
     overflowed = 0
-    if not options.dry_run:
+    work, needs = options.run_options(checks, workers), None
+    if options.dry_run:
+        needs = destination.forecast(plan, work, spent=time.perf_counter() - began)
+    else:
         overflowed = destination.write(
-            plan, options.run_options(checks, workers), last=(made.index,), check=check_written, resume=None
+            plan, work, last=(made.index,), check=check_written, resume=options.resume or None
         )
     return CopyReport(
         out=destination.out,
@@ -221,6 +229,7 @@ def _consolidate(
         notes=(*made.notes, *notes),
         digest=digest,
         checks=None if options.dry_run or checks is None else checks.report,
+        needs=needs,
     )
 
 

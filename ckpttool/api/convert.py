@@ -20,6 +20,7 @@ from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_si
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
@@ -83,6 +84,8 @@ class ConvertReport:
     """Remarks on the checkpoint, and state that the output does not keep."""
     checks: ReadReport | None = None
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
+    needs: Needs | None = None
+    """For a dry run, what the run needs."""
 
 
 def convert(  # noqa: PLR0913  public API
@@ -127,7 +130,7 @@ def convert(  # noqa: PLR0913  public API
         dtype: Type that run computes in, for "zero" where the source does not say: DCP, or weights alone.
         prove: Digest the source and the output, and commit only if they are equal.
         check: As for ``consolidate``.
-        dry_run: Plan, but write nothing.
+        dry_run: Plan, but write nothing; the report has what a run needs.
         resume: Continue from the completed files of a killed or failed run; not after a power cut: no file is synced.
         jobs: As for ``consolidate``.
         memory: As for ``consolidate``.
@@ -164,10 +167,11 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
             written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
             same_digest(checkpoint, written, directory, options.jobs)
 
-    if not options.dry_run:
-        destination.write(
-            plan, options.run_options(checks, workers), last=(last,), check=check_written, resume=options.resume
-        )
+    work, needs = options.run_options(checks, workers), None
+    if options.dry_run:
+        needs = destination.forecast(plan, work, spent=time.perf_counter() - began)
+    else:
+        destination.write(plan, work, last=(last,), check=check_written, resume=options.resume)
     return ConvertReport(
         out=destination.out,
         to=target.to,
@@ -179,6 +183,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         seconds=time.perf_counter() - began,
         notes=(*map(str, checkpoint.notes), *checkpoint.remarks, *losses),
         checks=None if options.dry_run or checks is None else checks.report,
+        needs=needs,
     )
 
 

@@ -58,6 +58,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 memory_option = click.option(
     "--memory", type=Size(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
 )
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print the planned files and what the run needs, and write nothing."
+)
+resume_option = click.option(
+    "--resume", is_flag=True, help="Continue from the files that a killed run with --resume and the same SRC completed."
+)
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
+    from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import ReadReport
 
 
@@ -68,6 +69,18 @@ def _print_written(report: CopyReport | AverageReport) -> None:
             color="yellow",
         )
     print_checks(report.checks)
+    print_needs(report.needs)
+
+
+def print_needs(needs: Needs | None) -> None:
+    """Print what a dry run has found a run to need."""
+    if needs is None:
+        return
+    took = ""
+    if needs.seconds is not None:
+        took = f" and {needs.seconds:.1f} s{'' if needs.uploads_measured else ' without the uploads'}"
+    free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
+    print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{took}{free}")
 
 
 def print_checks(checks: ReadReport | None) -> None:
@@ -100,6 +113,7 @@ def print_convert_report(report: ConvertReport) -> None:
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
     print_checks(report.checks)
+    print_needs(report.needs)
 
 
 def print_transfer_report(report: TransferReport) -> None:

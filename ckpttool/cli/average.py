@@ -56,7 +56,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage for zero.  [default: the newest SRC's]")
 @click.option("--prove", is_flag=True, help="Compute the mean again, and commit only if the output is equal.")
 @options.check_options
-@click.option("--dry-run", is_flag=True, help="Print the planned files, and write nothing.")
+@options.dry_run_option
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.jobs_option
 @options.memory_option

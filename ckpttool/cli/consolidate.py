@@ -40,7 +40,8 @@ from ckpttool.cli import _options as options
 @click.option("--rename-map", metavar="FILE", help="JSON file of new names by old ones, applied before --rename.")
 @click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
 @options.check_options
-@click.option("--dry-run", is_flag=True, help="Print the planned files, and write nothing.")
+@options.dry_run_option
+@options.resume_option
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.jobs_option
 @options.memory_option

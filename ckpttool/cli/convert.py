@@ -41,10 +41,8 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 )
 @click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
 @options.check_options
-@click.option("--dry-run", is_flag=True, help="Print the planned files, and write nothing.")
-@click.option(
-    "--resume", is_flag=True, help="Continue from the files that a killed run of the same conversion completed."
-)
+@options.dry_run_option
+@options.resume_option
 @options.jobs_option
 @options.memory_option
 @options.ray_option

@@ -61,11 +61,16 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
         raise StorageError(parent, "permission denied", f"cannot create {out} in it; choose another OUT")
 
 
-def check_space(out: str, nbytes: int) -> None:
-    """Refuse an output that does not fit.
+def existing_parent(out: str) -> str:
+    """Return the lowest directory above an output that exists."""
+    return _existing_parent(_staging(out))
+
+
+def free_bytes(out: str) -> int:
+    """Return the bytes that an output can take: those that are free, and those of files that a killed run left.
 
     Raises:
-        StorageError: The file system has less than ``nbytes`` bytes free.
+        StorageError: The file system cannot be asked.
     """
     staging = _staging(out)
     parent = _existing_parent(staging)
@@ -75,7 +80,16 @@ def check_space(out: str, nbytes: int) -> None:
         trees = [] if os.path.islink(staging) else os.walk(staging)
         held = (os.path.join(place, name) for place, _, names in trees for name in names)
         left = sum(512 * os.lstat(path).st_blocks for path in held)
-    free = info.f_bavail * info.f_frsize + left
+    return info.f_bavail * info.f_frsize + left
+
+
+def check_space(out: str, nbytes: int) -> None:
+    """Refuse an output that does not fit.
+
+    Raises:
+        StorageError: The file system has less than ``nbytes`` bytes free.
+    """
+    free = free_bytes(out)
     if free < nbytes:
         raise StorageError(
             out, f"needs {nbytes:,} bytes, but only {free:,} are free", "free some space or choose another OUT"

@@ -205,7 +205,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
     assert list(written) == [
         "out", "dry_run", "files", "tensors", "elements", "dtype", "nbytes_read", "nbytes_written", "seconds", "tied",
-        "companions", "overflowed", "notes", "digest", "checks",
+        "companions", "overflowed", "notes", "digest", "checks", "needs",
     ]  # fmt: skip
 
 

@@ -221,6 +221,8 @@ def test_dry_run_writes_nothing_and_tells_the_same(tmp_path: Path) -> None:
     assert (planned.pop("seconds"), done.pop("seconds")) > (0, 0)
     assert planned.pop("checks") is None
     assert done.pop("checks")["unchecked"] == []
+    assert planned.pop("needs")["memory_bytes"] > 0
+    assert done.pop("needs") is None
     assert planned == done
     assert {f["name"]: f["nbytes"] for f in done["files"]} == {p.name: p.stat().st_size for p in out.iterdir()}
 

@@ -62,6 +62,26 @@ def test_going_on_writes_only_what_is_missing_and_gives_the_same_bytes(share: fl
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
+def test_a_consolidation_is_resumed_at_its_files(tmp_path: Path) -> None:
+    def consolidate(out: Path, *, resume: bool) -> None:
+        ckpttool.consolidate(SRC, out, to="safetensors", max_shard_size="3kB", resume=resume)
+
+    writes = Rule(Nothing(), "pwrite")
+    with watching(writes):
+        consolidate(tmp_path / "whole", resume=False)
+    half = 1 + len(writes.matched) // 2
+    for resume in (False, True):
+        with watching(Rule(Before(interrupt), "pwrite", nth=half)), pytest.raises(KeyboardInterrupt):
+            consolidate(tmp_path / "out", resume=resume)
+        assert (tmp_path / "out.partial").exists() == resume
+    rest = Rule(Nothing(), "pwrite")
+    with watching(rest):
+        consolidate(tmp_path / "out", resume=True)
+    assert 0 < len(rest.matched) < len(writes.matched)
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
+    assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
 def test_leftovers_of_another_conversion_are_not_resumed(tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"

@@ -20,6 +20,7 @@ from ckpttool.units import Meter
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ckpttool.execution.forecast import Needs
     from ckpttool.execution.output.base import Output
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
@@ -192,6 +193,26 @@ class Destination:
             remote.delete(paths.values())
             raise
         return overflowed
+
+    def forecast(self, plan: CopyPlan, options: RunOptions, *, spent: float) -> Needs:
+        """Forecast what ``write`` needs, from a short measurement that leaves no file.
+
+        Args:
+            plan: The plan.
+            options: As for ``write``.
+            spent: Seconds that the command has taken until now; they count.
+
+        Raises:
+            StorageError: A source cannot be read, or OUT's file system not be written.
+        """
+        from ckpttool.execution.forecast import forecast
+
+        if self._remote is not None:
+            free = self._remote.free_bytes(self.out)
+            return forecast(plan, options, directory=None, free_bytes=free, spent=spent)
+        directory = staging.existing_parent(self.out)
+        free = staging.free_bytes(self.out)
+        return forecast(plan, options, directory=directory, free_bytes=free, spent=spent)
 
     def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
         """Return the number of source bytes that ``write`` reads."""
