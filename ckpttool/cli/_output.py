@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpttool.messages import hide_secrets, printable
+from ckpttool.messages import printable
 from ckpttool.storage import storage_error
 from ckpttool.units import format_size
 
@@ -66,22 +63,9 @@ def print_json(data: Any) -> None:
     """Print plain values or dataclasses of them as JSON; the keys of a dataclass are its field names."""
     import json  # tables need none
 
-    _write(json.dumps(_as_plain(data), indent=2, allow_nan=False) + "\n")
+    from ckpttool.analysis.description import as_plain
 
-
-def _as_plain(data: Any) -> Any:
-    """Return dataclasses as mappings, and NaN and infinity, which JSON lacks, as text."""
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return {
-            f.name: _as_plain(getattr(data, f.name)) for f in dataclasses.fields(data) if f.metadata.get("json", True)
-        }
-    if isinstance(data, Mapping):
-        return {key: _as_plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_as_plain(value) for value in data]
-    if isinstance(data, str):
-        return hide_secrets(data)
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+    _write(json.dumps(as_plain(data), indent=2, allow_nan=False) + "\n")
 
 
 def _plain(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:

@@ -1,0 +1,146 @@
+"""A checkpoint as plain values for JSON; keys are field names, and stable."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.containers.values import Opaque, TensorRef, TorchDType
+from ckpttool.messages import hide_secrets
+
+if TYPE_CHECKING:
+    from ckpttool.model import Checkpoint, State
+
+MAX_VALUES = 100_000
+"""Limit of values of client state and configuration; a short pickle can expand without end."""
+CHARACTERS = 100
+"""Characters of a text that count as one value."""
+
+
+def describe(c: Checkpoint) -> dict[str, Any]:
+    """Describe everything of a checkpoint except its extents."""
+    plain = _Plain()
+    return {
+        "location": c.location,
+        "root": c.root,
+        "tag": c.tag,
+        "format": c.format,
+        "stage": c.stage,
+        "topology": {name: getattr(c.topology, name) for name in c.topology.__slots__},
+        "dtype": c.dtype,
+        "deepspeed_version": c.deepspeed_version,
+        "step": c.step,
+        "skipped_steps": c.skipped_steps,
+        "nbytes": c.nbytes,
+        "parameters": [
+            {
+                "name": p.name,
+                "shape": list(p.shape),
+                "numel": p.numel,
+                "group": p.group,
+                "frozen": p.frozen,
+                "states": {key: describe_state(s) for key, s in p.states.items()},
+            }
+            for p in c.parameters
+        ],
+        "buffers": [{"name": b.name, **describe_state(b.state)} for b in c.buffers],
+        "aliases": dict(c.aliases),
+        "groups": [
+            {
+                "parameters": list(g.parameters),
+                "hyperparameters": plain(g.hyperparameters),
+                "scalars": {k: {"value": plain(s.value), "dtype": s.dtype} for k, s in g.scalars.items()},
+            }
+            for g in c.groups
+        ],
+        "unsliceable": list(c.nonpartitionable),
+        "scheduler": plain(c.scheduler),
+        "loss_scaler": plain(c.loss_scaler),
+        "client_state": plain(c.client_state),
+        "ds_config": plain(c.ds_config),
+        "files": [
+            {"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank, "model_rank": f.model_rank}
+            for f in c.files
+        ],
+        "notes": [str(n) for n in c.notes],
+        "remarks": list(c.remarks),
+    }
+
+
+def as_plain(data: Any) -> Any:
+    """Return dataclasses as mappings, and NaN and infinity, which JSON lacks, as text."""
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return {
+            f.name: as_plain(getattr(data, f.name)) for f in dataclasses.fields(data) if f.metadata.get("json", True)
+        }
+    if isinstance(data, Mapping):
+        return {key: as_plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [as_plain(value) for value in data]
+    if isinstance(data, str):
+        return hide_secrets(data)
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def describe_state(s: State) -> dict[str, Any]:
+    """Describe one state of a parameter."""
+    return {"dtype": s.dtype, "shape": list(s.shape), "nbytes": s.nbytes}
+
+
+class _Plain:
+    """Converts unpickled values to JSON values, within a budget."""
+
+    def __init__(self) -> None:
+        self.left = MAX_VALUES
+        self._inside: set[int] = set()
+        """Identities of the enclosing containers, to stop at cycles."""
+
+    def __call__(self, value: Any) -> Any:
+        self.left -= 1 + _length(value) // CHARACTERS
+        if self.left < 0 or id(value) in self._inside:
+            return "..."
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)  # JSON has no such numbers
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, TensorRef):
+            return {"tensor": value.dtype, "shape": list(value.shape)}
+        if isinstance(value, TorchDType):
+            return f"torch.{value.name}"
+        if isinstance(value, bytes | bytearray):
+            return f"<{len(value)} bytes>"
+        self._inside.add(id(value))
+        try:
+            return self._container(value)
+        finally:
+            self._inside.remove(id(value))
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {self(k if isinstance(k, str) else str(k)): self(v) for k, v in value.items() if self.left > 0}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [self(v) for v in value if self.left > 0]
+        if isinstance(value, Opaque):
+            return self._opaque(value)
+        return f"<{type(value).__name__}>"
+
+    def _opaque(self, value: Opaque) -> Any:
+        described: dict[str, Any] = {"class": value.qualified_name}
+        if value.args:
+            described["args"] = self(value.args)
+        if value.stated:
+            described["state"] = self(value.state)
+        if value.items:
+            described["items"] = [[self(k), self(v)] for k, v in value.items if self.left > 0]
+        if value.appended:
+            described["appended"] = self(value.appended)
+        return described
+
+
+def _length(value: object) -> int:
+    """Return the approximate number of characters of a value that is not a container."""
+    if isinstance(value, str):
+        return len(value)
+    return value.bit_length() // 3 if isinstance(value, int) else 0
