@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import Opaque, TensorRef, TorchDType
+from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.messages import hide_secrets
 
 if TYPE_CHECKING:
@@ -67,6 +68,36 @@ def describe(c: Checkpoint) -> dict[str, Any]:
         "notes": [str(n) for n in c.notes],
         "remarks": list(c.remarks),
     }
+
+
+def title(c: Checkpoint) -> list[str]:
+    """Return format, topology and step of the checkpoint, in a few words."""
+    over = _ranks(c)
+    kinds = {
+        "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
+        "universal": "universal checkpoint",
+        "safetensors": "safetensors",
+        "torch": "state dict of torch.save",
+        "dcp": "torch.distributed.checkpoint",
+    }
+    title = [kinds[c.format], SHORT_NAMES.get(c.dtype, c.dtype.lower())]
+    if c.step is not None:
+        title.append(f"step {c.step}" + (f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""))
+    return title
+
+
+def _ranks(c: Checkpoint) -> str:
+    t = c.topology
+    degrees = [
+        (t.data_parallel, "data-parallel"),
+        (t.tensor_parallel, "tensor-parallel"),
+        (t.pipeline_parallel, "pipeline-parallel"),
+    ]
+    if t.tensor_parallel == t.pipeline_parallel == 1:
+        ranks = f"{t.data_parallel} {'rank' if t.data_parallel == 1 else 'ranks'}"
+    else:
+        ranks = " x ".join(f"{n} {name}" for n, name in degrees if n > 1) + " ranks"
+    return ranks + (f", experts over {t.expert_parallel}" if t.expert_parallel > 1 else "")
 
 
 def as_plain(data: Any) -> Any:

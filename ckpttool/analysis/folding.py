@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _TENSOR, _STATE, _FILE, _COUNT, _FILE_STEP, _OFFSET, _OFFSET_STEP = range(7)
-_START, _START_STEP, _NUMEL, _PADDING, _RUNS, _PITCH, _WIDTH, _REPLICA, _EXTENTS = range(7, 16)
+_START, _START_STEP, _NUMEL, _PADDING, _RUNS, _PITCH, _WIDTH, _REPLICA, _EXTENTS, _DTYPE = range(7, 17)
 _GAP = 64
 """Bytes between two extents that still lie one behind the other: torch aligns tensors in a file."""
 
@@ -71,6 +71,52 @@ def fold(tensors: dict[str, list[Any]], folding: Folding) -> tuple[dict[str, lis
     return folded, numbers
 
 
+def join_files(
+    table: NDArray[np.int64], files: list[dict[str, Any]], lanes: list[dict[str, Any]], usage: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], list[dict[str, Any]], list[dict[str, Any]], NDArray[np.int64]]:
+    """Join the files of one kind and lane to one, with their tensors one behind the other.
+
+    Args:
+        table: Rows of the layout.
+        files: Its files.
+        lanes: Its lanes.
+        usage: Bytes of each file by category.
+
+    Returns:
+        The same of the joined files.
+    """
+    counts = table[:, _COUNT].copy()
+    table = np.repeat(table, counts, axis=0)
+    within = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
+    for column, step in ((_FILE, _FILE_STEP), (_OFFSET, _OFFSET_STEP), (_START, _START_STEP)):
+        table[:, column] += within * table[:, step]
+    table[:, (_FILE_STEP, _OFFSET_STEP, _START_STEP)] = 0
+    table[:, _COUNT] = 1
+    target = np.zeros(len(files), dtype=np.int64)
+    joined: list[dict[str, Any]] = []
+    for lane in lanes:
+        kinds: dict[str, int] = {}
+        for i in lane["files"]:
+            target[i] = kinds.setdefault(files[i]["kind"], len(joined))
+            if target[i] == len(joined):
+                joined.append(files[i] | {"nbytes": 0, "count": 0})
+            joined[target[i]]["nbytes"] += files[i]["nbytes"]
+            joined[target[i]]["count"] += 1
+        lane["files"] = list(kinds.values())
+    for file in joined:
+        file["name"] = file["name"] if file["count"] == 1 else f"{file['count']:,} files: {file['kind']}"
+    table = table[np.lexsort([table[:, _OFFSET], table[:, _FILE], target[table[:, _FILE]]])]
+    table[:, _FILE] = target[table[:, _FILE]]
+    length = (table[:, _NUMEL] * table[:, _RUNS] + table[:, _PADDING]) * table[:, _WIDTH]
+    end = np.cumsum(length)
+    first = np.concatenate([[True], np.diff(table[:, _FILE]) != 0])
+    table[:, _OFFSET] = end - length - np.repeat((end - length)[first], np.diff([*np.flatnonzero(first), len(table)]))
+    spent = np.zeros((len(usage), len(joined)), dtype=np.int64)
+    for category, values in enumerate(usage):
+        np.add.at(spent[category], target, values)
+    return table, joined, lanes, spent
+
+
 def merge_adjacent(table: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge rows of one tensor that lie one behind the other in the same files, then rows that repeat over files.
 
@@ -84,7 +130,7 @@ def merge_adjacent(table: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _merged_in_files(flat: NDArray[np.int64]) -> NDArray[np.int64]:
-    same = (_STATE, _TENSOR, _FILE, _COUNT, _FILE_STEP, _OFFSET_STEP, _WIDTH, _REPLICA)
+    same = (_STATE, _TENSOR, _FILE, _COUNT, _FILE_STEP, _OFFSET_STEP, _WIDTH, _REPLICA, _DTYPE)
     flat = flat[np.lexsort([flat[:, _OFFSET], *(flat[:, column] for column in reversed(same))])]
     end = flat[:, _OFFSET] + (flat[:, _NUMEL] + flat[:, _PADDING]) * flat[:, _WIDTH]
     gap = flat[1:, _OFFSET] - end[:-1]
@@ -98,7 +144,7 @@ def _merged_in_files(flat: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _merged_over_files(flat: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge rows of one file each that differ in the file alone."""
-    same = (_STATE, _TENSOR, _COUNT, _OFFSET, _NUMEL, _PADDING, _WIDTH, _REPLICA, _EXTENTS)
+    same = (_STATE, _TENSOR, _COUNT, _OFFSET, _NUMEL, _PADDING, _WIDTH, _REPLICA, _EXTENTS, _DTYPE)
     flat = flat[np.lexsort([flat[:, _FILE], *(flat[:, column] for column in reversed(same))])]
     step = flat[1:, _FILE] - flat[:-1, _FILE]
     joins = (flat[1:, same] == flat[:-1, same]).all(axis=1) & (flat[1:, _COUNT] == 1) & (step > 0)

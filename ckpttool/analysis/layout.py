@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.analysis.folding import Folding, fold, merge_adjacent
+from ckpttool.analysis.folding import Folding, fold, join_files, merge_adjacent
 from ckpttool.dtypes import itemsize
 from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP
 
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.model import Checkpoint, State
+    from ckpttool.model import Checkpoint, Replica, State
 
 COLUMNS = (
     "tensor", "state", "file", "count", "file_step", "offset", "offset_step", "start", "start_step", "numel", "padding",
-    "runs", "pitch", "width", "replica", "extents",
+    "runs", "pitch", "width", "replica", "extents", "dtype",
 )  # fmt: skip
 """Columns of a row, which stands for ``count`` extents, the i-th of them in file ``file + i * file_step``, at byte
-``offset + i * offset_step``, with elements from ``start + i * start_step`` on. ``tensor`` and ``state`` are indices,
-``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` and ``pitch`` are those of ``EXTENT``, and
-``replica`` is 1 for a copy of values that are read elsewhere. In a layout that was folded, each of them stands for ``extents``
-extents that lie one behind the other in the file."""
+``offset + i * offset_step``, with elements from ``start + i * start_step`` on. ``tensor``, ``state`` and ``dtype`` are
+indices, ``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` and ``pitch`` are those of ``EXTENT``,
+and ``replica`` is 1 for a copy of values that are read elsewhere. In a layout that was folded, each of them stands for
+``extents`` extents that lie one behind the other in the file."""
 CATEGORIES = ("masters", "moments", "copies", "buffers", "replicas", "padding", "overhead")
 """What the bytes of a file are spent on. Overhead are the containers, and all that is no tensor of the model."""
 MAX_TENSORS = 6_000
 """Maximum number of tensors in a layout; more are folded."""
 MAX_ROWS = 60_000
 """Maximum number of rows in a layout."""
+MAX_FILES = 5_000
+"""Maximum number of files in a layout; more are joined, those of one kind and rank to one."""
 MAX_LANES = 64
 """Maximum number of files without a rank that get a lane each."""
 _EXPERT = re.compile(r"(^|\.)(deepspeed_)?experts?(\.|$)")
@@ -46,36 +48,50 @@ BUFFER = "buffer"
 """Name of the state of a buffer."""
 
 
-def layout(checkpoint: Checkpoint, *, max_tensors: int = MAX_TENSORS, max_rows: int = MAX_ROWS) -> dict[str, Any]:
+def layout(
+    checkpoint: Checkpoint, *, max_tensors: int = MAX_TENSORS, max_rows: int = MAX_ROWS, max_files: int = MAX_FILES
+) -> dict[str, Any]:
     """Describe where the bytes of a checkpoint lie, as plain values for JSON.
 
     Args:
         checkpoint: The checkpoint.
         max_tensors: Maximum number of tensors; those of a layout with more are folded by their names.
         max_rows: Maximum number of rows.
+        max_files: Maximum number of files; if there are more, those of one kind and rank are joined.
 
     Returns:
-        "states": names of the states, in the order of their indices; "tensors": columns "name", "shape", "numel",
-        "kind" ("trained", "frozen" or "buffer"), "expert", "group", "layer", "count" (tensors that it stands for);
-        "layers": names of the layers; "rows": columns ``COLUMNS``; "extents": number of extents of the checkpoint;
-        "lanes": ranks with the indices of their files; "usage": bytes of each file by ``CATEGORIES``; "folded": whether
-        tensors were folded.
+        "states", "dtypes", "layers": names in the order of their indices; "widths": bytes of an element by dtype;
+        "tensors": columns "name", "shape", "numel", "kind" ("trained", "frozen" or "buffer"), "expert", "tied",
+        "group" (-2 if none), "layer", "count" (tensors that it stands for); "rows": columns ``COLUMNS``; "extents":
+        extents of the checkpoint; "files"; "lanes": ranks with the indices of their files; "usage": bytes of each file
+        by ``CATEGORIES``; "folded": whether tensors were folded; "joined": whether files were, so that offsets are
+        positions in all files of one kind and rank.
     """
     names = _state_names(checkpoint)
     usage = np.zeros((len(CATEGORIES), len(checkpoint.files)), dtype=np.int64)
     rows: list[tuple[int, ...]] = []
     index = {key: i for i, key in enumerate(names)}
     counted: set[int] = set()
+    dtypes: dict[str, int] = {}
     for tensor, key, state, replica in _stored(checkpoint):
         extents = copy.copy(state.place).rows  # a place keeps its rows, gigabytes in a large checkpoint; its copy goes
         if id(state) not in counted:  # without mixed precision the module's copy is the master
             counted.add(id(state))
             _add_usage(usage, key, extents, itemsize(state.dtype), replica)
-        rows += _encode(extents, (tensor, index[key], itemsize(state.dtype), int(replica)))
+        dtype = dtypes.setdefault(state.dtype, len(dtypes))
+        rows += _encode(extents, (tensor, index[key], itemsize(state.dtype), int(replica), dtype))
     usage[-1] = np.array([f.nbytes for f in checkpoint.files], dtype=np.int64) - usage.sum(axis=0)
     tensors = _tensors(checkpoint)
     table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
     count = int(table[:, COLUMNS.index("count")].sum())
+    files = [
+        {"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank, "model_rank": f.model_rank}
+        for f in checkpoint.files
+    ]
+    lanes = _lanes(checkpoint)
+    joined = len(files) > max_files
+    if joined:
+        table, files, lanes, usage = join_files(table, files, lanes, usage)
     folding = Folding.NONE
     while (len(tensors["name"]) > max_tensors or len(table) > max_rows) and folding is not Folding.ALL:
         folding = Folding(folding.value + 1)
@@ -86,13 +102,17 @@ def layout(checkpoint: Checkpoint, *, max_tensors: int = MAX_TENSORS, max_rows: 
     place = {name: i for i, name in enumerate(layers)}
     return {
         "states": names,
+        "dtypes": list(dtypes),
+        "widths": {name: itemsize(name) for name in dtypes},
         "tensors": tensors | {"layer": [place[name] for name in tensors["layer"]]},
         "layers": layers,
         "rows": {name: table[:, i].tolist() for i, name in enumerate(COLUMNS)},
         "extents": count,
-        "lanes": _lanes(checkpoint),
+        "files": files,
+        "lanes": lanes,
         "usage": {name: usage[i].tolist() for i, name in enumerate(CATEGORIES)},
         "folded": folding is not Folding.NONE,
+        "joined": joined,
     }
 
 
@@ -108,7 +128,7 @@ def _state_names(checkpoint: Checkpoint) -> list[str]:
     held = dict.fromkeys(key for p in checkpoint.parameters for key in p.states)
     if checkpoint.buffers:
         held[BUFFER] = None
-    if checkpoint.replicas:
+    if any(replica.copy.dtype != replica.state.dtype for replica in checkpoint.replicas):
         held[MODULE] = None
     first = [key for key in (MODULE, BUFFER, MASTER) if key in held]
     return [*first, *(key for key in held if key not in first)]
@@ -117,27 +137,37 @@ def _state_names(checkpoint: Checkpoint) -> list[str]:
 def _stored(checkpoint: Checkpoint) -> Iterator[tuple[int, str, State, bool]]:
     """Yield (index of the tensor, name of the state, state, whether it is a replica) of all bytes in the files."""
     seen: set[int] = set()
-    keys: dict[int, str] = {}
     place = {p.name: i for i, p in enumerate(checkpoint.parameters)}
     for i, parameter in enumerate(checkpoint.parameters):
         for key, state in parameter.states.items():
             for number, stored in enumerate(state.stored):
                 seen.add(id(stored))
-                keys[id(stored)] = key
                 yield i, key, stored, number > 0 and state.formula is None
     for i, buffer in enumerate(checkpoint.buffers, len(checkpoint.parameters)):
         place[buffer.name] = i
         seen.add(id(buffer.state))
-        keys[id(buffer.state)] = BUFFER
         yield i, BUFFER, buffer.state, False
     for replica in checkpoint.replicas:
         tensor = place.get(checkpoint.aliases.get(replica.name, replica.name))
         for stored in replica.copy.stored if tensor is not None else ():
             if id(stored) not in seen:
                 seen.add(id(stored))
-                key = keys.get(id(replica.state), MODULE)
-                key = key if replica.copy.dtype == replica.state.dtype or key == BUFFER else MODULE
-                yield tensor or 0, key if key != BUFFER or checkpoint.buffers else MODULE, stored, True
+                yield tensor or 0, _state_of(checkpoint, tensor or 0, replica), stored, True
+
+
+def _state_of(checkpoint: Checkpoint, tensor: int, replica: Replica) -> str:
+    """Return the name of the state of which a replica is a copy: that with which the state begins that it equals."""
+    if tensor >= len(checkpoint.parameters):
+        return BUFFER
+    states = checkpoint.parameters[tensor].states
+    if replica.copy.dtype != replica.state.dtype:
+        return MODULE
+    first = replica.state.extents[:1]
+    for key, state in states.items():
+        rows = state.extents
+        if state is replica.state or ((rows["file"] == first["file"]) & (rows["offset"] == first["offset"])).any():
+            return key
+    return next(iter(states))
 
 
 def _add_usage(usage: NDArray[np.int64], key: str, rows: NDArray[np.void], width: int, replica: bool) -> None:
@@ -149,12 +179,12 @@ def _add_usage(usage: NDArray[np.int64], key: str, rows: NDArray[np.void], width
     np.add.at(usage[CATEGORIES.index("padding")], files, rows["padding"].astype(np.int64) * width)
 
 
-def _encode(rows: NDArray[np.void], head: tuple[int, int, int, int]) -> list[tuple[int, ...]]:
+def _encode(rows: NDArray[np.void], head: tuple[int, int, int, int, int]) -> list[tuple[int, ...]]:
     """Return the rows of ``COLUMNS`` for the extents of one state.
 
     Args:
         rows: Rows of EXTENT.
-        head: Index of the tensor, index of the state, bytes of an element, whether it is a replica.
+        head: Index of the tensor, index of the state, bytes of an element, whether it is a replica, index of the dtype.
     """
     if not len(rows):
         return []
@@ -167,7 +197,7 @@ def _encode(rows: NDArray[np.void], head: tuple[int, int, int, int]) -> list[tup
         encoded.append(
             (
                 head[0], head[1], file, end - first, int(step[0]), offset, int(step[1]), start, int(step[2]), numel,
-                padding, runs, pitch, head[2], head[3], 1,
+                padding, runs, pitch, head[2], head[3], 1, head[4],
             )
         )  # fmt: skip
     return encoded

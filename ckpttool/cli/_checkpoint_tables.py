@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.analysis.description import title
 from ckpttool.cli._checkpoint_json import states_of
 from ckpttool.cli._output import print_facts, print_line, print_table
 from ckpttool.containers.values import TensorRef
@@ -38,7 +39,7 @@ def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None)
 
 
 def _print_summary(c: Checkpoint) -> None:
-    print_line(f"{c.tag}: {', '.join(_title(c))}")
+    print_line(f"{c.tag}: {', '.join(title(c))}")
     version = c.deepspeed_version or "version not recorded"
     print_facts(
         [
@@ -58,36 +59,6 @@ def _print_summary(c: Checkpoint) -> None:
     if c.groups:
         print_line("")
         _print_groups(c)
-
-
-def _title(c: Checkpoint) -> list[str]:
-    """Return format, topology and step of the checkpoint, in a few words."""
-    over = _ranks(c)
-    kinds = {
-        "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
-        "universal": "universal checkpoint",
-        "safetensors": "safetensors",
-        "torch": "state dict of torch.save",
-        "dcp": "torch.distributed.checkpoint",
-    }
-    title = [kinds[c.format], dtype(c.dtype)]
-    if c.step is not None:
-        title.append(f"step {c.step}" + (f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""))
-    return title
-
-
-def _ranks(c: Checkpoint) -> str:
-    t = c.topology
-    degrees = [
-        (t.data_parallel, "data-parallel"),
-        (t.tensor_parallel, "tensor-parallel"),
-        (t.pipeline_parallel, "pipeline-parallel"),
-    ]
-    if t.tensor_parallel == t.pipeline_parallel == 1:
-        ranks = f"{t.data_parallel} {_plural(t.data_parallel, 'rank')}"
-    else:
-        ranks = " x ".join(f"{n} {name}" for n, name in degrees if n > 1) + " ranks"
-    return ranks + (f", experts over {t.expert_parallel}" if t.expert_parallel > 1 else "")
 
 
 def _counts(c: Checkpoint) -> list[str]:
@@ -197,10 +168,6 @@ def _print_parameter(c: Checkpoint, name: str) -> None:
 def dtype(name: str) -> str:
     """Return the usual name of a dtype: bf16 for BF16."""
     return SHORT_NAMES.get(name, name.lower())
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else word + "s"
 
 
 def _first(items: Sequence[str]) -> str:

@@ -151,6 +151,19 @@ def storage_option(function: F) -> F:
     )(function)
 
 
+def html_options(function: F) -> F:
+    """Add ``--html``, and ``--overwrite`` for the page."""
+    function = click.option("--overwrite", is_flag=True, help="Replace the page if it is there.")(function)
+    return html_option(function)
+
+
+def html_option(function: F) -> F:
+    """Add ``--html``."""
+    return click.option(
+        "--html", metavar="FILE", help="Write a page to look at in a browser: one file, which needs no network."
+    )(function)
+
+
 def _no_check(context: click.Context, _: click.Parameter, value: bool) -> None:
     context.meta[_NO_CHECK] = value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.entries import OWN_ROOT
 from ckpttool.cli._output import print_line, print_table
@@ -11,7 +11,7 @@ from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.units import format_age, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckpttool import AverageReport, ConvertReport, CopyReport, TransferReport
     from ckpttool.analysis.diff import Difference, DiffReport
@@ -81,6 +81,18 @@ def print_needs(needs: Needs | None) -> None:
         took = f" and {needs.seconds:.1f} s{'' if needs.uploads_measured else ' without the uploads'}"
     free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
     print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{took}{free}")
+
+
+def write_page(out: str, data: bytes, overwrite: bool, storage_options: Mapping[str, Any] | None) -> None:
+    """Write the page of ``--html``, and print its path and size.
+
+    Raises:
+        StorageError: The file exists and must not be replaced, or cannot be written.
+    """
+    from ckpttool.api import _pages
+
+    written = _pages.write_page(out, data, overwrite=overwrite, storage_options=storage_options)
+    print_line(f"{written}: wrote a page, {format_size(len(data))}")
 
 
 def print_checks(checks: ReadReport | None) -> None:

@@ -16,6 +16,9 @@ from ckpttool.cli import _options as options
 @click.option("--ranks", "view", flag_value="ranks", help="One row for each rank: what it holds.")
 @click.option("--files", "view", flag_value="files", help="One row for each file.")
 @click.option("--param", "name", metavar="NAME", help="Show the byte ranges of one parameter.")
+@click.option("--map", "view", flag_value="map", help="Draw what each rank holds, as wide as the terminal.")
+@options.html_options
+@click.option("--verify", is_flag=True, help="Verify it too, and show the findings in the page.")
 @click.option("--digest", is_flag=True, help="Digests of all values, the same however they are sharded (reads them).")
 @options.json_option
 @options.trust_option
@@ -29,21 +32,57 @@ def inspect(
     Without a view: format, topology, versions, totals and parameter groups. Several SRC are directories of one
     checkpoint, each with the files of some ranks.
     """
-    import ckpttool
-    from ckpttool.cli import _checkpoint_json, _checkpoint_tables
+    page = {key: given.pop(key) for key in ("html", "overwrite", "verify")}
+    _check_usage(view, name, digest, as_json, page)
+    if digest:
+        _print_digest(src, as_json, given)
+    elif page["html"] is not None:
+        _write_page(src, page, given)
+    else:
+        _print(src, view, name, as_json, given)
 
+
+def _check_usage(view: str | None, name: str | None, digest: bool, as_json: bool, page: dict[str, Any]) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        click.UsageError: Two options exclude each other.
+    """
     if view and name:
         raise click.UsageError(f"choose one of --{view} and --param")
     if digest and (view or name):
         raise click.UsageError("--digest goes with no view")
-    if digest:
-        _print_digest(src, as_json, given)
-        return
+    if page["html"] is not None and (view or name or digest or as_json):
+        raise click.UsageError("--html goes with no view, and neither with --digest nor --json")
+    for option in ("verify", "overwrite"):
+        if page[option] and page["html"] is None:
+            raise click.UsageError(f"--{option} is for --html")
+
+
+def _print(src: tuple[str, ...], view: str | None, name: str | None, as_json: bool, given: dict[str, Any]) -> None:
+    import ckpttool
+    from ckpttool.cli import _checkpoint_json, _checkpoint_tables
+
     checkpoint = ckpttool.inspect(src, **options.chosen(given))
     if as_json:
         _checkpoint_json.print_checkpoint(checkpoint, name)
+    elif view == "map":
+        from ckpttool.cli._map import print_map
+
+        print_map(checkpoint)
     else:
         _checkpoint_tables.print_checkpoint(checkpoint, view, name)
+
+
+def _write_page(src: tuple[str, ...], page: dict[str, Any], given: dict[str, Any]) -> None:
+    from ckpttool.api._pages import check_page, page_of_source
+    from ckpttool.cli._reports import write_page
+
+    check_page(page["html"], overwrite=page["overwrite"], storage_options=given["storage_options"])
+    data, report = page_of_source(src, verify=page["verify"], **options.chosen(given))
+    write_page(page["html"], data, page["overwrite"], given["storage_options"])
+    if report is not None and report.findings:
+        raise click.exceptions.Exit(1)
 
 
 def _print_digest(src: tuple[str, ...], as_json: bool, given: dict[str, Any]) -> None:

@@ -223,6 +223,28 @@ def _is_weights(name: str) -> bool:
     return _WEIGHT_FILES.fullmatch(name) is not None
 
 
+def check_file(out: str, *, overwrite: bool, options: Mapping[str, Any] | None) -> None:
+    """Refuse a file that must not be written, before any work is done.
+
+    Args:
+        out: Path or URL.
+        overwrite: Whether to replace an existing file.
+        options: Arguments of the storage's fsspec class.
+
+    Raises:
+        ArgumentError: The path is empty.
+        StorageError: The file exists and ``overwrite`` is False.
+    """
+    check_path("out", out)
+    shown = without_credentials(local_path(out))
+    if not overwrite and open_storage(out, options).exists(shown):
+        raise _exists(shown)
+
+
+def _exists(path: str) -> StorageError:
+    return StorageError(path, "exists already", "choose another name, or pass overwrite=True", ("overwrite",))
+
+
 def write_file(
     out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None,
     mode: int = 0o666,
@@ -244,5 +266,5 @@ def write_file(
     if overwrite:
         storage.put(shown, *parts, mode=mode)
     elif storage.exists(shown) or not storage.put_new(shown, *parts, mode=mode):
-        raise StorageError(shown, "exists already", "choose another name, or pass overwrite=True", ("overwrite",))
+        raise _exists(shown)
     return shown

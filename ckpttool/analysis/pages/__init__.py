@@ -1,0 +1,94 @@
+"""Pages: one HTML file with data, style and scripts in it, which needs no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ckpttool._version import __version__
+from ckpttool.messages import hide_secrets, printable
+
+PLAIN_BYTES = 150_000
+"""Longest data that a page holds as readable JSON; longer data is compressed."""
+SCRIPTS = {
+    "checkpoint": ("page.js", "vendor/d3-hierarchy.min.js", "layout.js", "checkpoint.js"),
+    "damaged": ("page.js", "checkpoint.js"),
+}
+"""Scripts of each view, in order. Each view is a function of that name in the last one."""
+STYLES = {"catalog": ("page.css", "vendor/uPlot.min.css"), "stats": ("page.css", "vendor/uPlot.min.css")}
+"""Styles of a view that needs more than ``page.css``."""
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{digest}'; \
+style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body>
+<header><h1>{title}</h1></header>
+<main><noscript>This page draws with JavaScript. The same values: ckpttool, with --json.</noscript></main>
+<div id="live" class="silent" role="status" aria-live="polite"></div>
+<footer>ckpttool {version}</footer>
+<script type="application/json" id="data" data-encoding="{encoding}">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def page(view: str, title: str, data: dict[str, Any]) -> bytes:
+    """Build a page.
+
+    Args:
+        view: Name in ``SCRIPTS``.
+        title: Title of the page.
+        data: Plain values for JSON, without NaN and infinity.
+
+    Returns:
+        The file. Its only script is the one whose digest its security policy names, so that no text in the data runs.
+    """
+    script = _script(view)
+    encoding, text = _encoded({"view": view, "title": title} | data)
+    return _TEMPLATE.format(
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        title=html.escape(printable(title, 300)),
+        style="\n".join(map(_static, STYLES.get(view, ("page.css",)))),
+        version=__version__,
+        encoding=encoding,
+        data=text,
+        script=script,
+    ).encode()
+
+
+def _encoded(data: dict[str, Any]) -> tuple[str, str]:
+    """Return the data as text that cannot end its element, and the name of its encoding."""
+    text = hide_secrets(json.dumps(data, separators=(",", ":"), allow_nan=False))
+    if len(text) > PLAIN_BYTES:
+        return "gzip", base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return "json", text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@cache
+def _script(view: str) -> str:
+    parts = [*map(_static, SCRIPTS[view]), "page.start();"]
+    script = "\n".join(parts)
+    if "</script" in script or "<!--" in script:
+        raise ValueError("a script of the page would end its element")
+    return script
+
+
+@cache
+def _static(name: str) -> str:
+    return files(__name__).joinpath("static", *name.split("/")).read_text(encoding="utf-8")

@@ -1,0 +1,79 @@
+"""The page of one checkpoint."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.analysis.description import as_plain, describe, title
+from ckpttool.analysis.layout import layout
+from ckpttool.analysis.pages import page
+
+if TYPE_CHECKING:
+    from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.model import Checkpoint
+
+MAX_EXTRA = 100_000
+"""Longest client state, configuration or scheduler in a page, in characters of JSON."""
+MAX_ALIASES = 2_000
+"""Maximum number of tied names in a page."""
+
+
+def checkpoint_page(checkpoint: Checkpoint, report: VerifyReport | None = None) -> bytes:
+    """Build the page of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        report: What ``verify`` found, to be shown; None if it was not asked.
+    """
+    data = checkpoint_data(checkpoint)
+    if report is not None:
+        data["findings"] = as_plain(report)["findings"]
+    return page("checkpoint", f"{checkpoint.tag}: {', '.join(title(checkpoint))}", data)
+
+
+def damaged_page(report: VerifyReport) -> bytes:
+    """Build the page of a directory that cannot be opened as a checkpoint."""
+    return page("damaged", report.location, {"findings": as_plain(report)["findings"]})
+
+
+def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the data of the page: the values of ``inspect --json`` under "checkpoint", and the layout."""
+    told = as_plain(describe(checkpoint))
+    found = layout(checkpoint)
+    omitted = []
+    for key in ("client_state", "scheduler", "loss_scaler", "ds_config"):
+        if len(json.dumps(told[key], allow_nan=False)) > MAX_EXTRA:
+            told[key] = None
+            omitted.append(f"{key} is too long for a page: inspect --json prints it")
+    if len(told["aliases"]) > MAX_ALIASES:
+        told["aliases"] = dict(list(told["aliases"].items())[:MAX_ALIASES])
+        omitted.append(f"Only {MAX_ALIASES:,} tied names are listed")
+    if found["folded"]:
+        _fold(told, found["tensors"])
+        omitted.append("The checkpoint has so many tensors that those with similar names are one block")
+    if found["joined"]:
+        omitted.append("The checkpoint has so many files that those of one kind are one bar; offsets count through all")
+    counts = {"files": len(told.pop("files"))}  # those of the layout have the same keys
+    about = ", ".join(title(checkpoint))
+    return {"about": about, "checkpoint": told, "layout": found, "counts": counts, "omitted": omitted}
+
+
+def _fold(told: dict[str, Any], tensors: dict[str, list[Any]]) -> None:
+    """Replace the parameters of a description by those of a folded layout."""
+    told["buffers"] = []
+    told["parameters"] = [
+        {
+            "name": name,
+            "shape": tensors["shape"][i],
+            "numel": tensors["numel"][i],
+            "group": None if tensors["group"][i] == -2 else tensors["group"][i],
+            "frozen": tensors["kind"][i] == "frozen",
+            "states": {},
+            "count": tensors["count"][i],
+        }
+        for i, name in enumerate(tensors["name"])
+    ]
+    for group in told["groups"]:
+        group["count"] = len(group["parameters"])
+        group["parameters"] = []
