@@ -1,0 +1,196 @@
+"""The layout of a checkpoint as a map in the terminal: a line for each rank, coloured or lettered by layer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.analysis.description import title
+from ckpttool.analysis.layout import layout
+from ckpttool.cli._output import print_line
+from ckpttool.dtypes import SHORT_NAMES
+from ckpttool.messages import printable
+from ckpttool.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckpttool.model import Checkpoint
+
+MAX_LINES = 32
+"""Maximum number of ranks drawn of each state; of more, some at equal distances."""
+PLAIN_WIDTH = 100
+"""Columns of a map that is not written to a terminal."""
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+"""Letters of the layers in a map without colours, from the first layer on, then again."""
+PADDING = "."
+STOPS = ((68, 1, 84), (59, 81, 139), (33, 144, 141), (92, 200, 99), (253, 231, 37))
+"""Colours of the first to the last layer: viridis, whose lightness grows evenly."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """An extent in a line of the map."""
+
+    layer: int
+    """Index of its layer."""
+    nbytes: int
+    """Bytes of its elements."""
+    padding: int
+    """Bytes of padding behind them."""
+
+
+def print_map(checkpoint: Checkpoint) -> None:
+    """Draw which layers each rank holds, by state; states with one layout are drawn once."""
+    told = layout(checkpoint)
+    print_line(f"{checkpoint.tag}: {', '.join(title(checkpoint))}")
+    colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
+    drawn: dict[Any, list[str]] = {}
+    lines: dict[Any, list[tuple[str, list[_Piece]]]] = {}
+    hidden: dict[Any, int] = {}
+    for number, state in enumerate(told["states"]):
+        held, total = _held(told, number)
+        key = tuple((label, tuple((p.layer, p.nbytes, p.padding) for p in pieces)) for label, pieces in held)
+        lines[key], hidden[key] = held, total - len(held)
+        drawn.setdefault(key, []).append(_state_title(told, number, state))
+    for key, names in drawn.items():
+        if lines[key]:
+            print_line("")
+            print_line(", ".join(names))
+            _print_lines(lines[key], len(told["layers"]), width, colored=colored)
+            if hidden[key]:
+                print_line(f"({hidden[key]:,} more ranks are not drawn)")
+    print_line("")
+    _print_legend(told, width, colored=colored)
+
+
+def _state_title(told: dict[str, Any], number: int, state: str) -> str:
+    rows = told["rows"]
+    mine = [i for i, held in enumerate(rows["state"]) if held == number]
+    nbytes = sum(rows["count"][i] * rows["numel"][i] * rows["runs"][i] * rows["width"][i] for i in mine)
+    kinds = dict.fromkeys(told["dtypes"][rows["dtype"][i]] for i in mine)
+    shown = [SHORT_NAMES.get(kind, kind.lower()) for kind in kinds]
+    return f"{state} {format_size(nbytes)}" if shown == [state] else f"{state} {'/'.join(shown)} {format_size(nbytes)}"
+
+
+def _held(told: dict[str, Any], state: int) -> tuple[list[tuple[str, list[_Piece]]], int]:
+    """Return the label and the extents of ranks that hold a state, and the number of all such ranks."""
+    rows, layer = told["rows"], told["tensors"]["layer"]
+    mine = [i for i, held in enumerate(rows["state"]) if held == state]
+    reached = {rows["file"][i] + k * rows["file_step"][i] for i in mine for k in range(rows["count"][i])}
+    lanes = [lane for lane in told["lanes"] if not reached.isdisjoint(lane["files"])]
+    shown = lanes if len(lanes) <= MAX_LINES else [lanes[k * len(lanes) // MAX_LINES] for k in range(MAX_LINES)]
+    found = []
+    for lane in shown:
+        order = {file: k for k, file in enumerate(lane["files"])}
+        pieces = []
+        for i in mine:
+            width = rows["width"][i]
+            for k, file in _rows_in(rows, i, lane["files"]):
+                place = order[file], rows["offset"][i] + k * rows["offset_step"][i]
+                held = rows["numel"][i] * rows["runs"][i] * width
+                pieces.append((place, _Piece(layer[rows["tensor"][i]], held, rows["padding"][i] * width)))
+        found.append((lane["label"], [piece for _, piece in sorted(pieces, key=lambda found: found[0])]))
+    return found, len(lanes)
+
+
+def _rows_in(rows: dict[str, list[int]], i: int, files: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (number within the row, file) of the extents of a row that lie in some files."""
+    first, count, step = rows["file"][i], rows["count"][i], rows["file_step"][i]
+    if count == 1 or step == 0:
+        return [(k, first) for k in range(count)] if first in files else []
+    found = []
+    for file in files:
+        k, rest = divmod(file - first, step)
+        if rest == 0 and 0 <= k < count:
+            found.append((k, file))
+    return found
+
+
+def _print_lines(lines: list[tuple[str, list[_Piece]]], layers: int, width: int, *, colored: bool) -> None:
+    gutter = max(len(label) for label, _ in lines)
+    room = max(20, width - min(gutter, width // 3) - 2)
+    longest = max(sum(p.nbytes + p.padding for p in pieces) for _, pieces in lines)
+    for label, pieces in lines:
+        cells = _cells(pieces, longest, room)
+        name = printable(label, 0)[: width // 3].ljust(min(gutter, width // 3))
+        _print_cells(name, cells, layers, colored=colored)
+
+
+def _cells(pieces: list[_Piece], longest: int, room: int) -> list[int | None]:
+    """Return for each column the layer that has most of its bytes, or -1 for padding; None behind the last byte."""
+    if not longest:
+        return []
+    share: list[dict[int, float]] = [{} for _ in range(room)]
+    at = 0
+    for piece in pieces:
+        for layer, nbytes in ((piece.layer, piece.nbytes), (-1, piece.padding)):
+            begin, end = at * room / longest, (at + nbytes) * room / longest
+            for column in range(int(begin), min(room, int(end) + 1)):
+                covered = min(end, column + 1) - max(begin, column)
+                if covered > 0:
+                    share[column][layer] = share[column].get(layer, 0.0) + covered
+            at += nbytes
+    cells: list[int | None] = [max(held, key=lambda layer: held[layer]) if held else None for held in share]
+    while cells and cells[-1] is None:
+        cells.pop()
+    return cells
+
+
+def _print_cells(label: str, cells: list[int | None], layers: int, *, colored: bool) -> None:
+    if not colored:
+        print_line(f"{label}  " + "".join(_letter(cell) for cell in cells))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text(f"{label}  ")
+    for cell in cells:
+        if cell is None or cell < 0:
+            line.append("░" if cell == -1 else " ", style="bright_black")
+        else:
+            line.append("█", style=_color(cell, layers))
+    Console(highlight=False).print(line, soft_wrap=True)
+
+
+def _letter(cell: int | None) -> str:
+    if cell is None:
+        return " "
+    return PADDING if cell < 0 else LETTERS[cell % len(LETTERS)]
+
+
+def _color(layer: int, layers: int) -> str:
+    at = (0.06 + 0.9 * layer / max(1, layers - 1)) * (len(STOPS) - 1)
+    low = min(int(at), len(STOPS) - 2)
+    mixed = (round(a + (at - low) * (b - a)) for a, b in zip(STOPS[low], STOPS[low + 1], strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _print_legend(told: dict[str, Any], width: int, *, colored: bool) -> None:
+    """Print which letter or colour is which layer; of many layers, those at equal distances."""
+    layers = told["layers"]
+    shown = range(len(layers)) if len(layers) <= 24 else [i * (len(layers) - 1) // 11 for i in range(12)]
+    padded = any(told["rows"]["padding"])
+    entries = [(i, printable(layers[i], 40)) for i in shown] + ([(-1, "padding")] if padded else [])
+    if colored:
+        from rich.console import Console
+        from rich.text import Text
+
+        line = Text()
+        for layer, name in entries:
+            line.append("░ " if layer < 0 else "█ ", style="bright_black" if layer < 0 else _color(layer, len(layers)))
+            line.append(f"{name}  ")
+        Console(highlight=False, width=width).print(line)
+        return
+    line_text = ""
+    for layer, name in entries:
+        entry = f"{_letter(layer)} {name}"
+        if line_text and len(line_text) + 2 + len(entry) > width:
+            print_line(line_text)
+            line_text = ""
+        line_text += ("  " if line_text else "") + entry
+    print_line(line_text)
