@@ -66,6 +66,21 @@ def test_a_folded_layout_keeps_all_bytes_of_all_files(limit: int) -> None:
     assert folded["usage"] == whole["usage"]
 
 
+def test_joined_files_keep_all_bytes_of_all_states() -> None:
+    checkpoint = ckpttool.inspect(source("universal-zero2-dp2-bf16"))
+    whole, joined = layout(checkpoint), layout(checkpoint, max_files=5, max_tensors=4)
+    assert joined["joined"]
+    assert joined["extents"] == whole["extents"] == sum(row["extents"] for row in expand(joined["rows"]))
+    assert sum(f["nbytes"] for f in joined["files"]) == checkpoint.nbytes
+    assert sum(f.get("count", 1) for f in joined["files"]) == len(checkpoint.files)
+    assert [sum(joined["usage"][name]) for name in CATEGORIES] == [sum(whole["usage"][name]) for name in CATEGORIES]
+    by_state = [Counter[str](), Counter[str]()]
+    for found, told in zip(by_state, (whole, joined), strict=True):
+        for (state, _), nbytes in _nbytes(told).items():
+            found[state] += nbytes
+    assert by_state[0] == by_state[1]
+
+
 def _nbytes(told: dict[str, Any]) -> Counter[tuple[str, int]]:
     """Bytes by state and file, padding included."""
     found: Counter[tuple[str, int]] = Counter()

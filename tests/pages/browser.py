@@ -1,0 +1,86 @@
+"""One headless Chromium for all tests of pages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+"""Names of the browser's program."""
+
+
+def program() -> str | None:
+    """The path of the browser; None if there is none."""
+    given = os.environ.get("CKPTTOOL_TEST_BROWSER")
+    return given or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def running() -> Iterator[Any]:
+    """A running browser; skips the test if there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright: it drives the browser")
+    path = program()
+    if path is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium), so that pages cannot be opened")
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page in the browser.
+
+    Args:
+        browser: The browser.
+        path: The file.
+        scheme: "light" or "dark".
+        width: Width of the window in pixels.
+    """
+
+    def __init__(self, browser: Any, path: Path, scheme: str = "light", width: int = 1280) -> None:
+        self.context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        """Errors and warnings of the console, and errors that no script caught."""
+        self.requests: list[str] = []
+        """Addresses that the page asked for."""
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in {"error", "warning"} else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready='1']", timeout=60_000)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+    def run(self, script: str, argument: Any = None) -> Any:
+        """The value of an expression in the page."""
+        return self.page.evaluate(script, argument)
+
+    def text(self, selector: str) -> str:
+        """The text of an element."""
+        found: str = self.page.inner_text(selector)
+        return found
+
+    def wait_for(self, script: str) -> None:
+        """Wait until an expression is true."""
+        self.page.wait_for_function(script, timeout=10_000)
+
+    def sound(self) -> None:
+        """Assert that nothing complained, and that nothing but the file was asked for."""
+        assert self.complaints == []
+        assert len(self.requests) == 1
+        assert self.requests[0].startswith("file://")
