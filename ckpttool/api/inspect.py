@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.formats import Source, open_checkpoint
+from ckpttool.model import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ckpttool.model import Checkpoint
 
 
 def inspect(
@@ -34,3 +33,13 @@ def inspect(
         CkptError: There is no sound checkpoint; names the file, the problem and the next step.
     """
     return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+
+
+def _notebook(checkpoint: Checkpoint) -> str:
+    """Return the page of a checkpoint in a frame of its own, for a cell of a notebook."""
+    from ckpttool.analysis.pages.checkpoint import notebook_frame
+
+    return notebook_frame(checkpoint)
+
+
+Checkpoint._notebook = _notebook

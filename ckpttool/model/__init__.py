@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -376,6 +376,13 @@ class Checkpoint:
     """Whether the files tell buffers from frozen parameters."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
     """The storage of its files, as data; ``storage.connect`` opens it."""
+    _notebook: ClassVar[Callable[[Checkpoint], str] | None] = None
+    """Draws a checkpoint as HTML; set by ``ckpttool.inspect``, as pictures are made above the model."""
+
+    def _repr_html_(self) -> str | None:
+        """Return the picture that a notebook shows; None if nothing that draws was imported."""
+        draw = type(self)._notebook
+        return None if draw is None else draw(self)
 
     def __post_init__(self) -> None:
         for problem in self.problems():

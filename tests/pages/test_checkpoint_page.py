@@ -185,7 +185,7 @@ def test_both_colour_schemes_wide_and_narrow(scheme: str, width: int, opened: Op
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layers", "hidden", "experts"), [(64, 80, 8192, 0), (1024, 100, 28_000, 0), (1024, 61, 7168, 32)]
+    ("ranks", "layers", "hidden", "experts"), [(64, 80, 8192, 0), (1024, 100, 28_000, 0), (64, 61, 7168, 40)]
 )
 def test_the_page_of_a_large_checkpoint_is_small(
     ranks: int, layers: int, hidden: int, experts: int, opened: Open
@@ -315,3 +315,18 @@ def test_the_page_holds_what_json_prints(tmp_path: Path, opened: Open) -> None:
     page = opened(tmp_path / "page.html")
     held = page.run("page.state.layout.data")
     assert held["checkpoint"] | {"files": held["layout"]["files"]} == told
+
+
+def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(opened: Open) -> None:
+    checkpoint = api.inspect(source("zero2-dp2-bf16"))
+    hostile = dataclasses.replace(checkpoint, tag='"></iframe><script>window.hacked = 1</script>')
+    for number, shown in enumerate((checkpoint, hostile)):
+        frame = shown._repr_html_()
+        assert frame is not None
+        page = opened(f"<!doctype html><html data-ready='1'><body>{frame}</body></html>".encode())
+        (inner,) = (f for f in page.page.frames if f != page.page.main_frame)
+        inner.wait_for_selector("html[data-ready='1']")
+        drawn, told = inner.evaluate(DRAWN)
+        assert drawn == told > 0, number
+        assert page.run("window.hacked") is None
+        assert page.complaints == []

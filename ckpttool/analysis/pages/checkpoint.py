@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.description import as_plain, describe, title
 from ckpttool.analysis.layout import layout
 from ckpttool.analysis.pages import page
+from ckpttool.messages import printable
 
 if TYPE_CHECKING:
     from ckpttool.analysis.verify import VerifyReport
@@ -30,6 +32,14 @@ def checkpoint_page(checkpoint: Checkpoint, report: VerifyReport | None = None) 
     if report is not None:
         data["findings"] = as_plain(report)["findings"]
     return page("checkpoint", f"{checkpoint.tag}: {', '.join(title(checkpoint))}", data)
+
+
+def notebook_frame(checkpoint: Checkpoint) -> str:
+    """Return the page in a frame for a notebook, where its script cannot reach the notebook."""
+    page_text = html.escape(checkpoint_page(checkpoint).decode())
+    style = "width: 100%; height: 760px; border: 1px solid #8884; border-radius: 8px"
+    name = html.escape(printable(checkpoint.tag, 100))
+    return f'<iframe sandbox="allow-scripts" title="{name}" style="{style}" srcdoc="{page_text}"></iframe>'
 
 
 def damaged_page(report: VerifyReport) -> bytes:
