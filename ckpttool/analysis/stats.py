@@ -19,9 +19,15 @@ from ckpttool.plan.copy_checks import source_files
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from ckpttool.model import Checkpoint
     from ckpttool.model.selection import Content
     from ckpttool.units import Advance
+
+
+EXPONENTS = 2048
+"""Exponents of a double."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,10 @@ class TensorStats:
     """Elements that are NaN."""
     inf: int
     """Elements that are infinite, of either sign."""
+    magnitudes: tuple[tuple[int, int, int], ...] = ()
+    """Histogram of the finite values that are not zero, as (exponent, negative values, positive values) with
+    2**exponent <= |value| < 2**(exponent + 1), by rising exponent; exponents without a value are left out. The lowest
+    exponent, -1023, also stands for all smaller magnitudes."""
 
 
 def statistics(
@@ -82,6 +92,7 @@ def _one(sources: Sources, number: int, content: Content, advance: Advance) -> t
     state = content.state
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = zeros = nan = inf = 0
+    histogram = np.zeros(2 * EXPONENTS, dtype=np.int64)
     for _, values in StateReader(sources).chunks(state):
         advance(values.nbytes)
         if np.issubdtype(values.dtype, np.complexfloating):
@@ -96,6 +107,8 @@ def _one(sources: Sources, number: int, content: Content, advance: Advance) -> t
             low, high = min(low, float(usable.min())), max(high, float(usable.max()))
             total += float(usable.sum())
             squares += float(np.dot(usable, usable))
+            # The sign and the exponent are the first twelve bits of a double.
+            histogram += np.bincount((usable.view(np.int64) >> 52) & (2 * EXPONENTS - 1), minlength=2 * EXPONENTS)
     return number, TensorStats(
         name=content.name,
         state=content.key,
@@ -109,4 +122,45 @@ def _one(sources: Sources, number: int, content: Content, advance: Advance) -> t
         zeros=zeros,
         nan=nan,
         inf=inf,
+        magnitudes=_magnitudes(histogram, zeros),
     )
+
+
+def _magnitudes(histogram: NDArray[np.int64], zeros: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the rows of ``TensorStats.magnitudes``.
+
+    Args:
+        histogram: Number of values by sign and biased exponent, zeros with those of the lowest exponent.
+        zeros: Number of zeros.
+    """
+    positive, negative = histogram[:EXPONENTS].tolist(), histogram[EXPONENTS:].tolist()
+    tiny = positive[0] + negative[0] - zeros  # below 2**-1022 even a double has no exponent of its own
+    positive[0], negative[0] = tiny, 0
+    return tuple((e - 1023, n, p) for e, (n, p) in enumerate(zip(negative, positive, strict=True)) if n or p)
+
+
+def linear_histogram(stats: TensorStats, bins: int) -> list[float]:
+    """Return the approximate number of values in bins of equal width from the smallest to the largest value.
+
+    Within a power of two the values are taken to be spread evenly.
+    """
+    counts = [0.0] * bins
+    if not stats.min < stats.max:
+        return counts
+    width = (stats.max - stats.min) / bins
+    pieces = [(0.0, 0.0, stats.zeros)] if stats.zeros else []
+    for exponent, negative, positive in stats.magnitudes:
+        low, high = math.ldexp(1.0, exponent), math.ldexp(1.0, exponent + 1) if exponent < 1023 else math.inf
+        pieces += [(-high, -low, negative), (low, high, positive)]
+    for low, high, count in pieces:
+        begin = (max(low, stats.min) - stats.min) / width
+        end = (min(high, stats.max) - stats.min) / width
+        if not count:
+            continue
+        first, last = (min(bins - 1, max(0, int(at))) for at in (begin, end))
+        if first == last or end <= begin:
+            counts[first] += count
+            continue
+        for at in range(first, last + 1):
+            counts[at] += count * (min(end, at + 1) - max(begin, at)) / (end - begin)
+    return counts
