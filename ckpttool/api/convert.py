@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import open_for, workers_for
@@ -15,6 +15,7 @@ from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.plan.moves import moves_of
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
+    from ckpttool.plan.moves import Move
     from ckpttool.units import Progress
 
 
@@ -86,6 +88,8 @@ class ConvertReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
     needs: Needs | None = None
     """For a dry run, what the run needs."""
+    moves: tuple[Move, ...] = field(default=(), repr=False, metadata={"json": False})
+    """For a dry run, the bytes that would be read from each source for each file of the output."""
 
 
 def convert(  # noqa: PLR0913  public API
@@ -184,6 +188,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         notes=(*map(str, checkpoint.notes), *checkpoint.remarks, *losses),
         checks=None if options.dry_run or checks is None else checks.report,
         needs=needs,
+        moves=moves_of(plan) if options.dry_run else (),
     )
 
 
