@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.description import title
 from ckpttool.analysis.layout import layout
-from ckpttool.cli._output import print_line
+from ckpttool.cli._output import is_colored, print_line, terminal_width
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.messages import printable
 from ckpttool.units import format_size
@@ -47,8 +44,7 @@ def print_map(checkpoint: Checkpoint) -> None:
     """Draw which layers each rank holds, by state; states with one layout are drawn once."""
     told = layout(checkpoint)
     print_line(f"{checkpoint.tag}: {', '.join(title(checkpoint))}")
-    colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
+    colored, width = is_colored(), terminal_width() or PLAIN_WIDTH
     drawn: dict[Any, list[str]] = {}
     lines: dict[Any, list[tuple[str, list[_Piece]]]] = {}
     hidden: dict[Any, int] = {}

@@ -1,0 +1,98 @@
+"""The map of a layout in the terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+import ckpttool as api
+from ckpttool.analysis.layout import layer_of
+from ckpttool.cli import _map
+from tests.cli.command import ckpttool
+from tests.pages import synthetic
+from tests.sampling import some
+from tests.truth import NAMES, source
+
+
+def _lines(text: str, label: str) -> list[str]:
+    return [line.removeprefix(label).strip() for line in text.splitlines() if line.startswith(label)]
+
+
+def test_each_rank_is_a_line_of_letters() -> None:
+    done = ckpttool("inspect", source("zero2-dp2-bf16"), "--map")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "\x1b" not in done.stdout
+    letters = dict(re.findall(r"(\w) ([\w.]+)(?:  |$)", done.stdout.splitlines()[-2]))
+    checkpoint = api.inspect(source("zero2-dp2-bf16"))
+    held: list[Counter[str]] = [Counter(), Counter()]
+    for parameter in checkpoint.parameters:
+        for row in parameter.states["fp32"].extents if "fp32" in parameter.states else ():
+            held[checkpoint.files[int(row["file"])].rank or 0][layer_of(parameter.name)] += int(row["numel"])
+    for rank in (0, 1):
+        line = _lines(done.stdout, f"rank {rank}")[0]
+        longest = max(held[0].total(), held[1].total())
+        for letter, count in Counter(line.replace(".", "")).items():
+            assert count / len(line) == pytest.approx(held[rank][letters[letter]] / longest, abs=0.03)
+
+
+@pytest.mark.parametrize("name", some(NAMES, 8, key="map"))
+def test_every_kind_of_checkpoint_has_a_map(name: str) -> None:
+    done = ckpttool("inspect", source(name), "--map")
+    assert (done.code, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= _map.PLAIN_WIDTH + 30
+
+
+def test_many_ranks_are_drawn_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+    _map.print_map(synthetic.large(256, 4, 64))
+    printed = capsys.readouterr().out
+    assert len(_lines(printed, "rank ")) == _map.MAX_LINES
+    assert "(224 more ranks are not drawn)" in printed
+
+
+def _in_terminal(columns: int, *arguments: str, **more: str) -> str:
+    """What a command prints on a terminal of so many columns."""
+    main, side = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS", "CI"}}
+    environment |= {"COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor"} | more
+    command = [sys.executable, "-m", "ckpttool", *arguments]
+    with subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=environment, close_fds=True) as process:
+        os.close(side)
+        parts = []
+        while True:
+            try:
+                part = os.read(main, 1 << 16)
+            except OSError:
+                break
+            if not part:
+                break
+            parts.append(part)
+        assert process.wait(timeout=60) == 0
+    os.close(main)
+    return b"".join(parts).decode()
+
+
+def test_the_map_has_colours_in_a_terminal() -> None:
+    shown = _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map")
+    assert len(set(re.findall(r"\x1b\[38;2;[\d;]+m█", shown))) >= 5
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    drawn = [line for line in plain.splitlines() if line.startswith("rank 1")]
+    assert {len(line.rstrip()) for line in drawn} <= set(range(85, 91))
+    without = _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1")
+    assert "\x1b[38" not in without
+    assert "█" not in without
+
+
+def test_statistics_have_a_histogram_in_a_wide_terminal() -> None:
+    wide = _in_terminal(160, "stats", source("zero2-dp2-bf16"))
+    row = next(line for line in wide.splitlines() if line.startswith("embed.weight"))
+    assert re.search(r"[▁▂▃▄▅▆▇█ ]{8,}$", re.sub(r"\x1b\[[\d;]*m", "", row).rstrip("\r"))
+    assert "█" in row
+    assert "█" not in _in_terminal(100, "stats", source("zero2-dp2-bf16"))
+    assert "█" not in ckpttool("stats", source("zero2-dp2-bf16")).stdout
