@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import CkptError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from ckpttool.analysis.diff import DiffReport
+    from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.api.consolidate import CopyReport
+    from ckpttool.api.convert import ConvertReport
+    from ckpttool.catalog.entries import Catalog
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
 
@@ -71,3 +76,77 @@ def page_of_source(
             raise
         return damaged_page(report), report
     return checkpoint_page(checkpoint, report), report
+
+
+def page_of_catalog(
+    found: Catalog, *, keep_last: int | None = None, keep_every: int | None = None, keep_best: str | None = None
+) -> bytes:
+    """Build the page of the checkpoints under a root.
+
+    Args:
+        found: The checkpoints.
+        keep_last: As for ``prune``: the page shows what that would keep.
+        keep_every: As for ``prune``.
+        keep_best: As for ``prune``.
+
+    Raises:
+        ArgumentError: A rule is malformed.
+        PlanError: No checkpoint has the number of ``keep_best``.
+    """
+    from ckpttool.analysis.description import as_plain
+    from ckpttool.analysis.pages import page
+    from ckpttool.catalog.retention import Rules, decide
+
+    given = {"keep-last": keep_last, "keep-every": keep_every, "keep-best": keep_best}
+    rules = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
+    decisions = decide(found.entries, Rules(keep_last, keep_every, keep_best), root=found.root) if rules else []
+    data = {"catalog": as_plain(found), "rules": rules, "decisions": as_plain(decisions)}
+    return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)
+
+
+def page_of_diff(report: DiffReport) -> bytes:
+    """Build the page of a comparison."""
+    from ckpttool.analysis.description import as_plain
+    from ckpttool.analysis.layout import layer_of
+    from ckpttool.analysis.pages import page
+
+    told = {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}
+    data = {"diff": as_plain(told), "layers": [layer_of(tensor.name) for tensor in report.tensors]}
+    return page("diff", f"{report.a} and {report.b}", data)
+
+
+def page_of_stats(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]]) -> bytes:
+    """Build the page of the statistics of one checkpoint, or of several of one run."""
+    from ckpttool.analysis.description import as_plain, title
+    from ckpttool.analysis.layout import layer_of
+    from ckpttool.analysis.pages import page
+
+    ordered = sorted(series, key=lambda one: -1 if one[0].step is None else one[0].step)
+    runs = [
+        {
+            "location": checkpoint.location,
+            "tag": checkpoint.tag,
+            "step": checkpoint.step,
+            "layers": [layer_of(tensor.name) for tensor in found],
+            "tensors": as_plain(list(found)),
+        }
+        for checkpoint, found in ordered
+    ]
+    last = ordered[-1][0]
+    about = ", ".join(title(last))
+    data = as_plain({"about": about, "series": runs, "layers": runs[-1]["layers"]})
+    return page("stats", f"{last.tag}: {about}", data)
+
+
+def page_of_dry_run(report: CopyReport | ConvertReport) -> bytes:
+    """Build the page of what a dry run of ``consolidate`` or ``convert`` would move."""
+    from ckpttool.analysis.description import as_plain
+    from ckpttool.analysis.pages import page
+
+    sources = list(dict.fromkeys(move.source for move in report.moves))
+    targets = list(dict.fromkeys(move.target for move in report.moves))
+    places = {name: i for i, name in enumerate(sources)}, {name: i for i, name in enumerate(targets)}
+    moves = [(places[0][move.source], places[1][move.target], move.nbytes) for move in report.moves]
+    data = as_plain({"report": as_plain(report), "sources": sources, "targets": targets, "moves": moves})
+    kind = {"zero": "ZeRO", "universal": "universal", "dcp": "DCP"}.get(getattr(report, "to", ""), "weights")
+    return page("plan", f"What would move, to {kind}", data)

@@ -164,6 +164,78 @@ def html_option(function: F) -> F:
     )(function)
 
 
+def retention_options(function: F) -> F:
+    """Add ``--keep-last``, ``--keep-every`` and ``--keep-best``."""
+    function = click.option(
+        "--keep-best",
+        metavar="METRIC",
+        help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three smallest).",
+    )(function)
+    function = click.option(
+        "--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K."
+    )(function)
+    return click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest.")(function)
+
+
+def page_of(given: dict[str, Any], as_json: bool, *others: str) -> dict[str, Any]:
+    """Take the options of a page out of those of a command.
+
+    Args:
+        given: Options of the command; those of the page are removed.
+        as_json: Whether JSON is asked for.
+        others: Further options that only the page has.
+
+    Raises:
+        click.UsageError: One of them is given without ``--html``, or JSON is asked for as well.
+    """
+    page = {name: given.pop(name) for name in ("html", "overwrite", *others)}
+    for name in ("overwrite", *others):
+        if page["html"] is None and page[name] not in {None, False}:
+            raise click.UsageError(f"--{name.replace('_', '-')} is for --html")
+    _check_json(page, as_json)
+    return page
+
+
+def _check_json(page: dict[str, Any], as_json: bool) -> None:
+    if page["html"] is not None and as_json:
+        raise click.UsageError("choose one of --html and --json")
+
+
+def dry_run_page(given: dict[str, Any], as_json: bool, *others: str) -> dict[str, Any]:
+    """Take the options of the page of a dry run out of those of a command, and check them.
+
+    Args:
+        given: Options of the command; "html" and ``others`` are removed.
+        as_json: Whether JSON is asked for.
+        others: "overwrite" if the command itself replaces nothing.
+
+    Raises:
+        click.UsageError: Options exclude each other.
+        StorageError: The page exists.
+    """
+    page = {"overwrite": given.get("overwrite", False)} | {name: given.pop(name) for name in ("html", *others)}
+    if page["html"] is not None and not given["dry_run"]:
+        raise click.UsageError("--html shows what a dry run would do: add --dry-run")
+    if page["html"] is None and "overwrite" in others and page["overwrite"]:
+        raise click.UsageError("--overwrite is for --html")
+    _check_json(page, as_json)
+    check_page(page, given)
+    return page
+
+
+def check_page(page: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse a page that must not be written, before any work is done.
+
+    Raises:
+        StorageError: The file exists.
+    """
+    if page["html"] is None:
+        return
+    from ckpttool.api._pages import check_page as check
+
+    check(page["html"], overwrite=page["overwrite"], storage_options=given["storage_options"])
+
+
 def _no_check(context: click.Context, _: click.Parameter, value: bool) -> None:
     context.meta[_NO_CHECK] = value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,16 @@ SECONDS_BEFORE_BAR = 0.5
 """Seconds of work before a bar appears."""
 SECONDS_BETWEEN_LINES = 60.0
 """Seconds between lines of progress if stderr is not a terminal."""
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; 0 where the output is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+
+def is_colored() -> bool:
+    """Return whether the output is a terminal that shows colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:

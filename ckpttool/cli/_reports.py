@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.entries import OWN_ROOT
-from ckpttool.cli._output import print_line, print_table
+from ckpttool.cli._output import print_line, print_table, terminal_width
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.units import format_age, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckpttool import AverageReport, ConvertReport, CopyReport, TransferReport
     from ckpttool.analysis.diff import Difference, DiffReport
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 WHO_LOADS = {"zero": "load_checkpoint", "universal": "load_universal", "dcp": "torch.distributed.checkpoint"}
 """Name of each target's loader."""
+WIDE = 140
+"""Columns of a terminal that has room for a small histogram in each row of statistics."""
+SKETCH_COLUMNS = 16
+"""Characters of that histogram."""
+BARS = " ▁▂▃▄▅▆▇█"
+"""Characters of rising height."""
 
 
 def print_copy_report(report: CopyReport) -> None:
@@ -83,15 +90,22 @@ def print_needs(needs: Needs | None) -> None:
     print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{took}{free}")
 
 
-def write_page(out: str, data: bytes, overwrite: bool, storage_options: Mapping[str, Any] | None) -> None:
+def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None:
     """Write the page of ``--html``, and print its path and size.
+
+    Args:
+        page: Options of the page.
+        data: Its bytes.
+        given: Options of the command.
 
     Raises:
         StorageError: The file exists and must not be replaced, or cannot be written.
     """
     from ckpttool.api import _pages
 
-    written = _pages.write_page(out, data, overwrite=overwrite, storage_options=storage_options)
+    written = _pages.write_page(
+        page["html"], data, overwrite=page["overwrite"], storage_options=given["storage_options"]
+    )
     print_line(f"{written}: wrote a page, {format_size(len(data))}")
 
 
@@ -231,7 +245,7 @@ def _side(difference: Difference, side: int) -> str:
 
 def print_stats(found: Sequence[TensorStats]) -> None:
     """Print one row for each tensor, then the number of tensors with NaN or infinity."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             t.name,
             t.state,
@@ -243,10 +257,23 @@ def print_stats(found: Sequence[TensorStats]) -> None:
         for t in found
     ]
     numbers = ["elements", "min", "max", "mean", "norm", "zeros", "NaN", "inf"]
-    print_table(["tensor", "state", "type", *numbers], rows, right=numbers)
+    columns = ["tensor", "state", "type", *numbers]
+    if terminal_width() >= WIDE:
+        columns.append("min to max")
+        rows = [(*row, _sketch(t)) for row, t in zip(rows, found, strict=True)]
+    print_table(columns, rows, right=numbers)
     odd = [t.name for t in found if t.nan or t.inf]
     if odd:
         print_line(f"{len(odd)} tensors have values that are not finite", color="red")
+
+
+def _sketch(stats: TensorStats) -> str:
+    """Draw the distribution of a tensor's values from the smallest to the largest in a few characters."""
+    from ckpttool.analysis.stats import linear_histogram
+
+    counts = linear_histogram(stats, SKETCH_COLUMNS)
+    most = max(counts)
+    return "".join(BARS[math.ceil((len(BARS) - 1) * count / most)] for count in counts) if most else ""
 
 
 def print_verify_report(report: VerifyReport) -> None:

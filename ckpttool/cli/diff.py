@@ -18,6 +18,7 @@ from ckpttool.cli import _options as options
 @click.option("--atol", type=click.FloatRange(min=0), help="Absolute tolerance.  [default: 0]")
 @options.include_option
 @options.exclude_option
+@options.html_options
 @options.jobs_option
 @options.json_option
 @options.trust_option
@@ -31,11 +32,17 @@ def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_diff_report
+    from ckpttool.cli._reports import print_diff_report, write_page
 
+    page = options.page_of(given, as_json)
+    options.check_page(page, given)
     with progress_bar("diff") as progress:
         report = ckpttool.diff(a, b, progress=progress, **options.chosen(given))
-    if as_json:
+    if page["html"] is not None:
+        from ckpttool.api._pages import page_of_diff
+
+        write_page(page, page_of_diff(report), given)
+    elif as_json:
         print_json(
             {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}
         )

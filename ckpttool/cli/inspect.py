@@ -32,8 +32,8 @@ def inspect(
     Without a view: format, topology, versions, totals and parameter groups. Several SRC are directories of one
     checkpoint, each with the files of some ranks.
     """
-    page = {key: given.pop(key) for key in ("html", "overwrite", "verify")}
-    _check_usage(view, name, digest, as_json, page)
+    page = options.page_of(given, as_json, "verify")
+    _check_usage(view, name, digest, page)
     if digest:
         _print_digest(src, as_json, given)
     elif page["html"] is not None:
@@ -42,7 +42,7 @@ def inspect(
         _print(src, view, name, as_json, given)
 
 
-def _check_usage(view: str | None, name: str | None, digest: bool, as_json: bool, page: dict[str, Any]) -> None:
+def _check_usage(view: str | None, name: str | None, digest: bool, page: dict[str, Any]) -> None:
     """Refuse options that exclude each other.
 
     Raises:
@@ -52,11 +52,8 @@ def _check_usage(view: str | None, name: str | None, digest: bool, as_json: bool
         raise click.UsageError(f"choose one of --{view} and --param")
     if digest and (view or name):
         raise click.UsageError("--digest goes with no view")
-    if page["html"] is not None and (view or name or digest or as_json):
-        raise click.UsageError("--html goes with no view, and neither with --digest nor --json")
-    for option in ("verify", "overwrite"):
-        if page[option] and page["html"] is None:
-            raise click.UsageError(f"--{option} is for --html")
+    if page["html"] is not None and (view or name or digest):
+        raise click.UsageError("--html goes with no view, and not with --digest")
 
 
 def _print(src: tuple[str, ...], view: str | None, name: str | None, as_json: bool, given: dict[str, Any]) -> None:
@@ -75,12 +72,12 @@ def _print(src: tuple[str, ...], view: str | None, name: str | None, as_json: bo
 
 
 def _write_page(src: tuple[str, ...], page: dict[str, Any], given: dict[str, Any]) -> None:
-    from ckpttool.api._pages import check_page, page_of_source
+    from ckpttool.api._pages import page_of_source
     from ckpttool.cli._reports import write_page
 
-    check_page(page["html"], overwrite=page["overwrite"], storage_options=given["storage_options"])
+    options.check_page(page, given)
     data, report = page_of_source(src, verify=page["verify"], **options.chosen(given))
-    write_page(page["html"], data, page["overwrite"], given["storage_options"])
+    write_page(page, data, given)
     if report is not None and report.findings:
         raise click.exceptions.Exit(1)
 

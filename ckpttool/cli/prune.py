@@ -11,13 +11,7 @@ from ckpttool.cli import _options as options
 
 @click.command(short_help="Remove the checkpoints that no rule keeps.")
 @click.argument("root", type=click.Path())
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest.")
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K.")
-@click.option(
-    "--keep-best",
-    metavar="METRIC",
-    help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three smallest).",
-)
+@options.retention_options
 @click.option("--dry-run", is_flag=True, help="Print the decisions, and remove nothing.")
 @options.json_option
 @options.storage_option

@@ -40,6 +40,18 @@ USAGE = [
     ["inspect"],
     ["inspect", ZERO3, "--nonsense"],
     ["inspect", ZERO3, "--digest", "--params"],
+    ["inspect", ZERO3, "--html", "page.html", "--params"],
+    ["inspect", ZERO3, "--html", "page.html", "--json"],
+    ["diff", ZERO3, ZERO3, "--html", "page.html", "--json"],
+    ["convert", ZERO3, "out", "--to", "universal", "--dry-run", "--html", "page.html", "--json"],
+    ["inspect", ZERO3, "--verify"],
+    ["inspect", ZERO3, "--overwrite"],
+    ["ls", ZERO3, "--keep-last", "1"],
+    ["stats", ZERO3, ZERO3, "--each"],
+    ["diff", ZERO3, ZERO3, "--overwrite"],
+    ["convert", ZERO3, "out", "--to", "universal", "--html", "page.html"],
+    ["convert", ZERO3, "out", "--to", "universal", "--dry-run", "--overwrite"],
+    ["consolidate", ZERO3, "out", "--to", "torch", "--html", "page.html"],
     ["diff", ZERO3],
     ["convert", ZERO3, "out", "--to", "zero"],
     ["convert", ZERO3, "out", "--to", "zero", "--world-size", "2000000"],
@@ -161,9 +173,12 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
 def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     """--json and --debug are about printing, and so are inspect's views; the library knows no such thing."""
     printing = {"as_json", "debug", "view", "digest"} | ({"name"} if name == "inspect" else set())
+    printing |= {"html", "verify", "each"}  # pages
+    function = python_inspect.signature(getattr(api, {"extract": "extract_to_file"}.get(name, name))).parameters
+    printing |= {"overwrite"} - set(function)  # of a page
+    printing |= {"keep_last", "keep_every", "keep_best"} if name == "ls" else set()  # what the page of ls shows
     printing |= {"no_check"}  # another way to say --check off
     printing |= {"follow_links", "open_budget"}  # other ways to say --storage-option follow_links=true
-    function = python_inspect.signature(getattr(api, {"extract": "extract_to_file"}.get(name, name))).parameters
     command = {p.name for p in _command(name).params}
     assert command - printing == set(function) - {"progress"}
     for option in _command(name).params:

@@ -39,6 +39,7 @@ page.number = (value, digits = 4) => {
   if (typeof value === "string") return value;
   if (value == null) return "";
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return page.count(value);
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 2).replace("e+", "e").replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(digits)));
 };
 page.dtype = (name) => ({ F32: "fp32", BF16: "bf16", F16: "fp16" })[name] || String(name).toLowerCase();

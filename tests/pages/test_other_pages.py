@@ -1,0 +1,236 @@
+"""The pages of ls, diff, stats and dry runs in a real browser: they draw, and say what the commands say."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import ckpttool as api
+from ckpttool.analysis.stats import linear_histogram
+from tests.cli.command import ckpttool, remains
+from tests.pages.test_checkpoint_page import HOSTILE
+from tests.truth import source, truth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.pages.browser import Opened
+
+    Open = Callable[..., Opened]
+
+ZERO2, ZERO3 = source("zero2-dp2-bf16"), source("zero3-dp2-bf16")
+
+
+def _cells(page: Opened, table: str, column: int) -> list[str]:
+    found: list[str] = page.run(
+        f"[...document.querySelectorAll('#{table} tbody tr')].map((r) => r.cells[{column}].innerText)"
+    )
+    return found
+
+
+@pytest.fixture
+def run_root(tmp_path: Path) -> Path:
+    """A root with three checkpoints, the last of which is torn."""
+    root = tmp_path / "run"
+    for step in (10, 20, 30):
+        shutil.copytree(os.path.join(ZERO2, "global_step3"), root / f"global_step{step}")
+    (root / "latest").write_text("global_step20")
+    next((root / "global_step30").glob("*optim*")).unlink()
+    return root
+
+
+# ------------------------------------------------------------------------------------------------- ls
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_life_of_a_run(scheme: str, opened: Open, run_root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "ls.html"
+    assert ckpttool("ls", run_root, "--html", out, "--keep-last", "1").code == 0
+    page = opened(out, scheme=scheme)
+    found = api.ls(run_root)
+    assert _cells(page, "entries", 0) == [e.name for e in found.entries]
+    decisions = api.prune(run_root, keep_last=1, dry_run=True)
+    told = _cells(page, "entries", 8)
+    assert [text.partition(":")[0] == "stays" for text in told] == [d.keep for d in decisions]
+    assert all(d.reason in text for d, text in zip(decisions, told, strict=True))
+    assert "torn" in _cells(page, "entries", 7)[2]
+    assert page.run("page.charts.map((c) => c.title)").count("Size of the checkpoints") == 1
+    assert page.run("page.charts.every((c) => c.plot().data[0].length > 0)")
+    page.sound()
+    assert remains(tmp_path)[0] == "ls.html"
+
+
+def test_a_root_with_hostile_names(opened: Open, run_root: Path, tmp_path: Path) -> None:
+    names = ["<script>window.hacked=1</script>", "\"><img src=x onerror='window.hacked=1'>", "\u202estep"]
+    for name in names:
+        shutil.copytree(run_root / "global_step10", run_root / name.replace("/", "_"))
+    out = tmp_path / "ls.html"
+    assert ckpttool("ls", run_root, "--html", out).code == 0
+    page = opened(out)
+    assert len(_cells(page, "entries", 0)) == 6
+    assert page.run("window.hacked === undefined && !document.querySelector('img')")
+    page.sound()
+
+
+# ------------------------------------------------------------------------------------------------- diff
+
+
+def test_a_comparison_shows_where_and_how_much(opened: Open, tmp_path: Path) -> None:
+    out = tmp_path / "diff.html"
+    done = ckpttool("diff", ZERO2, ZERO3, "--html", out)
+    assert done.code == 1
+    report = api.diff(ZERO2, ZERO3)
+    page = opened(out)
+    assert page.text("h1") == f"{len(report.different)} of {len(report.tensors)} tensors differ"
+    worst = max(report.tensors, key=lambda t: t.max_abs)
+    assert (_cells(page, "tensors", 0)[0], _cells(page, "tensors", 1)[0]) == (worst.name, worst.state)
+    layers = list(dict.fromkeys(t.name.partition(".")[0] for t in report.tensors))
+    assert _cells(page, "heat", 0) == layers
+    for layer, shown in zip(layers, _cells(page, "heat", 1), strict=True):
+        most = max(t.max_abs for t in report.tensors if t.name.partition(".")[0] == layer and t.state == "weights")
+        assert shown == "equal" if most == 0 else math.isclose(float(shown), most, rel_tol=0.05)
+    page.page.select_option("#measure", "share")
+    assert any(text.endswith("%") for text in _cells(page, "heat", 1))
+    page.page.fill("#search", "up.*")
+    assert set(_cells(page, "tensors", 0)) == {"up.weight", "up.bias"}
+    page.sound()
+
+
+def test_equal_checkpoints_and_only_in_one(opened: Open, tmp_path: Path) -> None:
+    assert ckpttool("diff", ZERO2, ZERO2, "--html", tmp_path / "same.html").code == 0
+    page = opened(tmp_path / "same.html")
+    assert page.text("h1") == "equal"
+    page.sound()
+    assert ckpttool("diff", ZERO2, source("zero0-dp2-fp32"), "--html", tmp_path / "other.html").code == 1
+    opened(tmp_path / "other.html", width=390).sound()
+
+
+# ------------------------------------------------------------------------------------------------- stats
+
+
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero0-dp2-fp16"])
+def test_magnitudes_are_counted_exactly(name: str) -> None:
+    known = truth(name)
+    for found in api.stats(source(name), optimizer=True):
+        assert found.zeros + found.nan + found.inf + sum(n + p for _, n, p in found.magnitudes) == found.numel
+        sketch = linear_histogram(found, 12)
+        spread = found.min < found.max
+        assert math.isclose(
+            sum(sketch), found.numel - found.nan - found.inf if spread else 0, rel_tol=1e-9, abs_tol=1e-9
+        )
+    arrays = {t.name: t for t in api.stats(source(name))}
+    checked = 0
+    for key, values in known.arrays.items():
+        stats = next((t for t in arrays.values() if key.endswith(f"/{t.name}") or key == t.name), None)
+        if stats is None or values.dtype != np.float32 or values.shape != stats.shape or "exp" in key:
+            continue
+        if not math.isclose(float(np.linalg.norm(values.astype(np.float64))), stats.norm, rel_tol=1e-9):
+            continue  # another state of that name
+        exponents = np.floor(np.log2(np.abs(values[values != 0].astype(np.float64)))).astype(int)
+        for e, negative, positive in stats.magnitudes:
+            of = values[values != 0][exponents == e]
+            assert (negative, positive) == (int((of < 0).sum()), int((of > 0).sum()))
+        checked += 1
+    assert checked >= 5
+
+
+def test_magnitudes_of_the_rarest_values(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    values = np.array(
+        [0, -0.0, 5e-324, -5e-324, 1e-310, 1, -1, 1.999, 2, -3.5, 2.0**500, math.inf, -math.inf, math.nan]
+    )
+    safetensors.save_file({"x": values}, str(tmp_path / "model.safetensors"))
+    (found,) = api.stats(tmp_path)
+    assert (found.zeros, found.inf, found.nan) == (2, 2, 1)
+    assert found.magnitudes == ((-1023, 0, 3), (0, 1, 2), (1, 1, 1), (500, 0, 1))
+
+
+def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
+    out = tmp_path / "stats.html"
+    assert ckpttool("stats", ZERO2, "--optimizer", "--html", out).code == 0
+    found = api.stats(ZERO2, optimizer=True)
+    page = opened(out)
+    assert _cells(page, "tensors", 0) == [t.name for t in found]
+    assert page.run("document.querySelectorAll('#tensors svg').length") == len(found)
+    held = page.run("JSON.parse(document.getElementById('data').textContent).series[0].tensors")
+    assert held == json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)
+    norms = page.run("page.charts[0].plot().data")
+    layers = list(dict.fromkeys(t.name.partition(".")[0] for t in found))
+    for at, layer in enumerate(layers):
+        held = [t.norm for t in found if t.state == "weights" and t.name.partition(".")[0] == layer]
+        assert math.isclose(norms[1][at], math.hypot(*held), rel_tol=1e-9)
+    page.sound()
+
+
+def test_a_series_over_steps(opened: Open, run_root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "stats.html"
+    tags = [run_root / "global_step10", run_root / "global_step20"]
+    assert ckpttool("stats", *tags, "--each", "--html", out).code == 0
+    page = opened(out, scheme="dark")
+    assert page.run("page.charts.map((c) => c.plot().data[0].length)")[1:] == [2, 2]
+    page.page.select_option("#tensor", "3")
+    page.sound()
+    assert ckpttool("stats", *tags, "--each").code == 2
+
+
+# ------------------------------------------------------------------------------------------------- dry runs
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("zero2-dp4-bf16", ["convert", "--to", "zero", "--world-size", "3", "--stage", "3"]),
+        ("pipeline-zero1-pp2-tp2-bf16", ["consolidate", "--to", "safetensors"]),
+        ("megatron-zero1-tp2-dp2-bf16", ["convert", "--to", "universal"]),
+    ],
+)
+def test_a_dry_run_shows_what_would_move(name: str, command: list[str], opened: Open, tmp_path: Path) -> None:
+    page_file, out = tmp_path / "plan.html", tmp_path / "out"
+    arguments: list[Any] = [command[0], source(name), out, *command[1:]]
+    assert ckpttool(*arguments, "--html", page_file).code == 2
+    assert ckpttool(*arguments, "--dry-run", "--html", page_file).code == 0
+    assert remains(tmp_path) == ["plan.html"]
+    options = {
+        key[2:].replace("-", "_"): int(v) if v.isdigit() else v
+        for key, v in zip(command[1::2], command[2::2], strict=True)
+    }
+    report = getattr(api, command[0])(source(name), out, dry_run=True, **options)
+    page = opened(page_file)
+    moves = list(report.moves)
+    assert len(_cells(page, "moves", 0)) == min(300, len(moves))
+    targets = {m.target for m in moves}
+    assert sum(m.nbytes for m in moves) > 0
+    assert page.run("document.querySelectorAll('figure path').length") > 0
+    assert report.nbytes_read >= sum(m.nbytes for m in moves)
+    written = getattr(api, command[0])(source(name), out, **options)
+    assert targets <= set(remains(out))
+    assert written.moves == ()
+    page.sound()
+    assert ckpttool(*arguments, "--dry-run", "--html", page_file).code == 1
+
+
+def test_no_page_runs_a_hostile_name(opened: Open, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    names = [name for name in HOSTILE if name and "\ud800" not in name and name != "__proto__"]
+    safetensors.save_file({name: np.ones(3, np.float32) for name in names}, str(tmp_path / "model.safetensors"))
+    other = tmp_path / "other"
+    other.mkdir()
+    safetensors.save_file({name: np.zeros(3, np.float32) for name in names}, str(other / "model.safetensors"))
+    commands: list[list[Any]] = [
+        ["inspect", tmp_path / "model.safetensors"], ["diff", tmp_path / "model.safetensors", other],
+        ["stats", tmp_path / "model.safetensors"],
+    ]  # fmt: skip
+    for command in commands:
+        out = tmp_path / f"{command[0]}.html"
+        assert ckpttool(*command, "--html", out).code in {0, 1}
+        page = opened(out)
+        assert page.run("window.hacked === undefined && !document.querySelector('img, iframe')")
+        assert page.run("document.scripts.length") == 2
+        page.sound()
