@@ -47,7 +47,7 @@ def build(directory: Path) -> list[Path]:
 
 
 def check_content(distribution: Path) -> None:
-    """It holds every module of the package, the type marker and the license, and no tests."""
+    """It holds every module of the package, the type marker, the parts of pages and the licenses, and no tests."""
     if distribution.suffix == ".whl":
         with zipfile.ZipFile(distribution) as archive:
             names = archive.namelist()
@@ -55,8 +55,11 @@ def check_content(distribution: Path) -> None:
         with tarfile.open(distribution) as tar:
             names = [name.partition("/")[2] for name in tar.getnames()]
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckpttool").rglob("*.py")} | {"ckpttool/py.typed"}
+    static = ROOT / "ckpttool" / "analysis" / "pages" / "static"
+    package |= {path.relative_to(ROOT).as_posix() for path in static.rglob("*") if path.is_file()}
     assert package <= set(names), sorted(package - set(names))
     assert any(name.endswith("LICENSE") for name in names), names
+    assert any(name.endswith("vendor/LICENSES.txt") for name in names), names
     other = {name.partition("/")[0] for name in names} & {"tests", "fixtures", "benchmarks", "docs"}
     assert not other, other
     print(f"{distribution.name}: {len(names)} files, {distribution.stat().st_size:,} bytes")
@@ -83,6 +86,8 @@ def try_out(distribution: Path, directory: Path) -> None:
     written = json.loads(run(command, "consolidate", CHECKPOINT, "out", "--to", "safetensors", "--json"))
     assert (directory / "out" / "model.safetensors").stat().st_size >= written["nbytes_written"] > 0
     assert inspected["stage"] == 2
+    run(command, "inspect", CHECKPOINT, "--html", "page.html")
+    assert b"d3-hierarchy" in (directory / "page.html").read_bytes()
     assert str(directory) in run(python, "-c", IMPORTED, CHECKPOINT)
     print(f"{distribution.name}: installed, inspects and consolidates without torch")
 

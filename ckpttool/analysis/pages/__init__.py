@@ -47,6 +47,9 @@ style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'">
 <footer>ckpttool {version}</footer>
 <script type="application/json" id="data" data-encoding="{encoding}">{data}</script>
 <script>{script}</script>
+<!--
+{licenses}
+-->
 </body>
 </html>
 """
@@ -72,6 +75,7 @@ def page(view: str, title: str, data: dict[str, Any]) -> bytes:
         version=__version__,
         encoding=encoding,
         data=text,
+        licenses=_static("vendor/LICENSES.txt").strip(),
         script=script,
     ).encode()
 
