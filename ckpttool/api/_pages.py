@@ -148,5 +148,5 @@ def page_of_dry_run(report: CopyReport | ConvertReport) -> bytes:
     places = {name: i for i, name in enumerate(sources)}, {name: i for i, name in enumerate(targets)}
     moves = [(places[0][move.source], places[1][move.target], move.nbytes) for move in report.moves]
     data = as_plain({"report": as_plain(report), "sources": sources, "targets": targets, "moves": moves})
-    kind = {"zero": "ZeRO", "universal": "universal", "dcp": "DCP"}.get(getattr(report, "to", ""), "weights")
-    return page("plan", f"What would move, to {kind}", data)
+    command = f"convert --to {report.to}" if hasattr(report, "to") else "consolidate"
+    return page("plan", f"{command}: what would move", data)

@@ -91,7 +91,7 @@ def print_needs(needs: Needs | None) -> None:
 
 
 def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None:
-    """Write the page of ``--html``, and print its path and size.
+    """Write the page of ``--html``, and print its path.
 
     Args:
         page: Options of the page.
@@ -106,7 +106,7 @@ def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None
     written = _pages.write_page(
         page["html"], data, overwrite=page["overwrite"], storage_options=given["storage_options"]
     )
-    print_line(f"{written}: wrote a page, {format_size(len(data))}")
+    print_line(f"{written}: wrote a page")
 
 
 def print_checks(checks: ReadReport | None) -> None:

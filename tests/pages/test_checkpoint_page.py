@@ -201,6 +201,16 @@ def test_the_page_of_a_large_checkpoint_is_small(
     page.page.focus("figure canvas")
     page.page.keyboard.press("ArrowDown")
     assert "held by rank 0" in page.text("#live")
+    page.page.click("#zoom-in")
+    page.page.focus("figure canvas")
+    for key, shown in (("PageDown", "rank 9"), ("End", "rank 9"), ("ArrowDown", "rank 10")):
+        page.page.keyboard.press(key)
+        assert f"held by {shown}," in page.text("#live")
+    lanes = len(page.run("page.state.view.places[0].lanes"))
+    assert lanes == ranks // 2
+    for _ in range(lanes // 9 + 2):
+        page.page.keyboard.press("PageDown")
+    assert page.run("page.state.layout.blocks[0].range")[0] > 0
     page.sound()
 
 
@@ -297,7 +307,7 @@ def test_the_page_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     done = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", out)
     assert (done.code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{out}: wrote a page, ")
+    assert done.stdout == f"{out}: wrote a page\n"
     first = out.read_bytes()
     error = ckpttool("inspect", source("zero3-dp4-bf16"), "--html", out).error
     assert error == f"Error: {out}: exists already; choose another name, or pass --overwrite"

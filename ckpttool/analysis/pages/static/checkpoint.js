@@ -28,7 +28,7 @@ page.Files = class {
     const kinds = new Map();
     this.files.forEach((f, i) => kinds.set(f.kind, [...(kinds.get(f.kind) ?? []), i]));
     const leaves = (indices) => this.uses.map(([key, title, colour]) => ({ title, colour, key, value: indices.reduce((sum, i) => sum + this.usage[key][i], 0) })).filter((leaf) => leaf.value > 0);
-    const many = this.files.length > 48;
+    const many = this.files.length > 24;
     return { children: [...kinds].flatMap(([kind, indices]) => (many ? [{ title: `${kind}: ${page.count(indices.length)} files`, children: leaves(indices) }] : indices.map((i) => ({ title: this.files[i].name, children: leaves([i]) })))) };
   }
 

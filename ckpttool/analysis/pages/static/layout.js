@@ -144,7 +144,7 @@ page.LayoutView = class {
       page.el("span", {}, page.el("button", { type: "button", id: "zoom-in", title: "+", onclick: () => this.scale(0.5) }, "zoom in"), " ",
         page.el("button", { type: "button", id: "zoom-out", title: "-", onclick: () => this.scale(2) }, "out"), " ",
         page.el("button", { type: "button", id: "zoom-all", title: "0", onclick: () => this.reset() }, "all")));
-    const keys = page.el("p", { class: "hint", id: "layout-keys" }, "Click a parameter to see every place where it lies, double-click to zoom to it, drag to move, Ctrl and wheel to zoom. Keys: arrows, Enter, + and −, 0, / to search, Esc.");
+    const keys = page.el("p", { class: "hint", id: "layout-keys" }, "Click a parameter to see every place where it lies, double-click to zoom to it, drag to move when zoomed, Ctrl and wheel to zoom. Keys: arrows, Enter, + and −, 0, / to search, Esc.");
     main.append(page.section("Layout", this.grid(), this.tools, this.legend, page.el("figure", {}, this.canvas), keys, this.detail, this.alternative()));
     this.listen();
     this.redraw = page.onredraw(() => this.draw(), this.canvas);
@@ -283,7 +283,7 @@ page.LayoutView = class {
     for (let at = Math.ceil(from / step) * step; at <= from + span * 1.0001; at += step) {
       const x = panel.x + ((at - from) / span) * panel.w;
       g.fillRect(Math.min(x, panel.x + panel.w - 1), y - 4, 1, 4);
-      const text = layout.axis === "model" ? page.short(at) : page.size(at), wide = g.measureText(text).width;
+      const text = layout.axis === "model" ? page.short(at, step) : page.size(at, step), wide = g.measureText(text).width;
       if (x + wide / 2 <= panel.x + panel.w + 6) g.fillText(text, Math.max(panel.x, x - wide / 2), y + 3);
     }
   }
@@ -292,7 +292,8 @@ page.LayoutView = class {
     const { layout } = this, { rows } = layout, cell = layout.cell(panel.s, lane);
     const [a, b] = layout.zoom, from = a * panel.total, scale = panel.w / ((b - a) * panel.total), model = layout.axis === "model";
     const { theme } = this, match = layout.match;
-    let last = -1;
+    // Edges between pixels would let the background shine through between neighbours.
+    const ratio = devicePixelRatio || 1, snap = (v) => Math.round(v * ratio) / ratio;
     g.save();
     g.beginPath();
     g.rect(panel.x, top, panel.w, high);
@@ -303,25 +304,24 @@ page.LayoutView = class {
       const wide = (model ? cell.span[k] : cell.held[k]) * scale, all = model ? wide : cell.all[k] * scale;
       layout.drawn += rows.extents[r];
       if (x + all < panel.x || x > panel.x + panel.w) { layout.drawn -= rows.extents[r]; continue; }
-      const pixel = Math.floor(x + all);
-      if (all < 0.7 && pixel === last && !(match && match[t])) continue;
-      last = pixel;
-      g.globalAlpha = match && !match[t] ? 0.13 : 1;
-      if (wide > 0) {
+      const hit = match && match[t], left = snap(x), right = snap(x + wide), end = snap(x + all);
+      if (end === left && !hit) continue; // its pixel belongs to the next one
+      g.globalAlpha = match && !hit ? 0.13 : 1;
+      const w = Math.max(right - left, hit ? 2 : 0);
+      if (w > 0) {
         g.fillStyle = this.paint[r];
-        const w = Math.max(wide, match && match[t] ? 2 : 0.7);
-        g.fillRect(x, top, w, high);
-        if (w > 4 && high > 5) this.drawMarks(g, t, r, x, top, w, high);
+        g.fillRect(left, top, w, high);
+        if (w > 4 && high > 5) this.drawMarks(g, t, r, left, top, w, high);
       }
-      if (all - wide > 0) {
-        g.fillStyle = theme.empty;
-        g.fillRect(x + wide, top, Math.max(all - wide, 0.7), high);
-        g.fillStyle = this.patterns.padding;
-        g.fillRect(x + wide, top, Math.max(all - wide, 0.7), high);
+      if (end > right) {
+        for (const style of [theme.empty, this.patterns.padding]) {
+          g.fillStyle = style;
+          g.fillRect(right, top, end - right, high);
+        }
       }
-      if (all > (high > 10 ? 3 : 9)) {
+      if (all > (high > 10 ? 3 : 14)) {
         g.fillStyle = theme.page;
-        g.fillRect(x + all - 0.5, top, 1, high);
+        g.fillRect(end - 1, top, 1, high);
       }
       if (wide > 34 && high >= 14) this.drawName(g, t, r, Math.max(x, panel.x), top, Math.min(x + wide, panel.x + panel.w), high);
     }
@@ -345,9 +345,9 @@ page.LayoutView = class {
     const name = page.text(this.layout.tensors.name[t], 90), parts = name.split("."), room = right - left - 8;
     g.font = "11px system-ui, sans-serif";
     let label = "";
-    for (let n = parts.length; n > 0 && !label; n--) {
-      const tried = parts.slice(-n).join(".");
-      if (g.measureText(tried).width <= room) label = tried;
+    const plain = ["weight", "bias"].includes(parts.at(-1)) && parts.length > 1 ? parts.at(-2) : parts.at(-1);
+    for (const tried of [...parts.keys()].map((n) => parts.slice(n).join(".")).filter((s) => s !== "weight" && s !== "bias").concat(plain)) {
+      if (!label && tried && g.measureText(tried).width <= room) label = tried;
     }
     if (!label) return;
     const { tensors, rows } = this.layout;
@@ -372,7 +372,7 @@ page.LayoutView = class {
         }
       }
     }
-    if (this.focus && this.focus.place.block === place.block) {
+    if (this.focus && document.activeElement === this.canvas && this.focus.place.block === place.block) {
       const panel = place.panels.find((p) => p.s === this.focus.s), k = place.lanes.indexOf(this.focus.lane);
       if (panel && k >= 0) this.outline(g, place, panel, k, layout.cell(panel.s, this.focus.lane), this.focus.k, page.css("--text"), gap, false);
     }
@@ -388,7 +388,7 @@ page.LayoutView = class {
       return;
     }
     g.strokeStyle = colour;
-    g.lineWidth = 2.5;
+    g.lineWidth = place.pitch < 14 ? 1.2 : 2.5;
     g.strokeRect(left, place.y + k * place.pitch, Math.max(right - left, 3), place.pitch - gap);
   }
 
@@ -451,8 +451,11 @@ page.LayoutView = class {
     canvas.addEventListener("pointermove", (e) => {
       if (from && e.buttons) {
         const [a, b] = from.zoom, shift = ((from.x - e.offsetX) / Math.max(1, this.places[0].panel)) * (b - a);
-        if (Math.abs(from.x - e.offsetX) > 3) from.moved = true;
-        if (b - a < 1) { const begin = Math.min(1 - (b - a), Math.max(0, a + shift)); layout.zoom = [begin, begin + (b - a)]; this.redraw(); }
+        if (Math.abs(from.x - e.offsetX) + Math.abs(from.y - e.offsetY) > 3) from.moved = true;
+        const begin = Math.min(1 - (b - a), Math.max(0, a + shift));
+        layout.zoom = [begin, begin + (b - a)];
+        if (from.range) this.slide(from.block, from.range[0] + Math.round((from.y - e.offsetY) / from.pitch));
+        this.redraw();
         return;
       }
       const hit = this.at(e.offsetX, e.offsetY);
@@ -460,7 +463,10 @@ page.LayoutView = class {
       if (hit) this.tell(hit, e.clientX, e.clientY); else page.tip.hide();
     });
     canvas.addEventListener("pointerleave", () => page.tip.hide());
-    canvas.addEventListener("pointerdown", (e) => { from = { x: e.offsetX, zoom: layout.zoom, moved: false }; });
+    canvas.addEventListener("pointerdown", (e) => {
+      const place = this.places.find((p) => e.offsetY >= p.y && e.offsetY < p.y + p.height);
+      from = { x: e.offsetX, y: e.offsetY, zoom: layout.zoom, block: place?.block, range: place?.block.range, pitch: place?.pitch, moved: false };
+    });
     canvas.addEventListener("pointerup", (e) => {
       if (from && !from.moved) { const hit = this.at(e.offsetX, e.offsetY); this.choose(hit ? this.tensorOf(hit) : -1); }
       from = null;
@@ -473,7 +479,7 @@ page.LayoutView = class {
       this.scale(e.deltaY > 0 ? 1.25 : 0.8, panel ? (e.offsetX - panel.x) / panel.w : 0.5);
     }, { passive: false });
     canvas.addEventListener("keydown", (e) => this.key(e));
-    canvas.addEventListener("blur", () => { this.focus = null; page.tip.hide(); this.redraw(); });
+    canvas.addEventListener("blur", () => { page.tip.hide(); this.redraw(); });
     document.addEventListener("keydown", (e) => {
       if (e.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { e.preventDefault(); this.search.focus(); }
       if (e.key === "Escape") { this.search.value = ""; this.find(""); this.choose(-1); }
@@ -527,6 +533,13 @@ page.LayoutView = class {
     } else {
       const [x] = this.across(place.panels.find((p) => p.s === s), layout.cell(s, lane), k);
       let row = place.lanes.indexOf(lane) + down;
+      const { block } = place, hidden = block.range && (down < 0 ? block.range[0] : block.lanes.length - block.range[1]);
+      if ((row < 0 || row >= place.lanes.length) && hidden > 0) {
+        this.slide(block, block.range[0] + Math.sign(down) * Math.min(Math.abs(down), hidden));
+        this.draw();
+        place = this.places.find((p) => p.block === block && p.states.includes(s));
+        row = Math.min(place.lanes.length - 1, Math.max(0, row));
+      }
       if (row < 0 || row >= place.lanes.length) {
         const other = this.places[this.places.indexOf(place) + Math.sign(down)];
         if (other) { place = other; s = other.states[Math.min(other.states.length - 1, 0)]; row = down > 0 ? 0 : other.lanes.length - 1; } else row = Math.min(place.lanes.length - 1, Math.max(0, row));
@@ -547,10 +560,16 @@ page.LayoutView = class {
       const whole = block.lanes.length;
       if (whole <= 32) continue;
       const [first, end] = block.range ?? [0, whole], n = Math.min(whole, Math.max(12, Math.round((end - first) * factor)));
-      const from = Math.max(0, Math.min(whole - n, first + Math.round((end - first - n) * 0)));
-      block.range = n >= whole ? null : [from, from + n];
+      block.range = n >= whole ? null : [first, first + n];
+      if (block.range) this.slide(block, first);
     }
     this.draw();
+  }
+
+  /* Show other ranks of a block that shows some of them. */
+  slide(block, first) {
+    const n = block.range[1] - block.range[0], from = Math.max(0, Math.min(block.lanes.length - n, first));
+    block.range = [from, from + n];
   }
 
   reset() { this.layout.zoom = [0, 1]; this.layout.blocks.forEach((b) => { b.range = null; }); this.draw(); }

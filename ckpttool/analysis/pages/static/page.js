@@ -22,19 +22,16 @@ page.el = (tag, attributes = {}, ...children) => {
   return node;
 };
 
-page.size = (n) => {
-  const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
-  let i = 0;
-  while (Math.abs(n) >= 999.5 && i < units.length - 1) { n /= 1000; i++; }
-  return (i === 0 || Math.abs(n) >= 99.95 ? n.toFixed(0) : n.toFixed(1)) + " " + units[i];
+/* A number with a unit of thousands; with enough decimals to tell it from another that is ``step`` away. */
+page.scaled = (n, units, step) => {
+  let i = 0, unit = 1;
+  while (Math.abs(n) / unit >= 999.5 && i < units.length - 1) { unit *= 1000; i++; }
+  const decimals = step ? Math.min(9, Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9))) : i === 0 || Math.abs(n) / unit >= 99.95 ? 0 : 1;
+  return (n / unit).toFixed(n === 0 ? 0 : decimals) + units[i];
 };
+page.size = (n, step = 0) => page.scaled(n, [" B", " kB", " MB", " GB", " TB", " PB", " EB"], step);
 page.count = (n) => Math.round(n).toLocaleString("en-US");
-page.short = (n) => {
-  const units = ["", "k", "M", "B", "T"];
-  let i = 0;
-  while (Math.abs(n) >= 999.5 && i < units.length - 1) { n /= 1000; i++; }
-  return (i === 0 || Math.abs(n) >= 99.95 ? n.toFixed(0) : n.toFixed(1)) + units[i];
-};
+page.short = (n, step = 0) => page.scaled(n, ["", "k", "M", "B", "T"], step);
 page.number = (value, digits = 4) => {
   if (typeof value === "string") return value;
   if (value == null) return "";
