@@ -1,4 +1,4 @@
-"""How long a layout takes to open and plan at the largest scale: 1T parameters over 1024 ranks, payload left as holes.
+"""How long the largest layout takes to open, show and plan: 1T parameters over 1024 ranks, payload left as holes.
 
     python benchmarks/scale.py [--ranks N] [--layers N] [--hidden N]
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import measure
 
 import ckpttool
+from ckpttool.analysis.pages.checkpoint import checkpoint_page
 from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef
@@ -95,7 +96,7 @@ def make(ranks: int, layers: int, hidden: int) -> int:
 
 
 def main() -> None:
-    """Make, open, plan."""
+    """Make, open, show, plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=100)
@@ -107,6 +108,12 @@ def main() -> None:
     began = time.perf_counter()
     checkpoint = ckpttool.inspect(str(DATA))
     print(f"open: {time.perf_counter() - began:.1f} s, {len(checkpoint.files)} files, {checkpoint.nbytes:,} bytes")
+    opened = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    page = checkpoint_page(checkpoint)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"page: {time.perf_counter() - began:.1f} s, {len(page):,} bytes, memory {opened / 1000:.0f} MB before it")
+    print(f"memory with it: {peak / 1000:.0f} MB")
     began = time.perf_counter()
     report = ckpttool.consolidate(str(DATA), DATA / "out", to="safetensors", dry_run=True, max_shard_size="50GB")
     print(f"open and plan: {time.perf_counter() - began:.1f} s, {len(report.files)} files of output")
