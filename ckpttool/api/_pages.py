@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
+from ckpttool.formats import source_paths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from ckpttool.catalog.entries import Catalog
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
+
+MAX_FILES = 2_000
+"""Maximum number of files in the page of a directory that cannot be opened."""
 
 
 def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] | None) -> None:
@@ -74,8 +79,28 @@ def page_of_source(
     except CkptError:
         if report is None or not report.findings:
             raise
-        return damaged_page(report), report
+        return damaged_page(report, _files_below(source_paths(src), storage_options)), report
     return checkpoint_page(checkpoint, report), report
+
+
+def _files_below(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> list[tuple[str, int]]:
+    """Return the names and sizes of the first files below some directories; those that cannot be listed are left out."""
+    from itertools import islice
+
+    from ckpttool.storage import is_url, local_path, open_storage, walk
+    from ckpttool.storage.confined import local_storage
+
+    found: list[tuple[str, int]] = []
+    for path in paths:
+        with contextlib.suppress(CkptError):
+            storage = (
+                open_storage(path, storage_options)
+                if is_url(path)
+                else local_storage([local_path(path)], storage_options)
+            )
+            entries = islice(walk(storage, local_path(path)), MAX_FILES - len(found))
+            found += [(name, entry.nbytes) for name, entry in entries if not entry.is_dir]
+    return found
 
 
 def page_of_catalog(

@@ -279,6 +279,8 @@ def test_a_damaged_checkpoint_has_a_page_of_findings(
     shown = page.page.query_selector_all(".note.bad")
     assert [f.problem in e.inner_text() for f, e in zip(findings, shown, strict=True)] == [True] * len(findings)
     assert findings
+    there = page.run("[...document.querySelectorAll('#files tbody tr')].map((r) => r.cells[0].textContent)")
+    assert sorted(there) == [*(f"global_step3/{name}" for name in remains(root / "global_step3")), "latest"]
     page.sound()
 
 

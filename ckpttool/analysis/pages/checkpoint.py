@@ -12,6 +12,8 @@ from ckpttool.analysis.pages import page
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.model import Checkpoint
 
@@ -42,9 +44,15 @@ def notebook_frame(checkpoint: Checkpoint) -> str:
     return f'<iframe sandbox="allow-scripts" title="{name}" style="{style}" srcdoc="{page_text}"></iframe>'
 
 
-def damaged_page(report: VerifyReport) -> bytes:
-    """Build the page of a directory that cannot be opened as a checkpoint."""
-    return page("damaged", report.location, {"findings": as_plain(report)["findings"]})
+def damaged_page(report: VerifyReport, files: Sequence[tuple[str, int]]) -> bytes:
+    """Build the page of a directory that cannot be opened as a checkpoint.
+
+    Args:
+        report: What ``verify`` found.
+        files: Names and sizes of the files that are there.
+    """
+    data = {"location": report.location, "findings": as_plain(report)["findings"], "files": as_plain(list(files))}
+    return page("damaged", f"{report.location} cannot be opened as a checkpoint", data)
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:

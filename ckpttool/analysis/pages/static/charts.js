@@ -13,9 +13,9 @@ page.chart = (parent, { title, x, labels = null, time = false, series, log = fal
     plot?.destroy();
     figure.replaceChildren();
     plot = new uPlot({
-      width: Math.max(240, figure.clientWidth - 24), height,
+      width: Math.max(240, figure.clientWidth - 24), height, padding: [10, labels ? 52 : 16, 0, 0],
       scales: { x: { time, range: x.length === 1 ? [x[0] - 1, x[0] + 1] : undefined }, y: log ? { distr: 3 } : { range: (u, low, high) => { const room = (high - low || Math.abs(high) || 1) * 0.06; return [fromZero || (low >= 0 && low - room < 0) ? 0 : low - room, high + room]; } } },
-      axes: [{ ...axis, label: xTitle || undefined, labelSize: 20, labelFont: axis.font, values: labels ? (u, at) => at.map((v) => (Number.isInteger(v) && labels[v] !== undefined ? page.text(labels[v], 18) : "")) : time ? undefined : (u, at) => at.map((v) => page.count(v)) },
+      axes: [{ ...axis, ...(time ? {} : { incrs: [1, 2, 5].flatMap((f) => [f, f * 10, f * 100, f * 1e3, f * 1e4, f * 1e5, f * 1e6, f * 1e7]).sort((p, q) => p - q) }), space: labels ? 110 : 50, label: xTitle || undefined, labelSize: 20, labelFont: axis.font, values: labels ? (u, at) => at.map((v) => (Number.isInteger(v) && labels[v] !== undefined ? page.text(labels[v], 18) : "")) : time ? undefined : (u, at) => at.map((v) => page.count(v)) },
         { ...axis, grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades }, size: 74, values: (u, at) => at.map((v) => (v == null ? "" : unit(v))) }],
       series: [{ label: xTitle || "x", value: (u, v) => (v == null ? "" : labels ? page.text(labels[v] ?? "", 60) : time ? new Date(v * 1000).toISOString().slice(0, 19).replace("T", " ") : page.count(v)) },
         ...series.map((s) => ({ label: page.text(s.title, 60), stroke: s.colour, width: 2, dash: s.dash, spanGaps: true, points: { show: points && x.length < 200, size: 7, fill: s.colour }, value: (u, v) => (v == null ? "" : unit(v)) }))],

@@ -128,6 +128,9 @@ page.groups = (c, main) => {
 
 /* A checkpoint that cannot be opened: what verify found, and the files that are there. */
 views.damaged = (data, main) => {
-  page.head(data.title, "cannot be opened as a checkpoint", []);
-  main.append(page.findings(data.findings));
+  const { findings, files } = data;
+  page.head("cannot be opened as a checkpoint", data.location, [["findings", page.count(findings.length)], ["files", page.count(files.length)], ["size", page.size(files.reduce((sum, f) => sum + f[1], 0))]]);
+  main.append(page.findings(findings));
+  const columns = [{ title: "file", name: true, value: (f) => f[0] }, { title: "size", right: true, value: (f) => f[1], cell: (f) => page.size(f[1]) }];
+  main.append(page.section("Files that are there", page.table("Files", columns, files, { id: "files" })));
 };

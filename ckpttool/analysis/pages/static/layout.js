@@ -232,17 +232,13 @@ page.LayoutView = class {
       g.font = "600 13px system-ui, sans-serif";
       g.fillStyle = text;
       const label = page.text(layout.states[panel.s], 40);
-      g.save();
-      g.beginPath();
-      g.rect(panel.x, place.y - 40, panel.w, 40);
-      g.clip();
       g.fillText(label, panel.x, place.y - 9);
-      const after = g.measureText(label).width + 8;
+      const after = g.measureText(label).width + 8, nbytes = page.size(bytesOf(panel.s));
       g.font = "12.5px system-ui, sans-serif";
       g.fillStyle = soft;
       const role = { fp32: "master weights", module: "the model's copy", buffer: "buffers" }[layout.states[panel.s]];
-      g.fillText([role, page.size(bytesOf(panel.s))].filter(Boolean).join(", "), panel.x + after, place.y - 9);
-      g.restore();
+      const about = [role && `${role}, ${nbytes}`, nbytes].find((text) => text && g.measureText(text).width <= panel.w - after);
+      if (about) g.fillText(about, panel.x + after, place.y - 9);
       this.ticks(g, place, panel, soft);
     }
     const step = Math.max(1, Math.ceil(13 / place.pitch));
@@ -273,7 +269,7 @@ page.LayoutView = class {
   /* Positions under a panel: bytes of the lane, or elements of the model. */
   ticks(g, place, panel, colour) {
     const { layout } = this, [a, b] = layout.zoom, from = a * panel.total, span = (b - a) * panel.total;
-    const wanted = Math.max(1, Math.floor(panel.w / 110)), raw = span / wanted, power = 10 ** Math.floor(Math.log10(raw || 1));
+    const wanted = Math.max(2, Math.floor(panel.w / 100)), raw = span / wanted, power = 10 ** Math.floor(Math.log10(raw || 1));
     const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= raw) || raw;
     const y = place.y + place.height + 4;
     g.font = "11px system-ui, sans-serif";
@@ -415,10 +411,10 @@ page.LayoutView = class {
     };
     const base = "#4f6d8f";
     if (rows.padding.some((p) => p > 0) && layout.axis === "file") items.push(page.el("span", {}, pattern("padding", page.css("--empty")), "padding"));
-    if (tensors.kind.includes("frozen")) items.push(page.el("span", {}, pattern("frozen", base), "frozen"));
-    if (tensors.expert.some(Boolean)) items.push(page.el("span", {}, pattern("expert", base), "expert"));
+    if (tensors.kind.includes("frozen") && layout.colouring !== "kind") items.push(page.el("span", {}, pattern("frozen", base), "frozen"));
+    if (tensors.expert.some(Boolean) && layout.colouring !== "kind") items.push(page.el("span", {}, pattern("expert", base), "expert"));
     if (rows.replica.some(Boolean)) items.push(page.el("span", {}, pattern("replica", base), "replica"));
-    if (tensors.tied.some(Boolean)) {
+    if (tensors.tied.some(Boolean) && layout.colouring !== "kind") {
       const tied = page.el("i");
       tied.style.background = base;
       tied.style.borderBottom = "3px solid var(--text)";
