@@ -84,7 +84,7 @@ def page_of_source(
 
 
 def _files_below(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> list[tuple[str, int]]:
-    """Return the names and sizes of the first files below some directories; those that cannot be listed are left out."""
+    """Return the names and sizes of the first files below some directories, if they can be listed."""
     from itertools import islice
 
     from ckpttool.storage import is_url, local_path, open_storage, walk
