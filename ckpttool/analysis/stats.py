@@ -60,8 +60,8 @@ class TensorStats:
     """Elements that are infinite, of either sign."""
     magnitudes: tuple[tuple[int, int, int], ...] = ()
     """Histogram of the finite values that are not zero, as (exponent, negative values, positive values) with
-    ``2**exponent <= abs(value) < 2**(exponent + 1)``, by rising exponent; exponents without a value are left out. The lowest
-    exponent, -1023, also stands for all smaller magnitudes."""
+    ``2**exponent <= abs(value) < 2**(exponent + 1)``, by rising exponent; exponents without a value are left out. The
+    lowest exponent, -1023, also stands for all smaller magnitudes, and its values all count as positive."""
 
 
 def statistics(
