@@ -17,7 +17,15 @@ from ckpttool.messages import hide_secrets, printable
 PLAIN_BYTES = 150_000
 """Longest data that a page holds as readable JSON; longer data is compressed."""
 SCRIPTS = {
-    "checkpoint": ("page.js", "vendor/d3-hierarchy.min.js", "layout.js", "checkpoint.js"),
+    "checkpoint": (
+        "page.js",
+        "vendor/d3-hierarchy.min.js",
+        "layout.js",
+        "layout_picture.js",
+        "layout_view.js",
+        "files.js",
+        "checkpoint.js",
+    ),
     "damaged": ("page.js", "checkpoint.js"),
     "catalog": ("page.js", "vendor/uPlot.iife.min.js", "charts.js", "catalog.js"),
     "diff": ("page.js", "charts.js", "diff.js"),

@@ -1,39 +1,148 @@
 /* The page of a root: the checkpoints of a run over time and step. */
 views.catalog = (data, main) => {
-  const { entries, problems, root } = data.catalog, decisions = new Map(data.decisions.map((d) => [d.entry.name, d]));
-  const total = entries.reduce((sum, e) => sum + e.nbytes, 0), whole = entries.filter((e) => e.whole), latest = entries.find((e) => e.latest);
+  const { entries, problems, root } = data.catalog,
+    decisions = new Map(data.decisions.map((d) => [d.entry.name, d]));
+  const total = entries.reduce((sum, e) => sum + e.nbytes, 0),
+    whole = entries.filter((e) => e.whole),
+    latest = entries.find((e) => e.latest);
   const gone = data.decisions.filter((d) => !d.keep);
   page.head(root.split("/").filter(Boolean).at(-1) ?? root, root, [
-    ["checkpoints", page.count(entries.length), `${page.count(whole.length)} whole`], ["size", page.size(total)],
+    ["checkpoints", page.count(entries.length), `${page.count(whole.length)} whole`],
+    ["size", page.size(total)],
     ["latest", latest ? latest.name : "none", latest?.step == null ? "" : `step ${page.count(latest.step)}`],
     ["last saved", entries.some((e) => e.modified) ? date(Math.max(...entries.map((e) => e.modified ?? 0))) : ""],
-    ["retention", data.rules ? `frees ${page.size(gone.reduce((sum, d) => sum + d.entry.nbytes, 0))}` : "", data.rules]]);
+    ["retention", data.rules ? `frees ${page.size(gone.reduce((sum, d) => sum + d.entry.nbytes, 0))}` : "", data.rules],
+  ]);
   main.append(...problems.map((p) => page.el("p", { class: "note bad" }, page.text(p, 2000))));
-  function date(seconds) { return new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " "); }
-  const state = (e) => (e.whole ? "whole" : "torn") + (e.latest ? ", latest" : "") + (e.link ? `, link to ${e.link}` : "");
+  function date(seconds) {
+    return new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ");
+  }
+  const state = (e) =>
+    (e.whole ? "whole" : "torn") + (e.latest ? ", latest" : "") + (e.link ? `, link to ${e.link}` : "");
   const stepped = entries.filter((e) => e.step != null && !e.link).sort((a, b) => a.step - b.step);
   if (stepped.length) {
-    const x = stepped.map((e) => e.step), section = page.section("Over the steps");
+    const x = stepped.map((e) => e.step),
+      section = page.section("Over the steps");
     main.append(section);
-    const names = [...new Set(stepped.flatMap((e) => Object.keys(e.metrics)))].filter((n) => stepped.some((e) => Number.isFinite(e.metrics[n])));
-    const first = names.find((n) => /loss/.test(n)) ?? names[0], holder = page.el("div");
-    const metric = (name) => { holder.replaceChildren(); page.chart(holder, { title: name, x, xTitle: "step", series: [{ title: name, colour: page.PALETTE[0], values: stepped.map((e) => e.metrics[name]) }] }); };
+    const names = [...new Set(stepped.flatMap((e) => Object.keys(e.metrics)))].filter((n) =>
+      stepped.some((e) => Number.isFinite(e.metrics[n])),
+    );
+    const first = names.find((n) => /loss/.test(n)) ?? names[0],
+      holder = page.el("div");
+    const metric = (name) => {
+      holder.replaceChildren();
+      page.chart(holder, {
+        title: name,
+        x,
+        xTitle: "step",
+        series: [{ title: name, colour: page.PALETTE[0], values: stepped.map((e) => e.metrics[name]) }],
+      });
+    };
     if (first !== undefined) {
-      if (names.length > 1) section.append(page.el("div", { class: "tools" }, page.el("label", {}, "metric", page.el("select", { id: "metric", onchange: (e) => metric(names[e.target.value]) }, names.slice(0, 300).map((n, i) => page.el("option", { value: i, selected: n === first }, page.text(n, 80)))))));
+      if (names.length > 1)
+        section.append(
+          page.el(
+            "div",
+            { class: "tools" },
+            page.el(
+              "label",
+              {},
+              "metric",
+              page.el(
+                "select",
+                { id: "metric", onchange: (e) => metric(names[e.target.value]) },
+                names
+                  .slice(0, 300)
+                  .map((n, i) => page.el("option", { value: i, selected: n === first }, page.text(n, 80))),
+              ),
+            ),
+          ),
+        );
       section.append(holder);
       metric(first);
     }
     const pair = [page.el("div"), page.el("div")];
     section.append(page.el("div", { class: "pair" }, pair));
-    page.chart(pair[0], { title: "Size of the checkpoints", fromZero: true, x, xTitle: "step", height: 180, unit: page.size, series: [{ title: "whole", colour: page.PALETTE[2], values: stepped.map((e) => (e.whole ? e.nbytes : null)) }, ...(stepped.some((e) => !e.whole) ? [{ title: "torn", colour: page.PALETTE[5], dash: [4, 4], values: stepped.map((e) => (e.whole ? null : e.nbytes)) }] : [])] });
-    if (stepped.filter((e) => e.modified).length > 1) page.chart(pair[1], { title: "Steps over time", fromZero: true, x: stepped.map((e) => e.modified ?? null), time: true, xTitle: "saved at (UTC)", height: 180, unit: (v) => page.count(v), series: [{ title: "step", colour: page.PALETTE[0], values: x }] });
+    page.chart(pair[0], {
+      title: "Size of the checkpoints",
+      fromZero: true,
+      x,
+      xTitle: "step",
+      height: 180,
+      unit: page.size,
+      series: [
+        { title: "whole", colour: page.PALETTE[2], values: stepped.map((e) => (e.whole ? e.nbytes : null)) },
+        ...(stepped.some((e) => !e.whole)
+          ? [
+              {
+                title: "torn",
+                colour: page.PALETTE[5],
+                dash: [4, 4],
+                values: stepped.map((e) => (e.whole ? null : e.nbytes)),
+              },
+            ]
+          : []),
+      ],
+    });
+    if (stepped.filter((e) => e.modified).length > 1)
+      page.chart(pair[1], {
+        title: "Steps over time",
+        fromZero: true,
+        x: stepped.map((e) => e.modified ?? null),
+        time: true,
+        xTitle: "saved at (UTC)",
+        height: 180,
+        unit: (v) => page.count(v),
+        series: [{ title: "step", colour: page.PALETTE[0], values: x }],
+      });
   }
   const most = Math.max(1, ...entries.map((e) => e.nbytes));
-  const bar = (e) => { const i = page.el("i", { class: "bar", "aria-hidden": "true" }); i.style.width = `${(e.nbytes / most) * 110}px`; i.style.background = e.whole ? page.PALETTE[2] : page.PALETTE[5]; return i; };
-  const columns = [{ title: "checkpoint", name: true, value: (e) => e.name }, { title: "step", right: true, value: (e) => e.step ?? -1, cell: (e) => (e.step == null ? "" : page.count(e.step)) },
-    { title: "format", value: (e) => (e.stage == null ? e.format ?? "" : `ZeRO-${e.stage}`) }, { title: "ranks", right: true, value: (e) => e.world_size ?? 0, cell: (e) => e.world_size ?? "" },
-    { title: "", value: () => "", cell: bar }, { title: "size", right: true, value: (e) => e.nbytes, cell: (e) => page.size(e.nbytes) }, { title: "saved (UTC)", value: (e) => e.modified ?? 0, cell: (e) => (e.modified ? date(e.modified) : "") },
-    { title: "state", value: state, cell: (e) => page.el("span", { class: "words" }, state(e), e.problem ? page.el("span", { class: "hint" }, ` ${page.text(e.problem, 400)}`) : null) },
-    ...(data.rules ? [{ title: `with ${data.rules}`, value: (e) => String(decisions.get(e.name)?.keep), cell: (e) => { const d = decisions.get(e.name); return d ? page.el("span", { class: "words" }, page.el("b", {}, d.keep ? "stays" : "goes"), `: ${page.text(d.reason, 400)}`) : ""; } }] : [])];
-  main.append(page.section("Checkpoints", page.table("Checkpoints, oldest first", columns, entries, { id: "entries" })));
+  const bar = (e) => {
+    const i = page.el("i", { class: "bar", "aria-hidden": "true" });
+    i.style.width = `${(e.nbytes / most) * 110}px`;
+    i.style.background = e.whole ? page.PALETTE[2] : page.PALETTE[5];
+    return i;
+  };
+  const columns = [
+    { title: "checkpoint", name: true, value: (e) => e.name },
+    { title: "step", right: true, value: (e) => e.step ?? -1, cell: (e) => (e.step == null ? "" : page.count(e.step)) },
+    { title: "format", value: (e) => (e.stage == null ? (e.format ?? "") : `ZeRO-${e.stage}`) },
+    { title: "ranks", right: true, value: (e) => e.world_size ?? 0, cell: (e) => e.world_size ?? "" },
+    { title: "", value: () => "", cell: bar },
+    { title: "size", right: true, value: (e) => e.nbytes, cell: (e) => page.size(e.nbytes) },
+    { title: "saved (UTC)", value: (e) => e.modified ?? 0, cell: (e) => (e.modified ? date(e.modified) : "") },
+    {
+      title: "state",
+      value: state,
+      cell: (e) =>
+        page.el(
+          "span",
+          { class: "words" },
+          state(e),
+          e.problem ? page.el("span", { class: "hint" }, ` ${page.text(e.problem, 400)}`) : null,
+        ),
+    },
+    ...(data.rules
+      ? [
+          {
+            title: `with ${data.rules}`,
+            value: (e) => String(decisions.get(e.name)?.keep),
+            cell: (e) => {
+              const d = decisions.get(e.name);
+              return d
+                ? page.el(
+                    "span",
+                    { class: "words" },
+                    page.el("b", {}, d.keep ? "stays" : "goes"),
+                    `: ${page.text(d.reason, 400)}`,
+                  )
+                : "";
+            },
+          },
+        ]
+      : []),
+  ];
+  main.append(
+    page.section("Checkpoints", page.table("Checkpoints, oldest first", columns, entries, { id: "entries" })),
+  );
 };

@@ -2,27 +2,121 @@
 page.charts = [];
 
 /* series: [{title, colour, values, dash}]; x: numbers; labels: texts of x, or null; log: a logarithmic axis. */
-page.chart = (parent, { title, x, labels = null, time = false, series, log = false, height = 240, unit = (v) => page.number(v, 4), xTitle = "", points = true, onpick = null, fromZero = false }) => {
-  const figure = page.el("figure", { class: "chart", role: "img", "aria-label": `${title}; the table has the numbers` });
+page.chart = (
+  parent,
+  {
+    title,
+    x,
+    labels = null,
+    time = false,
+    series,
+    log = false,
+    height = 240,
+    unit = (v) => page.number(v, 4),
+    xTitle = "",
+    points = true,
+    onpick = null,
+    fromZero = false,
+  },
+) => {
+  const figure = page.el("figure", {
+    class: "chart",
+    role: "img",
+    "aria-label": `${title}; the table has the numbers`,
+  });
   parent.append(page.el("h3", {}, title), figure);
   let plot = null;
   const draw = () => {
-    const soft = page.css("--soft"), line = page.css("--line");
-    const decades = log ? (u, splits) => splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null)) : (u, splits) => splits;
-    const axis = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, font: "12px system-ui, sans-serif" };
+    const soft = page.css("--soft"),
+      line = page.css("--line");
+    const decades = log
+      ? (u, splits) => splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null))
+      : (u, splits) => splits;
+    const axis = {
+      stroke: soft,
+      grid: { stroke: line, width: 1 },
+      ticks: { stroke: line },
+      font: "12px system-ui, sans-serif",
+    };
     plot?.destroy();
     figure.replaceChildren();
-    plot = new uPlot({
-      width: Math.max(240, figure.clientWidth - 24), height, padding: [10, labels ? 52 : 16, 0, 0],
-      scales: { x: { time, range: x.length === 1 ? [x[0] - 1, x[0] + 1] : undefined }, y: log ? { distr: 3 } : { range: (u, low, high) => { const room = (high - low || Math.abs(high) || 1) * 0.06; return [fromZero || (low >= 0 && low - room < 0) ? 0 : low - room, high + room]; } } },
-      axes: [{ ...axis, ...(time ? {} : { incrs: [1, 2, 5].flatMap((f) => [f, f * 10, f * 100, f * 1e3, f * 1e4, f * 1e5, f * 1e6, f * 1e7]).sort((p, q) => p - q) }), space: labels ? 110 : 50, label: xTitle || undefined, labelSize: 20, labelFont: axis.font, values: labels ? (u, at) => at.map((v) => (Number.isInteger(v) && labels[v] !== undefined ? page.text(labels[v], 18) : "")) : time ? undefined : (u, at) => at.map((v) => page.count(v)) },
-        { ...axis, grid: { ...axis.grid, filter: decades }, ticks: { ...axis.ticks, filter: decades }, size: 74, values: (u, at) => at.map((v) => (v == null ? "" : unit(v))) }],
-      series: [{ label: xTitle || "x", value: (u, v) => (v == null ? "" : labels ? page.text(labels[v] ?? "", 60) : time ? new Date(v * 1000).toISOString().slice(0, 19).replace("T", " ") : page.count(v)) },
-        ...series.map((s) => ({ label: page.text(s.title, 60), stroke: s.colour, width: 2, dash: s.dash, spanGaps: true, points: { show: points && x.length < 200, size: 7, fill: s.colour }, value: (u, v) => (v == null ? "" : unit(v)) }))],
-      cursor: { y: false },
-      tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
-    }, [x, ...series.map((s) => s.values.map((v) => (typeof v === "number" && (!log || v > 0) ? v : null)))], figure);
-    if (onpick) plot.over.addEventListener("click", () => { if (plot.cursor.idx != null) onpick(plot.cursor.idx); });
+    plot = new uPlot(
+      {
+        width: Math.max(240, figure.clientWidth - 24),
+        height,
+        padding: [10, labels ? 52 : 16, 0, 0],
+        scales: {
+          x: { time, range: x.length === 1 ? [x[0] - 1, x[0] + 1] : undefined },
+          y: log
+            ? { distr: 3 }
+            : {
+                range: (u, low, high) => {
+                  const room = (high - low || Math.abs(high) || 1) * 0.06;
+                  return [fromZero || (low >= 0 && low - room < 0) ? 0 : low - room, high + room];
+                },
+              },
+        },
+        axes: [
+          {
+            ...axis,
+            ...(time
+              ? {}
+              : {
+                  incrs: [1, 2, 5]
+                    .flatMap((f) => [f, f * 10, f * 100, f * 1e3, f * 1e4, f * 1e5, f * 1e6, f * 1e7])
+                    .sort((p, q) => p - q),
+                }),
+            space: labels ? 110 : 50,
+            label: xTitle || undefined,
+            labelSize: 20,
+            labelFont: axis.font,
+            values: labels
+              ? (u, at) =>
+                  at.map((v) => (Number.isInteger(v) && labels[v] !== undefined ? page.text(labels[v], 18) : ""))
+              : time
+                ? undefined
+                : (u, at) => at.map((v) => page.count(v)),
+          },
+          {
+            ...axis,
+            grid: { ...axis.grid, filter: decades },
+            ticks: { ...axis.ticks, filter: decades },
+            size: 74,
+            values: (u, at) => at.map((v) => (v == null ? "" : unit(v))),
+          },
+        ],
+        series: [
+          {
+            label: xTitle || "x",
+            value: (u, v) =>
+              v == null
+                ? ""
+                : labels
+                  ? page.text(labels[v] ?? "", 60)
+                  : time
+                    ? new Date(v * 1000).toISOString().slice(0, 19).replace("T", " ")
+                    : page.count(v),
+          },
+          ...series.map((s) => ({
+            label: page.text(s.title, 60),
+            stroke: s.colour,
+            width: 2,
+            dash: s.dash,
+            spanGaps: true,
+            points: { show: points && x.length < 200, size: 7, fill: s.colour },
+            value: (u, v) => (v == null ? "" : unit(v)),
+          })),
+        ],
+        cursor: { y: false },
+        tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
+      },
+      [x, ...series.map((s) => s.values.map((v) => (typeof v === "number" && (!log || v > 0) ? v : null)))],
+      figure,
+    );
+    if (onpick)
+      plot.over.addEventListener("click", () => {
+        if (plot.cursor.idx != null) onpick(plot.cursor.idx);
+      });
   };
   page.onredraw(draw, figure);
   draw();
@@ -32,32 +126,99 @@ page.chart = (parent, { title, x, labels = null, time = false, series, log = fal
 
 /* A small histogram of magnitudes: negative values to the left, positive to the right, small magnitudes in the middle. */
 page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour = "#0072b2" } = {}) => {
-  const n = high - low + 1, bars = new Array(2 * n + 1).fill(0);
-  for (const [e, negative, positive] of magnitudes) { const at = Math.max(0, e - low); bars[n - 1 - at] += negative; bars[n + 1 + at] += positive; }
+  const n = high - low + 1,
+    bars = new Array(2 * n + 1).fill(0);
+  for (const [e, negative, positive] of magnitudes) {
+    const at = Math.max(0, e - low);
+    bars[n - 1 - at] += negative;
+    bars[n + 1 + at] += positive;
+  }
   bars[n] = zeros;
-  const most = Math.max(1, ...bars), w = width / bars.length;
-  const svg = page.el("svg", { width, height, role: "img", "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high}` });
+  const most = Math.max(1, ...bars),
+    w = width / bars.length;
+  const svg = page.el("svg", {
+    width,
+    height,
+    role: "img",
+    "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high}`,
+  });
   svg.append(page.el("rect", { x: n * w, y: 0, width: Math.max(w, 0.8), height, fill: page.css("--empty") }));
-  bars.forEach((count, i) => { if (count) { const h = Math.max(1, (count / most) * (height - 1)); svg.append(page.el("rect", { x: i * w, y: height - h, width: Math.max(0.8, w - 0.4), height: h, fill: i === n ? page.css("--soft") : colour })); } });
+  bars.forEach((count, i) => {
+    if (count) {
+      const h = Math.max(1, (count / most) * (height - 1));
+      svg.append(
+        page.el("rect", {
+          x: i * w,
+          y: height - h,
+          width: Math.max(0.8, w - 0.4),
+          height: h,
+          fill: i === n ? page.css("--soft") : colour,
+        }),
+      );
+    }
+  });
   return svg;
 };
 
 /* A table of cells whose colour is a number: rows x columns; value(row, column) is null, a number or a text. */
-page.heat = (caption, rows, columns, value, { log = true, format = (v) => page.number(v, 3), id = "heat", corner = "layer", onpick = null } = {}) => {
-  const numbers = rows.flatMap((r) => columns.map((c) => value(r, c))).filter((v) => typeof v === "number" && v > 0 && Number.isFinite(v));
-  const scale = log ? Math.log : (v) => v, low = numbers.length ? scale(Math.min(...numbers)) : 0, high = numbers.length ? scale(Math.max(...numbers)) : 1;
+page.heat = (
+  caption,
+  rows,
+  columns,
+  value,
+  { log = true, format = (v) => page.number(v, 3), id = "heat", corner = "layer", onpick = null } = {},
+) => {
+  const numbers = rows
+    .flatMap((r) => columns.map((c) => value(r, c)))
+    .filter((v) => typeof v === "number" && v > 0 && Number.isFinite(v));
+  const scale = log ? Math.log : (v) => v,
+    low = numbers.length ? scale(Math.min(...numbers)) : 0,
+    high = numbers.length ? scale(Math.max(...numbers)) : 1;
   const cell = (r, c) => {
     const v = value(r, c);
-    const td = page.el("td", { class: "right" }, v == null ? "" : typeof v === "string" ? v : v === 0 ? "equal" : Number.isFinite(v) ? format(v) : "∞");
+    const td = page.el(
+      "td",
+      { class: "right" },
+      v == null ? "" : typeof v === "string" ? v : v === 0 ? "equal" : Number.isFinite(v) ? format(v) : "∞",
+    );
     if (typeof v === "number" && v > 0) {
-      const t = !Number.isFinite(v) ? 1 : high > low ? (scale(v) - low) / (high - low) : 0.6, colour = page.ramp(t, 0.1, 0.97);
+      const t = !Number.isFinite(v) ? 1 : high > low ? (scale(v) - low) / (high - low) : 0.6,
+        colour = page.ramp(t, 0.1, 0.97);
       td.style.background = colour;
       td.style.color = page.ink(colour);
     }
-    if (onpick && v != null) { td.style.cursor = "pointer"; td.addEventListener("click", () => onpick(r, c)); }
+    if (onpick && v != null) {
+      td.style.cursor = "pointer";
+      td.addEventListener("click", () => onpick(r, c));
+    }
     return td;
   };
-  const table = page.el("table", { class: "heat" }, page.el("caption", {}, caption), page.el("thead", {}, page.el("tr", {}, page.el("th", { scope: "col" }, corner), columns.map((c) => page.el("th", { scope: "col", class: "right" }, page.text(c, 40))))),
-    page.el("tbody", {}, rows.map((r) => page.el("tr", {}, page.el("th", { scope: "row", class: "name" }, page.text(r, 80)), columns.map((c) => cell(r, c))))));
+  const table = page.el(
+    "table",
+    { class: "heat" },
+    page.el("caption", {}, caption),
+    page.el(
+      "thead",
+      {},
+      page.el(
+        "tr",
+        {},
+        page.el("th", { scope: "col" }, corner),
+        columns.map((c) => page.el("th", { scope: "col", class: "right" }, page.text(c, 40))),
+      ),
+    ),
+    page.el(
+      "tbody",
+      {},
+      rows.map((r) =>
+        page.el(
+          "tr",
+          {},
+          page.el("th", { scope: "row", class: "name" }, page.text(r, 80)),
+          columns.map((c) => cell(r, c)),
+        ),
+      ),
+    ),
+  );
   return page.el("div", { id, class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table);
 };

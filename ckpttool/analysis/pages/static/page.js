@@ -4,29 +4,42 @@ const views = {};
 const page = {};
 
 page.text = (value, limit = 240) => {
-  let text = String(value).replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g,
-    (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
+  let text = String(value).replace(
+    /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g,
+    (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"),
+  );
   if (limit && text.length > limit) text = text.slice(0, limit / 2 - 1) + " … " + text.slice(-(limit / 2 - 2));
   return text;
 };
 
 page.el = (tag, attributes = {}, ...children) => {
-  const svg = ["svg", "g", "rect", "text", "title", "path", "line", "clipPath", "pattern", "defs"].includes(tag) && tag !== "title";
+  const svg =
+    ["svg", "g", "rect", "text", "title", "path", "line", "clipPath", "pattern", "defs"].includes(tag) &&
+    tag !== "title";
   const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value != null) node.setAttribute(name, value);
   }
-  for (const child of children.flat(Infinity)) if (child != null) node.append(child instanceof Node ? child : page.text(child));
+  for (const child of children.flat(Infinity))
+    if (child != null) node.append(child instanceof Node ? child : page.text(child));
   return node;
 };
 
 /* A number with a unit of thousands; with enough decimals to tell it from another that is ``step`` away. */
 page.scaled = (n, units, step) => {
-  let i = 0, unit = 1;
-  while (Math.abs(n) / unit >= 999.5 && i < units.length - 1) { unit *= 1000; i++; }
-  const decimals = step ? Math.min(9, Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9))) : i === 0 || Math.abs(n) / unit >= 99.95 ? 0 : 1;
+  let i = 0,
+    unit = 1;
+  while (Math.abs(n) / unit >= 999.5 && i < units.length - 1) {
+    unit *= 1000;
+    i++;
+  }
+  const decimals = step
+    ? Math.min(9, Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9)))
+    : i === 0 || Math.abs(n) / unit >= 99.95
+      ? 0
+      : 1;
   return (n / unit).toFixed(n === 0 ? 0 : decimals) + units[i];
 };
 page.size = (n, step = 0) => page.scaled(n, [" B", " kB", " MB", " GB", " TB", " PB", " EB"], step);
@@ -36,19 +49,34 @@ page.number = (value, digits = 4) => {
   if (typeof value === "string") return value;
   if (value == null) return "";
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return page.count(value);
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(digits - 2).replace("e+", "e").replace(/\.?0+e/, "e");
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7))
+    return value
+      .toExponential(digits - 2)
+      .replace("e+", "e")
+      .replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(digits)));
 };
 page.dtype = (name) => ({ F32: "fp32", BF16: "bf16", F16: "fp16" })[name] || String(name).toLowerCase();
 page.shape = (shape) => (shape.length ? shape.join(" × ") : "scalar");
 
 page.css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-page.dark = () => matchMedia("(prefers-color-scheme: dark)").matches && !document.documentElement.classList.contains("print");
+page.dark = () =>
+  matchMedia("(prefers-color-scheme: dark)").matches && !document.documentElement.classList.contains("print");
 
 /* Okabe and Ito's palette, which people with any kind of colour vision tell apart. */
 page.PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a400", "#7f7f7f"];
 /* The stops of viridis: even steps of lightness, whatever the colour vision. */
-page.STOPS = [[68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33, 144, 141], [39, 173, 129], [92, 200, 99], [170, 220, 50], [253, 231, 37]];
+page.STOPS = [
+  [68, 1, 84],
+  [71, 44, 122],
+  [59, 81, 139],
+  [44, 113, 142],
+  [33, 144, 141],
+  [39, 173, 129],
+  [92, 200, 99],
+  [170, 220, 50],
+  [253, 231, 37],
+];
 page.ramp = (t, low = 0.06, high = 0.98) => {
   const at = (low + Math.min(1, Math.max(0, t)) * (high - low)) * (page.STOPS.length - 1);
   const i = Math.min(page.STOPS.length - 2, Math.floor(at));
@@ -56,14 +84,19 @@ page.ramp = (t, low = 0.06, high = 0.98) => {
   return "#" + mix.map((v) => v.toString(16).padStart(2, "0")).join("");
 };
 page.ink = (colour) => {
-  const [r, g, b] = [1, 3, 5].map((i) => { const v = parseInt(colour.slice(i, i + 2), 16) / 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+  const [r, g, b] = [1, 3, 5].map((i) => {
+    const v = parseInt(colour.slice(i, i + 2), 16) / 255;
+    return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  });
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.2 ? "#111111" : "#ffffff";
 };
 
 page.glob = (text) => {
   const pattern = text.trim();
   if (!pattern) return null;
-  const source = [...pattern].map((c) => (c === "*" ? "[\\s\\S]*" : c === "?" ? "[\\s\\S]" : c.replace(/[.+^${}()|[\]\\\/]/g, "\\$&"))).join("");
+  const source = [...pattern]
+    .map((c) => (c === "*" ? "[\\s\\S]*" : c === "?" ? "[\\s\\S]" : c.replace(/[.+^${}()|[\]\\\/]/g, "\\$&")))
+    .join("");
   return new RegExp(/[*?]/.test(pattern) ? `^${source}$` : source, "iu");
 };
 
@@ -72,13 +105,24 @@ page.tip = (() => {
   return {
     show(x, y, title, facts) {
       if (!box) document.body.append((box = page.el("div", { id: "tip", role: "tooltip" })));
-      box.replaceChildren(page.el("b", {}, title), page.el("dl", {}, facts.filter(([, v]) => v !== "" && v != null).flatMap(([k, v]) => [page.el("dt", {}, k), page.el("dd", {}, v)])));
+      box.replaceChildren(
+        page.el("b", {}, title),
+        page.el(
+          "dl",
+          {},
+          facts
+            .filter(([, v]) => v !== "" && v != null)
+            .flatMap(([k, v]) => [page.el("dt", {}, k), page.el("dd", {}, v)]),
+        ),
+      );
       box.hidden = false;
       const { width, height } = box.getBoundingClientRect();
       box.style.left = Math.max(4, Math.min(x + 14, innerWidth - width - 6)) + "px";
       box.style.top = (y + 18 + height > innerHeight ? Math.max(4, y - height - 12) : y + 18) + "px";
     },
-    hide() { if (box) box.hidden = true; },
+    hide() {
+      if (box) box.hidden = true;
+    },
   };
 })();
 
@@ -86,50 +130,134 @@ page.tip = (() => {
 page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = {}) => {
   const state = { rows, sort: sort ? sort[0] : -1, down: sort ? sort[1] : false, limit };
   const body = page.el("tbody");
-  const heads = columns.map((c, i) => page.el("th", { scope: "col", class: c.right ? "right" : null },
-    page.el("button", { type: "button", onclick: () => { state.down = state.sort === i ? !state.down : !!c.right; state.sort = i; draw(); } }, c.title)));
+  const heads = columns.map((c, i) =>
+    page.el(
+      "th",
+      { scope: "col", class: c.right ? "right" : null },
+      page.el(
+        "button",
+        {
+          type: "button",
+          onclick: () => {
+            state.down = state.sort === i ? !state.down : !!c.right;
+            state.sort = i;
+            draw();
+          },
+        },
+        c.title,
+      ),
+    ),
+  );
   const more = page.el("p", { class: "hint" });
   const draw = () => {
     let shown = state.rows;
     if (state.sort >= 0) {
       const value = columns[state.sort].value;
-      shown = [...shown].sort((a, b) => { const p = value(a), q = value(b); return (p < q ? -1 : p > q ? 1 : 0) * (state.down ? -1 : 1); });
+      shown = [...shown].sort((a, b) => {
+        const p = value(a),
+          q = value(b);
+        return (p < q ? -1 : p > q ? 1 : 0) * (state.down ? -1 : 1);
+      });
     }
-    heads.forEach((h, i) => (i === state.sort ? h.setAttribute("aria-sort", state.down ? "descending" : "ascending") : h.removeAttribute("aria-sort")));
-    body.replaceChildren(...shown.slice(0, state.limit).map((row) => page.el("tr", {}, columns.map((c) => {
-      const made = c.cell ? c.cell(row) : c.value(row);
-      return page.el("td", { class: c.right ? "right" : c.name ? "name" : null }, made);
-    }))));
+    heads.forEach((h, i) =>
+      i === state.sort
+        ? h.setAttribute("aria-sort", state.down ? "descending" : "ascending")
+        : h.removeAttribute("aria-sort"),
+    );
+    body.replaceChildren(
+      ...shown.slice(0, state.limit).map((row) =>
+        page.el(
+          "tr",
+          {},
+          columns.map((c) => {
+            const made = c.cell ? c.cell(row) : c.value(row);
+            return page.el("td", { class: c.right ? "right" : c.name ? "name" : null }, made);
+          }),
+        ),
+      ),
+    );
     const left = shown.length - state.limit;
     more.replaceChildren();
-    if (left > 0) more.append(`${page.count(left)} more rows. `, page.el("button", { type: "button", onclick: () => { state.limit = shown.length; draw(); } }, "Show all"));
+    if (left > 0)
+      more.append(
+        `${page.count(left)} more rows. `,
+        page.el(
+          "button",
+          {
+            type: "button",
+            onclick: () => {
+              state.limit = shown.length;
+              draw();
+            },
+          },
+          "Show all",
+        ),
+      );
   };
   draw();
-  const table = page.el("table", {}, page.el("caption", {}, caption), page.el("thead", {}, page.el("tr", {}, heads)), body);
-  const root = page.el("div", { id }, page.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table), more);
-  root.update = (rows) => { state.rows = rows; draw(); };
+  const table = page.el(
+    "table",
+    {},
+    page.el("caption", {}, caption),
+    page.el("thead", {}, page.el("tr", {}, heads)),
+    body,
+  );
+  const root = page.el(
+    "div",
+    { id },
+    page.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table),
+    more,
+  );
+  root.update = (rows) => {
+    state.rows = rows;
+    draw();
+  };
   return root;
 };
 
-page.facts = (pairs) => page.el("dl", { class: "facts" }, pairs.filter(([, v]) => v !== "" && v != null).map(([k, v, small]) =>
-  page.el("div", {}, page.el("dt", {}, k), page.el("dd", {}, v, small ? page.el("small", {}, small) : null))));
+page.facts = (pairs) =>
+  page.el(
+    "dl",
+    { class: "facts" },
+    pairs
+      .filter(([, v]) => v !== "" && v != null)
+      .map(([k, v, small]) =>
+        page.el("div", {}, page.el("dt", {}, k), page.el("dd", {}, v, small ? page.el("small", {}, small) : null)),
+      ),
+  );
 page.section = (title, ...children) => page.el("section", {}, page.el("h2", {}, title), children);
-page.head = (title, lead, facts) => document.querySelector("header").replaceChildren(page.el("h1", {}, title), page.el("p", { class: "lead" }, lead), page.facts(facts));
-page.say = (text) => { const live = document.getElementById("live"); if (live.textContent !== text) live.textContent = text; };
+page.head = (title, lead, facts) =>
+  document
+    .querySelector("header")
+    .replaceChildren(page.el("h1", {}, title), page.el("p", { class: "lead" }, lead), page.facts(facts));
+page.say = (text) => {
+  const live = document.getElementById("live");
+  if (live.textContent !== text) live.textContent = text;
+};
 
 /* Redraw what is drawn by hand when its size, the colours or the medium change. */
 page.onredraw = (draw, node) => {
   let due = 0;
-  const later = () => { cancelAnimationFrame(due); due = requestAnimationFrame(draw); };
+  const later = () => {
+    cancelAnimationFrame(due);
+    due = requestAnimationFrame(draw);
+  };
   new ResizeObserver(later).observe(node);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
-  addEventListener("beforeprint", () => { document.documentElement.classList.add("print"); draw(); });
-  addEventListener("afterprint", () => { document.documentElement.classList.remove("print"); later(); });
+  addEventListener("beforeprint", () => {
+    document.documentElement.classList.add("print");
+    draw();
+  });
+  addEventListener("afterprint", () => {
+    document.documentElement.classList.remove("print");
+    later();
+  });
   return later;
 };
 
 page.canvas = (canvas, height) => {
-  const width = canvas.clientWidth || canvas.parentNode.clientWidth || 600, ratio = devicePixelRatio || 1;
+  const width = canvas.clientWidth || canvas.parentNode.clientWidth || 600,
+    ratio = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -162,11 +290,33 @@ page.hatch = (g, kind, colour) => {
   t.strokeStyle = t.fillStyle = colour;
   t.lineWidth = 1.2;
   t.beginPath();
-  if (kind === "slash") { t.moveTo(-1, 7); t.lineTo(7, -1); t.moveTo(-1, 1); t.lineTo(1, -1); t.moveTo(5, 7); t.lineTo(7, 5); }
-  if (kind === "back") { t.moveTo(-1, -1); t.lineTo(7, 7); t.moveTo(5, -1); t.lineTo(7, 1); t.moveTo(-1, 5); t.lineTo(1, 7); }
-  if (kind === "bars") { t.moveTo(1, 0); t.lineTo(1, 6); t.moveTo(4, 0); t.lineTo(4, 6); }
+  if (kind === "slash") {
+    t.moveTo(-1, 7);
+    t.lineTo(7, -1);
+    t.moveTo(-1, 1);
+    t.lineTo(1, -1);
+    t.moveTo(5, 7);
+    t.lineTo(7, 5);
+  }
+  if (kind === "back") {
+    t.moveTo(-1, -1);
+    t.lineTo(7, 7);
+    t.moveTo(5, -1);
+    t.lineTo(7, 1);
+    t.moveTo(-1, 5);
+    t.lineTo(1, 7);
+  }
+  if (kind === "bars") {
+    t.moveTo(1, 0);
+    t.lineTo(1, 6);
+    t.moveTo(4, 0);
+    t.lineTo(4, 6);
+  }
   t.stroke();
-  if (kind === "dots") { t.fillRect(1, 1, 1.8, 1.8); t.fillRect(4, 4, 1.8, 1.8); }
+  if (kind === "dots") {
+    t.fillRect(1, 1, 1.8, 1.8);
+    t.fillRect(4, 4, 1.8, 1.8);
+  }
   return g.createPattern(tile, "repeat");
 };
 
