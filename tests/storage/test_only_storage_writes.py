@@ -12,6 +12,7 @@ CHANGES = {
     "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "makedirs", "mkdir", "pwrite", "pwritev", "remove",
     "removedirs", "rename", "renames", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
 }  # fmt: skip
+READS = {"shutil.disk_usage", "shutil.get_terminal_size", "shutil.which"}
 SCRATCH = {"integrations/deepspeed/capture.py", "integrations/deepspeed/inject.py", "integrations/scratch.py"}
 """Directories that live as long as one call of a framework's own loader or writer."""
 
@@ -24,8 +25,10 @@ def _changes(path: Path) -> list[str]:
             continue
         called = node.func
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-            if (called.value.id == "os" and called.attr in CHANGES) or called.value.id in {"shutil", "tempfile"}:
-                found.append(f"{called.value.id}.{called.attr}")
+            name = f"{called.value.id}.{called.attr}"
+            changes = called.attr in CHANGES if called.value.id == "os" else called.value.id in {"shutil", "tempfile"}
+            if changes and name not in READS:
+                found.append(name)
         elif isinstance(called, ast.Name) and called.id == "open" and _writes(node):
             found.append("open")
     return found
