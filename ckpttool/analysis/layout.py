@@ -14,7 +14,7 @@ import numpy as np
 
 from ckpttool.analysis.folding import Folding, fold, join_files, merge_adjacent
 from ckpttool.dtypes import itemsize
-from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP
+from ckpttool.model import MASTER, MODULE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -68,21 +68,8 @@ def layout(
         positions in all files of one kind and rank.
     """
     names = _state_names(checkpoint)
-    usage = np.zeros((len(CATEGORIES), len(checkpoint.files)), dtype=np.int64)
-    rows: list[tuple[int, ...]] = []
-    index = {key: i for i, key in enumerate(names)}
-    counted: set[int] = set()
-    dtypes: dict[str, int] = {}
-    for tensor, key, state, replica in _stored(checkpoint):
-        extents = copy.copy(state.place).rows  # a place keeps its rows, gigabytes in a large checkpoint; its copy goes
-        if id(state) not in counted:  # without mixed precision the module's copy is the master
-            counted.add(id(state))
-            _add_usage(usage, key, extents, itemsize(state.dtype), replica)
-        dtype = dtypes.setdefault(state.dtype, len(dtypes))
-        rows += _encode(extents, (tensor, index[key], itemsize(state.dtype), int(replica), dtype))
-    usage[-1] = np.array([f.nbytes for f in checkpoint.files], dtype=np.int64) - usage.sum(axis=0)
+    table, usage, dtypes = _table(checkpoint, names)
     tensors = _tensors(checkpoint)
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
     count = int(table[:, COLUMNS.index("count")].sum())
     files = [
         {"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank, "model_rank": f.model_rank}
@@ -114,6 +101,29 @@ def layout(
         "folded": folding is not Folding.NONE,
         "joined": joined,
     }
+
+
+def _table(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
+    """Return the rows of a layout, the bytes of each file by category, and the indices of the dtypes.
+
+    Args:
+        checkpoint: The checkpoint.
+        names: Names of the states.
+    """
+    usage = np.zeros((len(CATEGORIES), len(checkpoint.files)), dtype=np.int64)
+    rows: list[tuple[int, ...]] = []
+    index = {key: i for i, key in enumerate(names)}
+    counted: set[int] = set()
+    dtypes: dict[str, int] = {}
+    for tensor, key, state, replica in _stored(checkpoint):
+        extents = copy.copy(state.place).rows  # a place keeps its rows, gigabytes in a large checkpoint; its copy goes
+        if id(state) not in counted:  # without mixed precision the module's copy is the master
+            counted.add(id(state))
+            _add_usage(usage, key, extents, itemsize(state.dtype), replica)
+        dtype = dtypes.setdefault(state.dtype, len(dtypes))
+        rows += _encode(extents, (tensor, index[key], itemsize(state.dtype), int(replica), dtype))
+    usage[-1] = np.array([f.nbytes for f in checkpoint.files], dtype=np.int64) - usage.sum(axis=0)
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)), usage, dtypes
 
 
 def layer_of(name: str) -> str:
@@ -288,11 +298,6 @@ def _label(rank: int, model_rank: int, checkpoint: Checkpoint) -> str:
     elif not words:
         return "all ranks" if checkpoint.native else "files"
     return " ".join(words)
-
-
-def group_name(group: int) -> str:
-    """Return the title of a parameter group."""
-    return "no group" if group == -2 else "group unknown" if group == UNKNOWN_GROUP else f"group {group}"
 
 
 def expand(rows: dict[str, Sequence[int]]) -> Iterator[dict[str, int]]:

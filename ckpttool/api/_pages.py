@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
 from ckpttool.formats import source_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckpttool.analysis.diff import DiffReport
     from ckpttool.analysis.stats import TensorStats
@@ -49,7 +50,7 @@ def write_page(out: str, data: bytes, *, overwrite: bool, storage_options: Mappi
 
 def page_of_source(
     src: Source, *, verify: bool, tag: str | None = None, trust_names: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None, hint: Callable[[str, Iterable[str]], str] = lambda text, _: text,
 ) -> tuple[bytes, VerifyReport | None]:  # fmt: skip
     """Build the page of a checkpoint.
 
@@ -59,6 +60,7 @@ def page_of_source(
         tag: As for ``inspect``.
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        hint: Makes the hint of a finding for people from it and the parameters that it names.
 
     Returns:
         The page, and what ``verify`` found.
@@ -74,6 +76,8 @@ def page_of_source(
         from ckpttool.api.verify import verify as run_verify
 
         report = run_verify(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
+        findings = (replace(finding, hint=hint(finding.hint, finding.options)) for finding in report.findings)
+        report = replace(report, findings=tuple(findings))
     try:
         checkpoint: Checkpoint = inspect(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
     except CkptError:

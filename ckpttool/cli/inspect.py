@@ -73,10 +73,11 @@ def _print(src: tuple[str, ...], view: str | None, name: str | None, as_json: bo
 
 def _write_page(src: tuple[str, ...], page: dict[str, Any], given: dict[str, Any]) -> None:
     from ckpttool.api._pages import page_of_source
+    from ckpttool.cli._errors import hint_with_flags
     from ckpttool.cli._reports import write_page
 
     options.check_page(page, given)
-    data, report = page_of_source(src, verify=page["verify"], **options.chosen(given))
+    data, report = page_of_source(src, verify=page["verify"], hint=hint_with_flags, **options.chosen(given))
     write_page(page, data, given)
     if report is not None and report.findings:
         raise click.exceptions.Exit(1)

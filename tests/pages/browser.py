@@ -26,7 +26,9 @@ def program() -> str | None:
 @contextmanager
 def running() -> Iterator[Any]:
     """A running browser; skips the test if there is none."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright: it drives the browser")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright, which drives the browser, is not installed"
+    )
     path = program()
     if path is None:
         pytest.skip("no Chromium is installed (apt-get install chromium), so that pages cannot be opened")

@@ -124,7 +124,7 @@ page.chart = (
   return figure;
 };
 
-/* A small histogram of magnitudes: negative values to the left, positive to the right, small magnitudes in the middle. */
+/* A small histogram of magnitudes: negative values to the left, positive to the right, small ones in the middle. */
 page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour = "#0072b2" } = {}) => {
   const n = high - low + 1,
     bars = new Array(2 * n + 1).fill(0);

@@ -297,7 +297,7 @@ page.LayoutView = class extends page.LayoutPicture {
     );
   }
 
-  /* The extent to which an arrow leads; at the end of a lane comes the next panel, under the last lane the next block. */
+  /* The extent to which an arrow leads: behind a lane comes the next panel, under the last lane the next block. */
   moved(down, right) {
     const { layout } = this;
     if (!this.focus || !this.places.includes(this.focus.place)) {

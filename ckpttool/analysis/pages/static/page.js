@@ -1,5 +1,5 @@
 "use strict";
-/* What all pages share: elements, tables, sizes, colours, the tooltip. Text from checkpoints becomes text nodes only. */
+/* What all pages share: elements, tables, sizes, colours, the tooltip. Text of checkpoints becomes text nodes only. */
 const views = {};
 const page = {};
 
@@ -126,7 +126,7 @@ page.tip = (() => {
   };
 })();
 
-/* A table whose columns sort: columns are {title, right, value(row), cell(row)}; only the first rows are shown of a long one. */
+/* A table whose columns sort: columns are {title, right, value(row), cell(row)}. Of a long one the first rows are shown. */
 page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = {}) => {
   const state = { rows, sort: sort ? sort[0] : -1, down: sort ? sort[1] : false, limit };
   const body = page.el("tbody");

@@ -1,4 +1,4 @@
-/* The page of statistics: norms by layer, the distribution of every tensor, and a series where several steps are given. */
+/* The page of statistics: norms by layer, the distribution of every tensor, and a series over several steps. */
 views.stats = (data, main) => {
   const { layers } = data,
     runs = data.series,
