@@ -151,7 +151,7 @@ def page_of_stats(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]]) ->
     from ckpttool.analysis.pages import page
 
     ordered = sorted(series, key=lambda one: -1 if one[0].step is None else one[0].step)
-    runs = [
+    runs: list[dict[str, Any]] = [
         {
             "location": checkpoint.location,
             "tag": checkpoint.tag,
@@ -161,6 +161,9 @@ def page_of_stats(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]]) ->
         }
         for checkpoint, found in ordered
     ]
+    for run in runs[:-1]:  # of older steps the page shows norms
+        for tensor in run["tensors"]:
+            del tensor["magnitudes"]
     last = ordered[-1][0]
     about = ", ".join(title(last))
     data = as_plain({"about": about, "series": runs, "layers": runs[-1]["layers"]})

@@ -10,7 +10,7 @@ views.catalog = (data, main) => {
     ["checkpoints", page.count(entries.length), `${page.count(whole.length)} whole`],
     ["size", page.size(total)],
     ["latest", latest ? latest.name : "none", latest?.step == null ? "" : `step ${page.count(latest.step)}`],
-    ["last saved", entries.some((e) => e.modified) ? date(Math.max(...entries.map((e) => e.modified ?? 0))) : ""],
+    ["last saved", entries.some((e) => e.modified) ? date(page.largest(entries.map((e) => e.modified ?? 0))) : ""],
     ["retention", data.rules ? `frees ${page.size(gone.reduce((sum, d) => sum + d.entry.nbytes, 0))}` : "", data.rules],
   ]);
   main.append(...problems.map((p) => page.el("p", { class: "note bad" }, page.text(p, 2000))));
@@ -96,7 +96,10 @@ views.catalog = (data, main) => {
         series: [{ title: "step", colour: page.PALETTE[0], values: x }],
       });
   }
-  const most = Math.max(1, ...entries.map((e) => e.nbytes));
+  const most = page.largest(
+    entries.map((e) => e.nbytes),
+    1,
+  );
   const bar = (e) => {
     const i = page.el("i", { class: "bar", "aria-hidden": "true" });
     i.style.width = `${(e.nbytes / most) * 110}px`;

@@ -134,7 +134,7 @@ page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour 
     bars[n + 1 + at] += positive;
   }
   bars[n] = zeros;
-  const most = Math.max(1, ...bars),
+  const most = page.largest(bars, 1),
     w = width / bars.length;
   const svg = page.el("svg", {
     width,
@@ -172,8 +172,8 @@ page.heat = (
     .flatMap((r) => columns.map((c) => value(r, c)))
     .filter((v) => typeof v === "number" && v > 0 && Number.isFinite(v));
   const scale = log ? Math.log : (v) => v,
-    low = numbers.length ? scale(Math.min(...numbers)) : 0,
-    high = numbers.length ? scale(Math.max(...numbers)) : 1;
+    low = numbers.length ? scale(page.smallest(numbers)) : 0,
+    high = numbers.length ? scale(page.largest(numbers)) : 1;
   const cell = (r, c) => {
     const v = value(r, c);
     const td = page.el(

@@ -28,7 +28,7 @@ page.LayoutPicture = class {
   arrange(width) {
     const { layout } = this;
     const narrow = width < 560;
-    const longest = Math.max(...layout.lanes.map((l) => l.label.length));
+    const longest = page.largest(layout.lanes.map((l) => l.label.length));
     const gutter = Math.min(Math.max(56, longest * 6.6 + 14), narrow ? 84 : 190);
     let y = 0;
     this.places = [];
@@ -59,7 +59,10 @@ page.LayoutPicture = class {
           p.total =
             layout.axis === "model"
               ? layout.elements
-              : Math.max(1, ...block.lanes.map((l) => layout.cells[p.s][l].bytes));
+              : page.largest(
+                  block.lanes.map((l) => layout.cells[p.s][l].bytes),
+                  1,
+                );
         this.places.push(place);
         y += 40 + place.height + 34;
       }

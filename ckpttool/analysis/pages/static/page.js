@@ -59,6 +59,10 @@ page.number = (value, digits = 4) => {
 page.dtype = (name) => ({ F32: "fp32", BF16: "bf16", F16: "fp16" })[name] || String(name).toLowerCase();
 page.shape = (shape) => (shape.length ? shape.join(" × ") : "scalar");
 
+/* The largest and the smallest of any number of numbers; Math.max takes some ten thousand arguments only. */
+page.largest = (values, least = -Infinity) => values.reduce((most, v) => (v > most ? v : most), least);
+page.smallest = (values, most = Infinity) => values.reduce((least, v) => (v < least ? v : least), most);
+
 page.css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 page.dark = () =>
   matchMedia("(prefers-color-scheme: dark)").matches && !document.documentElement.classList.contains("print");

@@ -118,7 +118,7 @@ views.stats = (data, main) => {
   const ends = new Map(
     states.map((state) => {
       const held = tensors.filter((t) => t.state === state).flatMap((t) => t.magnitudes.map(([e]) => e));
-      return [state, [Math.max(-40, Math.min(...held, 0)), Math.max(...held, -1)]];
+      return [state, [Math.max(-40, page.smallest(held, 0)), page.largest(held, -1)]];
     }),
   );
   const rms = (t) => t.norm / Math.sqrt(Math.max(1, t.numel - t.nan - t.inf));
