@@ -42,6 +42,30 @@ HOSTILE = [
 """Names that a file may hold."""
 
 
+PIXELS = """() => {
+  const { layout, view } = page.state, { width, height } = view.canvas, ratio = devicePixelRatio;
+  const copy = Object.assign(document.createElement('canvas'), { width, height }).getContext('2d');
+  copy.drawImage(view.canvas, 0, 0);
+  const pixels = copy.getImageData(0, 0, width, height).data;
+  const { expert, kind } = layout.tensors;
+  let right = 0, wrong = 0;
+  for (const place of view.places) for (const panel of place.panels) place.lanes.forEach((lane, row) => {
+    const cell = layout.cell(panel.s, lane);
+    for (let k = 0; k < cell.n; k++) {
+      const r = cell.row[k], t = layout.rows.tensor[r], [x, w] = view.across(panel, cell, k);
+      const held = cell.held[k] / cell.all[k] * w;
+      if (held < 4 || expert[t] || kind[t] === 'frozen' || layout.rows.replica[r]) continue;
+      const [left, top] = [x + held / 2, place.y + row * place.pitch + 1].map((v) => Math.floor(v * ratio));
+      const colour = [...pixels.slice(4 * (top * width + left), 4 * (top * width + left) + 3)];
+      const shown = '#' + colour.map((v) => v.toString(16).padStart(2, '0')).join('');
+      if (shown === view.paint[r]) right += 1; else wrong += 1;
+    }
+  });
+  return [right, wrong];
+}"""
+"""Number of extents whose colour is in the picture where they should be, and of those where another one is."""
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_every_extent_is_drawn(name: str, opened: Open) -> None:
     checkpoint = api.inspect(source(name))
@@ -54,6 +78,11 @@ def test_every_extent_is_drawn(name: str, opened: Open) -> None:
     for colour in ("group", "dtype", "state", "kind", "layer"):
         page.page.select_option("#colour", colour)
         assert page.run(DRAWN) == [told, told]
+        page.page.select_option("#axis", "file")
+        right, wrong = page.run(PIXELS)
+        assert wrong == 0
+        assert right >= 5
+        page.page.select_option("#axis", "model")
     page.sound()
 
 

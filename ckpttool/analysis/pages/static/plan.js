@@ -10,7 +10,12 @@ views.plan = (data, main) => {
     ["moves", page.count(moves.length)],
   ]);
   main.append(...(report.notes ?? []).map((n) => page.el("p", { class: "note" }, page.text(n, 2000))));
-  const total = (index, at) => moves.filter((m) => m[index] === at).reduce((s, m) => s + m[2], 0);
+  const totals = [sources.map(() => 0), targets.map(() => 0)];
+  for (const [s, t, n] of moves) {
+    totals[0][s] += n;
+    totals[1][t] += n;
+  }
+  const total = (index, at) => totals[index][at];
   const section = page.section("What moves"),
     figure = page.el("figure", {
       class: "chart",
@@ -39,7 +44,7 @@ views.plan = (data, main) => {
         g = groups.get(key) ?? { name: "", nbytes: 0, at: [], first: d.name };
       g.nbytes += d.nbytes;
       g.at.push(...d.at);
-      g.name = `${g.first} … (${g.at.length} files)`;
+      g.name = `${g.at.length} files: ${g.first}`;
       groups.set(key, g);
     });
     return [...groups.values()];
