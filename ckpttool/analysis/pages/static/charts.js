@@ -32,6 +32,7 @@ page.chart = (
     const decades = log
       ? (u, splits) => splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null))
       : (u, splits) => splits;
+    const onPanel = (colour) => (page.dark() && colour === "#0072b2" ? "#4ea5e6" : colour);
     const axis = {
       stroke: soft,
       grid: { stroke: line, width: 1 },
@@ -99,11 +100,11 @@ page.chart = (
           },
           ...series.map((s) => ({
             label: page.text(s.title, 60),
-            stroke: s.colour,
+            stroke: onPanel(s.colour),
             width: 2,
             dash: s.dash,
             spanGaps: true,
-            points: { show: points && x.length < 200, size: 7, fill: s.colour },
+            points: { show: points && x.length < 200, size: 7, fill: onPanel(s.colour) },
             value: (u, v) => (v == null ? "" : unit(v)),
           })),
         ],

@@ -135,22 +135,24 @@ page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = 
   const state = { rows, sort: sort ? sort[0] : -1, down: sort ? sort[1] : false, limit };
   const body = page.el("tbody");
   const heads = columns.map((c, i) =>
-    page.el(
-      "th",
-      { scope: "col", class: c.right ? "right" : null },
-      page.el(
-        "button",
-        {
-          type: "button",
-          onclick: () => {
-            state.down = state.sort === i ? !state.down : !!c.right;
-            state.sort = i;
-            draw();
-          },
-        },
-        c.title,
-      ),
-    ),
+    !c.title
+      ? page.el("td")
+      : page.el(
+          "th",
+          { scope: "col", class: c.right ? "right" : null },
+          page.el(
+            "button",
+            {
+              type: "button",
+              onclick: () => {
+                state.down = state.sort === i ? !state.down : !!c.right;
+                state.sort = i;
+                draw();
+              },
+            },
+            c.title,
+          ),
+        ),
   );
   const more = page.el("p", { class: "hint" });
   const draw = () => {
