@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.pages.browser import Opened
+    from tests.storage.server import Bucket
 
     Open = Callable[..., Opened]
 
@@ -347,6 +348,15 @@ def test_the_page_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     assert out.read_bytes() != first
     assert remains(tmp_path) == ["page.html"]
     assert "is an empty name" in ckpttool("inspect", source("zero2-dp2-bf16"), "--html", "").error
+
+
+def test_the_page_may_lie_in_a_bucket(s3: Bucket) -> None:
+    url = s3.url("pages/checkpoint.html")
+    arguments = ["inspect", source("zero2-dp2-bf16"), "--html", url]
+    done = ckpttool(*arguments)
+    assert (done.code, done.stdout) == (0, f"{url}: wrote a page\n")
+    assert s3.get("pages/checkpoint.html") == checkpoint_page(api.inspect(source("zero2-dp2-bf16")))
+    assert "exists already" in ckpttool(*arguments).error
 
 
 def test_the_page_holds_what_json_prints(tmp_path: Path, opened: Open) -> None:

@@ -164,11 +164,9 @@ page.Layout = class {
       { layers, dtypes } = data.layout,
       P = page.PALETTE;
     const grey = page.dark() ? "#8b93a1" : "#8a919e";
-    const byLayer = (t) => {
-      const at = tensors.layer[t],
-        c = page.ramp(layers.length > 1 ? at / (layers.length - 1) : 0.3, page.dark() ? 0.14 : 0.03, 0.95);
-      return c;
-    };
+    const layerColour = (at) =>
+      page.ramp(layers.length > 1 ? at / (layers.length - 1) : 0.3, page.dark() ? 0.14 : 0.03, 0.95);
+    const few = layers.length <= 8 ? layers.map((name, at) => [layerColour(at), name]) : null;
     const kindOf = (t) =>
       tensors.kind[t] !== "trained"
         ? tensors.kind[t]
@@ -182,7 +180,7 @@ page.Layout = class {
     const groupName = (g) => (g === -2 ? "no group (frozen, buffers)" : g === -1 ? "group unknown" : `group ${g}`);
     const groupColour = (g) => (g < 0 ? grey : P[g % 8]);
     const modes = {
-      layer: { of: (r) => byLayer(this.rows.tensor[r]), ramp: layers },
+      layer: { of: (r) => layerColour(tensors.layer[this.rows.tensor[r]]), ramp: few ? null : layers, legend: few },
       group: {
         of: (r) => groupColour(tensors.group[this.rows.tensor[r]]),
         legend: groups.map((g) => [groupColour(g), groupName(g)]),
