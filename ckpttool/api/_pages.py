@@ -6,8 +6,9 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import source_paths
+from ckpttool.storage import local_path, open_storage, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
 
+BEGIN = b"<!doctype html>"
+"""First bytes of a page."""
 MAX_FILES = 2_000
 """Maximum number of files in the page of a directory that cannot be opened."""
 
@@ -28,13 +31,22 @@ MAX_FILES = 2_000
 def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] | None) -> None:
     """Refuse a page that must not be written, before any work is done.
 
+    Only a page is replaced: a mistyped name must not cost a file of a checkpoint.
+
     Raises:
         ArgumentError: The path is empty.
-        StorageError: The file exists, and ``overwrite`` is False.
+        StorageError: The file exists, and ``overwrite`` is False or it is no page.
     """
     from ckpttool.execution.output.destination import check_file
 
     check_file(out, overwrite=overwrite, options=storage_options)
+    storage, shown = open_storage(out, storage_options), without_credentials(local_path(out))
+    if not overwrite or storage.is_dir(shown) or not storage.exists(shown):
+        return
+    with storage.open(shown) as reader:
+        begin = reader.read(0, min(len(BEGIN), reader.nbytes))
+    if begin != BEGIN:
+        raise StorageError(shown, "exists already and is no page", "choose another name")
 
 
 def write_page(out: str, data: bytes, *, overwrite: bool, storage_options: Mapping[str, Any] | None) -> str:

@@ -381,3 +381,12 @@ def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(opened: Open)
         assert drawn == told > 0, number
         assert page.run("window.hacked") is None
         assert page.complaints == []
+
+
+@pytest.mark.parametrize("name", ["latest", "global_step3/mp_rank_00_model_states.pt"])
+def test_only_a_page_is_replaced(name: str, checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    before = (root / name).read_bytes()
+    error = ckpttool("inspect", root, "--html", root / name, "--overwrite").error
+    assert error == f"Error: {root / name}: exists already and is no page; choose another name"
+    assert (root / name).read_bytes() == before
