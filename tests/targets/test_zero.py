@@ -477,7 +477,7 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path) -> None
     planned = json.loads(command(*arguments, "--dry-run").stdout)
     assert list(tmp_path.iterdir()) == []
     done = json.loads(command(*arguments).stdout)
-    of_the_run = {"dry_run", "seconds", "checks"}
+    of_the_run = {"dry_run", "seconds", "checks", "needs"}
     assert {k: v for k, v in planned.items() if k not in of_the_run} == {
         k: v for k, v in done.items() if k not in of_the_run
     }

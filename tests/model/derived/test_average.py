@@ -316,6 +316,7 @@ def test_json_and_text(tmp_path: Path) -> None:
     assert list(told) == [
         "out", "to", "dry_run", "sources", "optimizer", "files", "tensors", "elements", "dtype", "nbytes_read",
         "nbytes_written", "seconds", "tied", "companions", "overflowed", "notes", "digest", "checks",
+        "needs",
     ]  # fmt: skip
     done = command("average", *names, tmp_path / "none", "--to", "zero", "--dry-run")
     assert "would write the mean of 2 checkpoints" in done.stdout
