@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,10 +54,13 @@ def _work(point: dict[str, Any], rank: int) -> None:
         json.dump(said, file)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    """Return different ports: one that is released at once may be given twice."""
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
 
 
 def main() -> None:
@@ -65,8 +69,8 @@ def main() -> None:
         points = json.load(file)
     ranks_module.DECISION_SECONDS, ranks_module.ACKNOWLEDGE_SECONDS = 1.0, 0.5
     children = []
-    for point in points:
-        point["port"] = _free_port()
+    for point, port in zip(points, _free_ports(len(points)), strict=True):
+        point["port"] = port
         leader = 0
         for rank in range(point["size"]):
             child = os.fork()
