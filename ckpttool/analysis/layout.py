@@ -33,7 +33,7 @@ indices, ``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` 
 and ``replica`` is 1 for a copy of values that are read elsewhere. In a layout that was folded, each of them stands for
 ``extents`` extents that lie one behind the other in the file."""
 CATEGORIES = ("masters", "moments", "copies", "buffers", "replicas", "padding", "overhead")
-"""What the bytes of a file are spent on. Overhead are the containers, and all that is no tensor of the model."""
+"""Uses of the bytes of a file. Overhead: pickles, zip records, and tensors that belong to no parameter or buffer."""
 MAX_TENSORS = 6_000
 """Maximum number of tensors in a layout; more are folded."""
 MAX_ROWS = 60_000

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """Which adapters to merge into the weights, and the base model."""
+    """The adapters to merge, and the base model to merge them into."""
 
     merge_lora: bool
     base: Source | None

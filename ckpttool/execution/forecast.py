@@ -35,7 +35,7 @@ THREAD_BYTES = DIRECT_BYTES + (1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run needs. ``nbytes_read`` and ``nbytes_written`` of the report belong to it."""
+    """Disk space, memory and time of a run. The report itself has the bytes read and written."""
 
     free_bytes: int | None
     """Free bytes of the file system of OUT; None where the storage does not report them."""

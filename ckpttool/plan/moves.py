@@ -22,7 +22,7 @@ class Move:
     target: str
     """Name of the file that is written."""
     nbytes: int
-    """Bytes of tensors, as they are in the source."""
+    """Bytes of tensors, in the type of the source."""
 
 
 def moves_of(plan: CopyPlan) -> tuple[Move, ...]:

@@ -75,7 +75,7 @@ class Journal:
             return name, self._crc32(name, nbytes) == self._done[name][0]
 
     def has(self, name: str, nbytes: int) -> bool:
-        """Whether a file is complete and matches its checksum; removes a file that is not."""
+        """Return whether a file is complete and matches its checksum; remove it otherwise."""
         if not self._left:
             return False
         sound = self._sound.pop(name, None)

@@ -20,14 +20,14 @@ _BLOCK = r"input_layernorm|post_attention_layernorm"
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """One rule: it changes the names that it matches, and returns all others as they are."""
+    """One rule for names. Names that it does not match stay as they are."""
 
     text: str
     """The rule as the user wrote it."""
     apply: Callable[[str], str]
     """Returns the new name."""
     ready_made: bool = False
-    """Whether it is one of READY_MADE, which need not match."""
+    """Whether it is one of READY_MADE. Unlike a substitution, it may match no name."""
 
 
 def _substitutions(*pairs: tuple[str, str]) -> Callable[[str], str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
-    """Which weights to write, and as what; the fields are arguments of ``consolidate``."""
+    """Selection, type and file format of the weights; the fields are arguments of ``consolidate``."""
 
     to: str
     dtype: str

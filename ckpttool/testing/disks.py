@@ -101,7 +101,7 @@ class Machine:
     journal: list[Operation] = field(default_factory=list)
     """All changes of all ranks, in order."""
     keeps_journal: bool = True
-    """Whether to keep a journal; it holds all written bytes."""
+    """Whether to record every operation with its bytes, in memory."""
     default_rank: int | None = None
     """Rank of a thread that has set none."""
     _local: threading.local = field(default_factory=threading.local)

@@ -72,6 +72,9 @@ def test_the_time_of_workers_is_not_guessed(tmp_path: Path) -> None:
     workers: Any = object()
     options = RunOptions(None, 1 << 28, workers=workers)
     assert forecast(plan, options, directory=str(tmp_path), free_bytes=1, spent=0.0).seconds is None
+    alone = forecast(plan, RunOptions(None, 1 << 28), directory=str(tmp_path), free_bytes=1, spent=500.0).seconds
+    assert alone is not None
+    assert alone > 500
 
 
 def test_the_memory_is_not_more_than_was_told(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Tail = Literal["spread", "carry", "drop", "pad"]
-"""What happens with the samples that do not fill a step; see ``ResumableSampler``."""
+"""How to treat the last samples of an epoch, if they do not fill a step; see ``ResumableSampler``."""
 TAILS: tuple[str, ...] = get_args(Tail)
 
 
@@ -34,7 +34,7 @@ def next_step(remaining: int, ranks: int, batch_size: int, tail: str) -> Step:
         remaining: Samples of the epoch that are left.
         ranks: Number of ranks.
         batch_size: Samples of one rank in a full step.
-        tail: What happens with the samples that do not fill a step.
+        tail: How to treat the last samples of an epoch, if they do not fill a step.
     """
     full = ranks * batch_size
     if remaining >= full:
