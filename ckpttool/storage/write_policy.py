@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-_WEIGHT = 0.5
-"""Weight of the newest measurement in the moving average."""
 _TRIALS = 0.04
 """Fraction of the time to spend on trials of the slower method, which may have become the faster one."""
 
@@ -16,7 +14,8 @@ class Pace:
     Direct I/O takes the time of the disk. The page cache takes the time to allocate memory and to copy; when too many
     bytes await writeback, it takes the time of the disk too. If several threads write one file each, half of the writes
     use direct I/O and the others the page cache, which keeps disk and memory busy. A single file, or a file of several
-    threads, gets the method that was faster recently, because the two methods lock each other out of a file.
+    threads, gets the method that was faster recently, because the two methods lock each other out of a file. One slow
+    write changes nothing: the faster of the last two writes counts.
     """
 
     def __init__(self) -> None:
@@ -25,8 +24,8 @@ class Pace:
         """Running writes by file."""
         self._direct = 0
         """Running writes with direct I/O."""
-        self._costs: dict[bool, float] = {}
-        """Seconds per byte of one thread, with direct I/O (True) and through the page cache (False)."""
+        self._recent: dict[bool, tuple[float, float]] = {}
+        """Seconds per byte of the last two writes of one thread, with direct I/O (True) and through the page cache."""
         self._trial_seconds = 0.0
         """Seconds available for trials."""
 
@@ -57,16 +56,22 @@ class Pace:
             if not nbytes:
                 return
             cost = seconds / nbytes
-            average, other = self._costs.get(direct), self._costs.get(not direct)
-            if other is not None and other < (average if average is not None else cost):
+            _, last = self._recent.get(direct, (cost, cost))
+            other = self._cost(not direct)
+            if other is not None and other < min(last, cost):
                 self._trial_seconds = 0.0
             else:
                 self._trial_seconds += _TRIALS * seconds
-            self._costs[direct] = cost if average is None else average + _WEIGHT * (cost - average)
+            self._recent[direct] = (last, cost)
+
+    def _cost(self, direct: bool) -> float | None:
+        """Seconds per byte of a method; None before the first write."""
+        recent = self._recent.get(direct)
+        return None if recent is None else min(recent)
 
     def _faster(self, nbytes: int) -> bool:
-        if len(self._costs) < 2:
-            return True not in self._costs
-        direct = self._costs[True] <= self._costs[False]
-        lost = nbytes * abs(self._costs[True] - self._costs[False])
-        return not direct if lost <= self._trial_seconds else direct
+        direct, cached = self._cost(True), self._cost(False)
+        if direct is None or cached is None:
+            return direct is None
+        lost = nbytes * abs(direct - cached)
+        return (direct <= cached) != (lost <= self._trial_seconds)
