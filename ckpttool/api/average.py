@@ -278,7 +278,7 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
     def check_written(directory: str) -> None:
         nonlocal digest
         if options.prove:
-            from ckpttool.api._digests import same_digest, same_weights
+            from ckpttool.analysis.same_digests import same_digest, same_weights
 
             written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
             if made.selection is None:

@@ -204,7 +204,7 @@ def _consolidate(
     def check_written(directory: str) -> None:
         nonlocal digest
         if options.prove:
-            from ckpttool.api._digests import same_weights
+            from ckpttool.analysis.same_digests import same_weights
 
             written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
             digest = same_weights(checkpoint, selection, written, options.jobs)

@@ -166,7 +166,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
 
     def check_written(directory: str) -> None:
         if options.prove:
-            from ckpttool.api._digests import same_digest
+            from ckpttool.analysis.same_digests import same_digest
 
             written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
             same_digest(checkpoint, written, directory, options.jobs)

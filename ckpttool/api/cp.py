@@ -145,7 +145,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
 
 def _is_there(checkpoint: Checkpoint, target: Destination, plan: CopyPlan, options: Options) -> bool:
     """Whether the target holds a copy with the same files and values already."""
-    from ckpttool.api._digests import are_same
+    from ckpttool.analysis.same_digests import are_same
     from ckpttool.catalog import copies
 
     if not copies.is_complete_copy(target.storage, target.out, plan):
@@ -165,7 +165,7 @@ def _check_copy(checkpoint: Checkpoint, directory: str, options: Options) -> str
         raise LayoutError(directory, f"does not hold the files of {checkpoint.location}", "try again")
     if not options.prove:
         return None
-    from ckpttool.api._digests import same_digest
+    from ckpttool.analysis.same_digests import same_digest
 
     return same_digest(checkpoint, copy, directory, options.jobs)
 
