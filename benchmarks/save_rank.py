@@ -125,9 +125,9 @@ def throttle() -> None:
     """Let saves write no more than THROTTLE bytes a second."""
     write = rank_files.write_files
 
-    def slow(storage: Any, directory: str, files: Any, check: Any) -> Any:
+    def slow(storage: Any, directory: str, files: Any, check: Any, mode: int = 0o666) -> Any:
         began = time.perf_counter()
-        written = write(storage, directory, files, check)
+        written = write(storage, directory, files, check, mode)
         due = sum(f.nbytes for f in files) * dist.get_world_size() / THROTTLE
         time.sleep(max(0.0, due - (time.perf_counter() - began)))
         return written

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ckpttool.api.extract import ExtractReport, extract, extract_to_file
     from ckpttool.api.inspect import inspect
     from ckpttool.api.ls import ls
+    from ckpttool.api.pin import pin, unpin
     from ckpttool.api.prune import prune
     from ckpttool.api.resume_config import resume_config
     from ckpttool.api.stats import stats
     from ckpttool.api.verify import verify
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
+    from ckpttool.commit.pins import Pin
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
     from ckpttool.integrations.deepspeed.load import load, preview
     from ckpttool.integrations.deepspeed.manager import CheckpointManager
@@ -49,12 +51,14 @@ _MODULES = {
     "api.extract": "ExtractReport extract extract_to_file",
     "api.inspect": "inspect",
     "api.ls": "ls",
+    "api.pin": "pin unpin",
     "api.prune": "prune",
     "api.resume_config": "resume_config",
     "api.stats": "stats",
     "api.verify": "verify",
     "catalog.entries": "Catalog CatalogEntry",
     "catalog.retention": "Decision",
+    "commit.pins": "Pin",
     "errors": "CkptError ContainerError LayoutError PlanError StorageError",
     "integrations.deepspeed.load": "load preview",
     "integrations.deepspeed.manager": "CheckpointManager",
@@ -72,10 +76,10 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 __all__ = [
     "AverageReport", "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError", "ContainerError",
     "ConvertReport", "CopyReport", "Decision", "DiffReport", "Digest", "ExtractReport", "LayoutError",
-    "LazyStateDict", "LoadReport", "PlanError", "SaveReport", "StorageError", "TensorStats", "TransferReport",
+    "LazyStateDict", "LoadReport", "Pin", "PlanError", "SaveReport", "StorageError", "TensorStats", "TransferReport",
     "VerifyReport", "__version__", "average", "consolidate", "convert", "cp", "derive_rng_state", "diff", "digest",
-    "extract", "extract_to_file", "inspect", "load", "load_state_dict", "ls", "preview", "prune", "resume_config",
-    "rng_state", "set_rng_state", "stats", "verify",
+    "extract", "extract_to_file", "inspect", "load", "load_state_dict", "ls", "pin", "preview", "prune",
+    "resume_config", "rng_state", "set_rng_state", "stats", "unpin", "verify",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
-from ckpttool.units import parse_size
+from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,15 @@ def check_at_least(name: str, value: Any, least: int) -> None:
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ArgumentError(name, f"is {brief(value)}, not a whole number", f"choose {least} or more, or None")
+
+
+def checked_duration(name: str, value: float | str | None) -> float | None:
+    """Return the seconds that a number or a text like "7d" gives; None for None.
+
+    Raises:
+        ArgumentError: The value is not a duration.
+    """
+    return None if value is None else parse_duration(str(value), name)
 
 
 def checked_size(name: str, value: int | str) -> int:

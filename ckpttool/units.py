@@ -31,6 +31,25 @@ def parse_size(text: str, name: str = "size") -> int:
     return nbytes
 
 
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_duration(text: str, name: str = "duration") -> float:
+    """Return the seconds of "7d", "12h", "30min", "90s" or "90".
+
+    Args:
+        text: The text.
+        name: Name of the argument, for the error.
+
+    Raises:
+        ArgumentError: The text is not a duration.
+    """
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _SECONDS:
+        raise ArgumentError(name, f"is {brief(text)}, not a duration", "write 7d, 12h, 30min or a number of seconds")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
 def format_size(nbytes: float) -> str:
     """Format bytes in powers of 1000: "1.2 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -60,6 +60,9 @@ def describe(c: Checkpoint) -> dict[str, Any]:
         "scheduler": plain(c.scheduler),
         "loss_scaler": plain(c.loss_scaler),
         "client_state": plain(c.client_state),
+        "metrics": plain(dict(c.metrics)),
+        "provenance": plain(dict(c.provenance)),
+        "thin": c.thin,
         "ds_config": plain(c.ds_config),
         "files": [
             {"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank, "model_rank": f.model_rank}
@@ -76,6 +79,7 @@ def title(c: Checkpoint) -> list[str]:
     kinds = {
         "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
         "universal": "universal checkpoint",
+        "thin": f"thin (weights without optimizer states, of a run on {over})",
         "safetensors": "safetensors",
         "torch": "state dict of torch.save",
         "dcp": "torch.distributed.checkpoint",

@@ -1,32 +1,48 @@
-"""``prune``: remove the checkpoints that no rule keeps."""
+"""``prune``: remove the checkpoints that no rule keeps, or their optimizer states alone."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import LayoutError, StorageError
+from ckpttool.errors import CkptError, LayoutError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from ckpttool.catalog.retention import Decision
+    from ckpttool.catalog.entries import Catalog
+    from ckpttool.catalog.retention import Decision, Rules
+    from ckpttool.commit.signing import Key
+    from ckpttool.lifecycle.thinning import Thinning, ThinOptions
     from ckpttool.storage import WritableStorage
+    from ckpttool.units import Progress
 
 
-def prune(
+def prune(  # noqa: PLR0913  public API
     root: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
     keep_best: str | None = None,
+    keep_for: float | str | None = None,
+    thin: str | None = None,
+    thin_every: int | None = None,
+    torn: bool = False,
+    grace: float | str = "1h",
+    sign_key: Key | None = None,
     dry_run: bool = False,
+    jobs: int | None = None,
+    memory: int | str | None = None,
+    progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Decision]:
-    """Remove the checkpoints of a root that no rule keeps.
+    """Remove the checkpoints of a root that no rule keeps, or thin them: their weights stay, without optimizer states.
 
-    Only whole native ZeRO checkpoints are removed. The newest of them stays, and so do the one that ``latest`` names
-    and those in the snapshot of a Ray Train run.
+    Only whole native ZeRO checkpoints are removed or thinned. The newest of them stays, and so do the one that
+    ``latest`` names, those in the snapshot of a Ray Train run, and pinned ones. A thin checkpoint replaces a whole one
+    when its weights have been read back and have the digest of the source. What a killed ``prune`` has left, the next
+    one clears away.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
@@ -34,7 +50,16 @@ def prune(
         keep_every: Keep those whose step is a multiple of this.
         keep_best: Keep the one with the smallest value of this number in its client state ("loss", "eval.loss"); with
             ":max" behind it, the largest.
-        dry_run: Decide, but remove nothing.
+        keep_for: Keep those younger than this: seconds, or a text like "7d".
+        thin: Thin those that no rule keeps, with weights of this type: "bf16" or "fp32".
+        thin_every: Thin only those whose step is a multiple of this, and remove the others, thin ones included.
+        torn: Remove incomplete and uncommitted checkpoints too, unless a save may still write them.
+        grace: With ``torn``, the least age of their newest file: seconds, or a text like "1h".
+        sign_key: Key of signed checkpoints, as for ``CheckpointManager``; without it they are not thinned.
+        dry_run: Decide, but change nothing.
+        jobs: As for ``consolidate``.
+        memory: As for ``consolidate``.
+        progress: Called with (bytes of thin checkpoints written, bytes in all).
         storage_options: As for ``inspect``.
 
     Returns:
@@ -42,30 +67,93 @@ def prune(
 
     Raises:
         ArgumentError: No rule is given, or one is malformed.
-        CkptError: The directory cannot be read, no checkpoint has the number, or one cannot be removed.
+        CkptError: The directory cannot be read, no checkpoint has the number, or one cannot be removed or thinned.
     """
+    from ckpttool.api.options import Options
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Rules, decide
+    from ckpttool.commit.signing import read_key
     from ckpttool.storage import open_storage
 
-    rules = Rules(keep_last, keep_every, keep_best)
+    rules = Rules(keep_last, keep_every, keep_best, keep_for, thin, thin_every, torn, grace)
+    options = Options(jobs=jobs, memory=memory, progress=progress, storage_options=storage_options)
+    key = read_key(sign_key)
     found = catalog(os.fspath(root), options=storage_options)
+    storage = open_storage(os.fspath(root), storage_options)
+    if not dry_run and _recover(storage, found, rules):
+        found = catalog(os.fspath(root), options=storage_options)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)
     decisions = decide(found.entries, rules, root=found.root)
+    thinnings: list[Thinning] = []
+    if rules.weights is not None:
+        decisions, thinnings = _planned(decisions, _thin_options(rules, options, key), storage_options)
     if not dry_run:
-        _remove(open_storage(os.fspath(root), storage_options), [d for d in decisions if not d.keep])
+        gone: list[str] = []
+        _each(gone, [d for d in decisions if not d.keep], lambda d: storage.remove_tree(d.entry.path))
+        if rules.weights is not None:
+            _thin(storage, gone, thinnings, decisions, _thin_options(rules, options, key), progress)
     return decisions
 
 
-def _remove(storage: WritableStorage, decisions: Sequence[Decision]) -> None:
-    gone: list[str] = []
+def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
+    from ckpttool.lifecycle.thinning import ThinOptions
+
+    return ThinOptions(
+        dtype=rules.weights or "", jobs=options.jobs, memory=options.memory_bytes, key=key, grace=rules.grace_seconds
+    )
+
+
+def _recover(storage: WritableStorage, found: Catalog, rules: Rules) -> bool:
+    """Clear away what a killed run has left of thin checkpoints; return whether there was anything."""
+    from ckpttool.lifecycle.upkeep import finish_killed
+
+    return finish_killed(storage, [e.path for e in found.entries if not e.link], grace=rules.grace_seconds)
+
+
+def _planned(
+    decisions: Sequence[Decision], options: ThinOptions, storage_options: Mapping[str, Any] | None
+) -> tuple[list[Decision], list[Thinning]]:
+    """Plan the thin checkpoints; those that cannot be written stay whole."""
+    from ckpttool.formats import source_storage
+    from ckpttool.lifecycle.thinning import plan_thinning
+
+    result, thinnings = [], []
+    for decision in decisions:
+        path = decision.entry.path
+        if decision.thin is not None:
+            try:
+                thinnings.append(thinning := plan_thinning(source_storage([path], storage_options), path, options))
+                decision = replace(decision, freed=thinning.freed)
+            except CkptError as error:
+                decision = replace(decision, thin=None, reason=f"cannot be thinned: {error.problem}; {error.hint}")
+        result.append(decision)
+    return result, thinnings
+
+
+def _thin(
+    storage: WritableStorage, gone: list[str], thinnings: Sequence[Thinning], decisions: Sequence[Decision],
+    options: ThinOptions, progress: Progress | None,
+) -> None:  # fmt: skip
+    from ckpttool.lifecycle.thinning import thin
+    from ckpttool.units import Meter
+
+    meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)
+    planned = iter(thinnings)
+    chosen = [decision for decision in decisions if decision.thin is not None]
+    _each(gone, chosen, lambda _: thin(storage, next(planned), options, advance=meter))
+
+
+def _each(gone: list[str], decisions: Sequence[Decision], work: Callable[[Decision], object]) -> None:
+    """Remove or thin checkpoints one after another; an error names those that are done."""
     for decision in decisions:
         try:
-            storage.remove_tree(decision.entry.path)
-        except StorageError as error:
-            before = f" (removed before it: {', '.join(gone)})" if gone else ""
-            problem = f"cannot be removed whole: {error.problem}{before}"
-            raise StorageError(decision.entry.path, problem, "repair that, then run it again") from error
+            work(decision)
+        except CkptError as error:
+            before = f" (done before it: {', '.join(gone)})" if gone else ""
+            what = "thinned" if decision.thin is not None else "removed whole"
+            kind = StorageError if isinstance(error, StorageError) else type(error)
+            hint = error.hint if decision.thin is not None else "repair that, then run it again"
+            raise kind(error.path, f"cannot be {what}: {error.problem}{before}", hint, error.options) from error
         gone.append(decision.entry.name)

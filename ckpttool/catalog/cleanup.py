@@ -21,7 +21,7 @@ from ckpttool.messages import printable
 from ckpttool.storage import MARK, is_half_removed, is_linked, walk
 
 if TYPE_CHECKING:
-    from ckpttool.catalog.retention import Rules
+    from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.storage import WritableStorage
 
 LOG = logging.getLogger("ckpttool")
@@ -29,7 +29,7 @@ SCRATCH = ".ckpttool-scratch-"
 """Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
-def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
+def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> list[Decision]:
     """Remove checkpoints without a rule to keep them, and leftovers; log failures: the next save tries again.
 
     Args:
@@ -37,18 +37,23 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
         root: The directory of all checkpoints.
         rules: Retention rules; None to keep all.
         grace: Age in seconds of leftovers to remove, counted from the newest of their files.
+
+    Returns:
+        The decisions about checkpoints to thin, for the caller to carry out.
     """
+    decisions: list[Decision] = []
     try:
         doomed = left_over(storage, root, grace=grace)
         if rules is not None:
-            doomed += _not_kept(storage, root, rules)
+            decisions = _decisions(storage, root, rules)
+            doomed += [d.entry.path for d in decisions if not d.keep]
         whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
         marks = (posixpath.join(directory, MARK) for directory in whole)
         marks_left = [mark for mark in marks if storage.exists(mark)]
         marks_left += _partial_files(storage, root, grace=grace)
     except CkptError as error:
         LOG.warning("old checkpoints were not removed: %s", error)
-        return
+        return []
     removals = [partial(storage.remove_tree, path) for path in dict.fromkeys(doomed)]
     removals += [partial(storage.delete, [path]) for path in marks_left]
     for remove, path in zip(removals, [*dict.fromkeys(doomed), *marks_left], strict=True):
@@ -57,17 +62,19 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
             LOG.info("removed %s", printable(path))
         except CkptError as error:
             LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
+    return [d for d in decisions if d.thin is not None]
 
 
-def _not_kept(storage: WritableStorage, root: str, rules: Rules) -> list[str]:
+def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decision]:
+    """Return the decisions about checkpoints to remove or to thin; none while the newest one cannot be opened."""
     entries = committed(storage, root)
     if rules.best is not None:
         metric = parse_best(rules.best)[0]
         if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
-            if rules.last is None and rules.every is None:
+            if rules.last is None and rules.every is None and rules.age is None:
                 return []
             rules = replace(rules, best=None)  # without metrics no checkpoint is better than another
-    doomed = [d.entry.path for d in decide(entries, rules, root=root) if not d.keep]
+    doomed = [d for d in decide(entries, rules, root=root) if not d.keep or d.thin is not None]
     newest = max((e for e in entries if e.whole), key=lambda e: e.order, default=None)
     if not doomed or newest is None:
         return []

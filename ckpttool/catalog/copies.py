@@ -20,7 +20,7 @@ from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import MANIFEST, MARK, connect, walk
+from ckpttool.storage import BESIDE, MANIFEST, MARK, connect, walk
 from ckpttool.storage.base import NO_NAMES
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
             if sources.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {sources[name].path} {sources[name].nbytes:,}"
                 raise LayoutError(path, problem, "the directories belong to two saves: pass those of one save")
-    names = sorted((n for n in sources if n != MARK), key=lambda n: (n in INDICES, n))
+    names = sorted((n for n in sources if n not in BESIDE), key=lambda n: (n in INDICES, n))
     files = []
     for number, name in enumerate(names):
         copy = np.zeros(1 if sources[name].nbytes else 0, dtype=COPY)
@@ -124,7 +124,9 @@ def is_complete_copy(storage: Storage, directory: str, plan: CopyPlan) -> bool:
     """Return whether a directory has exactly the files of a plan, by name and size."""
     if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
         return False
-    return {n: e.nbytes for n, e in walk(storage, directory)} == {f.name: f.nbytes for f in plan.files}
+    return {n: e.nbytes for n, e in walk(storage, directory) if n not in BESIDE} == {
+        f.name: f.nbytes for f in plan.files
+    }
 
 
 def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSidecars:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import check_path
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import commits, read_manifest, size_problems
+from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, NoCheckpointError, natural_order, refuse_unfinished
-from ckpttool.formats.zero.names import parse_name
+from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,
@@ -36,6 +38,8 @@ from ckpttool.storage.confined import leads_out, local_storage
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpttool.commit.manifest import Manifest
+    from ckpttool.commit.pins import Pin
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -45,6 +49,8 @@ MAX_VISITED = 10 * MAX_NUMBERS
 """Maximum values of a client state to visit."""
 MAX_NAME = 1000
 """Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
+UNCOMMITTED, INCOMPLETE = "uncommitted", "incomplete"
+"""Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that holds checkpoints but is not one itself."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
@@ -86,6 +92,17 @@ class CatalogEntry:
     reported: bool = False
     """Whether Ray Train's snapshot of the run lists it. Only Ray's rules may remove it: the run cannot restart without
     it."""
+    saved: float | None = None
+    """Time of the save in seconds since 1970: of the manifest, or else ``modified``."""
+    thin: str | None = None
+    """Type of the weights ("bf16", "fp32") of a thin checkpoint: ``prune`` has removed its optimizer states."""
+    pin: Pin | None = None
+    """The pin that keeps it from being removed or thinned."""
+    torn: str | None = None
+    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": its files are missing, cut off
+    or disagree. None if it is whole, or cannot be read for another reason."""
+    being_saved: bool = False
+    """Whether the process that saves it still runs on this machine."""
 
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
@@ -130,7 +147,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     refuse_unfinished(storage, root)
     storage.list_tree(root)
     entries = storage.listing(root)
-    if any(parse_name(e.name) for e in entries if not e.is_dir):
+    if any(is_of_tag(e.name) for e in entries if not e.is_dir):
         root, names = parent(root), [posixpath.basename(root)]
     else:
         names = [e.name for e in entries if e.is_dir]
@@ -174,8 +191,8 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
             CatalogEntry(
                 name=name,
                 path=directory,
-                format="zero",
-                stage=manifest.stage,
+                format="thin" if manifest.thin else "zero",
+                stage=None if manifest.thin else manifest.stage,
                 world_size=manifest.world_size,
                 step=manifest.step,
                 nbytes=manifest.nbytes,
@@ -185,6 +202,9 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
                 latest=name == posixpath.normpath(named),
                 link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
                 metrics=manifest.metrics,
+                saved=manifest.created,
+                thin=manifest.thin or None,
+                pin=find_pin(storage, directory),
             )
         )
     return sorted(entries, key=lambda entry: entry.order)
@@ -239,11 +259,15 @@ def _read_entry(
         if checkpoint is None or checkpoint.root == path:
             errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
+    torn, being_saved = _torn(storage, path, errors)
     directory = checkpoint.location if checkpoint else path
+    manifest: Manifest | None = None
     if is_commit(storage, directory):
         try:
             manifest = read_manifest(storage, directory)
-            errors += size_problems(storage, directory, manifest)
+            missing = size_problems(storage, directory, manifest)
+            errors += missing
+            torn = INCOMPLETE if missing else torn
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
@@ -268,7 +292,23 @@ def _read_entry(
         link=link,
         metrics=metrics,
         reported=reported,
+        saved=modified if manifest is None else manifest.created,
+        thin=None if manifest is None else manifest.thin or None,
+        pin=find_pin(storage, path),
+        torn=torn,
+        being_saved=being_saved,
     )
+
+
+def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str | None, bool]:
+    """Return ``CatalogEntry.torn`` and ``being_saved`` of a directory whose reading raised some errors."""
+    if not errors or is_half_removed(storage, path):
+        return None, False
+    for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
+        if is_unfinished(storage, directory):
+            return UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
+    is_torn = all(isinstance(error, LayoutError | ContainerError) for error in errors)
+    return INCOMPLETE if is_torn else None, False
 
 
 def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:
@@ -287,7 +327,7 @@ def _holds_one(name: str) -> bool:
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
     """Return an error for a directory that holds checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
-    if any(parse_name(e.name) for e in entries if not e.is_dir):
+    if any(is_of_tag(e.name) for e in entries if not e.is_dir):
         return []
     tags = [e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(path, e.name))]
     trainers = holds_one or any(e.name == "trainer_state.json" for e in entries)
@@ -299,7 +339,7 @@ def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError
 
 def _is_tag(storage: Storage, path: str) -> bool:
     with contextlib.suppress(StorageError):
-        return any(parse_name(e.name) for e in storage.listing(path) if not e.is_dir)
+        return any(is_of_tag(e.name) for e in storage.listing(path) if not e.is_dir)
     return False
 
 

@@ -10,7 +10,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import commits, read_manifest
 from ckpttool.errors import CkptError, LinkError
 from ckpttool.formats.locate import LATEST, natural_order
-from ckpttool.formats.zero.names import parse_name
+from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.storage import MARK
 from ckpttool.storage.confined import leads_out
 
@@ -65,7 +65,7 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
             continue
         committed, inside = is_commit(storage, path), storage.listing(path)
         is_marked = _is_marked(inside)
-        if not committed and (is_marked or not any(parse_name(e.name) for e in inside if not e.is_dir)):
+        if not committed and (is_marked or not any(is_of_tag(e.name) for e in inside if not e.is_dir)):
             continue
         candidate, manifest = Candidate(name, path, committed), _manifest(storage, path) if committed else None
         ranked.append(((step_of(storage, path, name), 0 if manifest is None else manifest.number), candidate))

@@ -1,17 +1,19 @@
-"""Decide by retention rules which checkpoints of a root to keep, with a reason for each."""
+"""Decide by retention rules which checkpoints of a root to keep, thin or remove, with a reason for each."""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpttool.arguments import check_at_least
-from ckpttool.catalog.entries import OWN_ROOT
+from ckpttool.arguments import check_at_least, check_choice, checked_duration
+from ckpttool.catalog.entries import OWN_ROOT, UNCOMMITTED
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.messages import brief
+from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED
+from ckpttool.units import format_age
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,23 +22,33 @@ if TYPE_CHECKING:
 
 REPORTED = "Ray Train's snapshot lists it"
 """Reason to keep a checkpoint of Ray Train: only Ray's rules may remove it."""
+GRACE = 3600.0
+"""Default of ``grace``: seconds after which what a killed save left is removed."""
+RULES = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every", "torn")
+"""Parameters of which at least one must be given."""
+THIN_DTYPES = ("bf16", "fp32")
+"""Types of the weights of thin checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision to keep or remove one checkpoint."""
+    """The decision to keep, thin or remove one checkpoint."""
 
     entry: CatalogEntry
     """The checkpoint."""
     keep: bool
-    """Whether to keep it."""
+    """Whether to keep it, whole or thin."""
     reason: str
     """The rules that keep it, or a note that no rule does."""
+    thin: str | None = None
+    """Type of the weights ("bf16", "fp32") if the optimizer states go and the weights stay; None if nothing changes."""
+    freed: int = 0
+    """Bytes that go: all of a removed checkpoint. ``prune`` fills in those of a checkpoint to thin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Retention rules; a checkpoint stays if any rule keeps it.
+    """Retention rules; a checkpoint stays whole if any rule keeps it.
 
     Raises:
         ArgumentError: No rule is given, or one is malformed.
@@ -49,64 +61,168 @@ class Rules:
     best: str | None = None
     """Keep the checkpoint with the smallest value of this metric or number of the client state; with the suffix ":max"
     the one with the largest; with ":min:3" the three with the smallest."""
+    age: float | str | None = None
+    """Keep checkpoints younger than this: seconds, or a text like "7d"."""
+    thin: str | None = None
+    """Type of the weights that stay of a checkpoint that no rule keeps. None: bf16 with ``thin_every``, or nothing."""
+    thin_every: int | None = None
+    """Thin only those whose step is a multiple of this, and remove the others."""
+    torn: bool = False
+    """Remove what killed saves have left."""
+    grace: float | str = GRACE
+    """Age of the newest file of such a leftover: seconds, or a text like "1h"."""
+    seconds: float | None = field(init=False)
+    """``age`` in seconds."""
+    grace_seconds: float = field(init=False)
+    """``grace`` in seconds."""
 
     def __post_init__(self) -> None:
-        if self.last is None and self.every is None and self.best is None:
-            rules = ("keep_last", "keep_every", "keep_best")
-            raise ArgumentError("keep_last", "is missing, and so is any other rule", f"give {', '.join(rules)}", rules)
+        if self._keeps_none and self.weights is None and not self.torn:
+            problem = "is missing, and so is any other rule"
+            raise ArgumentError("keep_last", problem, f"give {', '.join(RULES)}", RULES)
         check_at_least("keep_last", self.last, 1)
         check_at_least("keep_every", self.every, 1)
+        check_at_least("thin_every", self.thin_every, 1)
         if self.best is not None:
             parse_best(self.best)
+        if self.thin is not None:
+            check_choice("thin", self.thin, THIN_DTYPES)
+        object.__setattr__(self, "seconds", checked_duration("keep_for", self.age))
+        object.__setattr__(self, "grace_seconds", checked_duration("grace", self.grace))
+
+    @property
+    def _keeps_none(self) -> bool:
+        return self.last is None and self.every is None and self.best is None and self.age is None
+
+    @property
+    def weights(self) -> str | None:
+        """Type of the weights of thin checkpoints; None if none are made."""
+        return self.thin or ("bf16" if self.thin_every is not None else None)
+
+    @property
+    def only_torn(self) -> bool:
+        """Whether whole checkpoints are left alone."""
+        return self._keeps_none and self.weights is None
 
 
-def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str) -> list[Decision]:
-    """Decide for each checkpoint whether to keep it; decisions are ordered oldest first.
+def decide(
+    entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None
+) -> list[Decision]:  # fmt: skip
+    """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
-    The rules count and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep the
-    newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, links and their targets, and
-    incomplete checkpoints, because a save may still write them.
+    The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep
+    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, pinned ones, links and
+    their targets. Incomplete checkpoints stay, because a save may still write them, unless ``rules.torn`` is set. Thin
+    checkpoints stay, unless ``rules.thin_every`` says which do.
+
+    Args:
+        entries: The checkpoints.
+        rules: The rules.
+        root: Their directory, for errors.
+        now: Seconds since 1970; None for the clock.
 
     Raises:
         PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
+    now = time.time() if now is None else now
     whole = sorted((e for e in entries if e.whole and e.stage is not None and not e.link), key=lambda e: e.order)
     linked = {entry.link: entry.name for entry in entries if entry.link}
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     for number, entry in enumerate(reversed(whole)):
+        why = reasons[entry.name]
         if number == 0:
-            reasons[entry.name].append("the newest whole one")
+            why.append("the newest whole one")
         elif rules.last is not None and number < rules.last:
-            reasons[entry.name].append(f"one of the last {rules.last}")
-        if entry.latest:
-            reasons[entry.name].append("latest names it")
-        if entry.reported:
-            reasons[entry.name].append(REPORTED)
-        real = os.path.realpath(entry.path)
-        reasons[entry.name] += [f"{n} is a link to it" for p, n in linked.items() if f"{p}/".startswith(f"{real}/")]
-        if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
-            reasons[entry.name].append(f"step {entry.order[0]} is a multiple of {rules.every}")
+            why.append(f"one of the last {rules.last}")
+        why += _standing(entry, linked)
+        why += _dated(entry, rules, now)
     if rules.best is not None and whole:
         for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
             which = "the best" if number == 1 else f"number {number} of the best"
             reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
-    return [_decision(entry, reasons) for entry in sorted(entries, key=lambda e: e.order)]
+    newest = whole[-1] if whole else None
+    ordered = sorted(entries, key=lambda e: e.order)
+    return [
+        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, newest, linked, now)
+        for e in ordered
+    ]
 
 
-def _decision(entry: CatalogEntry, reasons: Mapping[str, list[str]]) -> Decision:
-    if entry.name in reasons:
-        why = reasons[entry.name]
-        return Decision(entry, bool(why), "; ".join(why) or "no rule keeps it")
-    if entry.reported:
-        return Decision(entry, keep=True, reason=REPORTED)
-    if entry.link:
+def _standing(entry: CatalogEntry, linked: Mapping[str, str]) -> list[str]:
+    """Return the reasons that keep a checkpoint whatever the rules are."""
+    real = os.path.realpath(entry.path)
+    return [
+        *(["latest names it"] if entry.latest else []),
+        *([REPORTED] if entry.reported else []),
+        *([] if entry.pin is None else [printable(f"pinned by {entry.pin.who or '?'}: {entry.pin.why}", 300)]),
+        *(f"{name} is a link to it" for path, name in linked.items() if f"{path}/".startswith(f"{real}/")),
+    ]
+
+
+def _dated(entry: CatalogEntry, rules: Rules, now: float) -> list[str]:
+    """Return the reasons of step and age."""
+    why = []
+    if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
+        why.append(f"step {entry.order[0]} is a multiple of {rules.every}")
+    if rules.seconds is not None and entry.saved is not None and now - entry.saved < rules.seconds:
+        why.append(f"saved {format_age(now - entry.saved)} ago, less than {format_age(rules.seconds)}")
+    return why
+
+
+def _is_thinned(entry: CatalogEntry, rules: Rules) -> bool:
+    """Return whether the weights of a checkpoint stay that no rule keeps whole."""
+    step = entry.order[0]
+    return rules.weights is not None and (rules.thin_every is None or (step >= 0 and step % rules.thin_every == 0))
+
+
+def _of_whole(entry: CatalogEntry, why: list[str], rules: Rules) -> Decision:
+    if why:
+        return Decision(entry, keep=True, reason="; ".join(why))
+    if rules.only_torn:
+        return Decision(entry, keep=True, reason="whole")
+    if _is_thinned(entry, rules):
+        every = "" if rules.thin_every is None else f", and its step is a multiple of {rules.thin_every}"
+        return Decision(entry, keep=True, reason=f"no rule keeps it whole{every}", thin=rules.weights)
+    return Decision(entry, keep=False, reason="no rule keeps it", freed=entry.nbytes)
+
+
+def _of_other(
+    entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, linked: Mapping[str, str], now: float
+) -> Decision:  # fmt: skip
+    """Decide about a checkpoint that is torn, thin, a link, or of another format."""
+    if entry.link and not entry.reported:
         return Decision(entry, keep=True, reason=f"a link to {entry.link}")
+    if why := _standing(entry, linked):
+        torn = "" if entry.whole else f"torn, or being saved: {entry.problem}; "
+        return Decision(entry, keep=True, reason=torn + "; ".join(why))
     if entry.problem == HALF_REMOVED:
-        return Decision(entry, keep=False, reason=HALF_REMOVED)
+        return Decision(entry, keep=False, reason=HALF_REMOVED, freed=entry.nbytes)
     if not entry.whole:
-        torn = "" if (entry.problem or "").startswith(OWN_ROOT) else "torn, or being saved: "
-        return Decision(entry, keep=True, reason=f"{torn}{entry.problem}")
-    return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
+        return _of_torn(entry, rules, newest, now)
+    if entry.thin is None:
+        return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
+    why = _dated(entry, rules, now)
+    if why or rules.thin_every is None or _is_thinned(entry, rules):
+        return Decision(entry, keep=True, reason="; ".join(["thin already", *why]))
+    return Decision(entry, keep=False, reason="thin, and no rule keeps it", freed=entry.nbytes)
+
+
+def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
+    """Decide about a checkpoint that is not whole; it goes only if nothing suggests that a save still writes it."""
+    if (entry.problem or "").startswith(OWN_ROOT):
+        return Decision(entry, keep=True, reason=str(entry.problem))
+    stays = f"torn, or being saved: {entry.problem}"
+    if not rules.torn:
+        return Decision(entry, keep=True, reason=stays)
+    quiet = abs(now - (entry.modified or 0.0))
+    if entry.torn is None:
+        return Decision(entry, keep=True, reason=f"cannot be opened, which does not prove it torn: {entry.problem}")
+    if entry.being_saved or quiet < rules.grace_seconds:
+        return Decision(entry, keep=True, reason=stays)
+    # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's.
+    if entry.torn != UNCOMMITTED and (newest is None or newest.order <= entry.order):
+        return Decision(entry, keep=True, reason=f"torn, but no newer checkpoint is whole: {entry.problem}")
+    return Decision(entry, keep=False, reason=f"torn: {entry.problem}", freed=entry.nbytes)
 
 
 def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[CatalogEntry, float]]:

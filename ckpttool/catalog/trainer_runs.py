@@ -16,6 +16,7 @@ from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError
 from ckpttool.storage import is_half_removed, is_linked, walk
 
@@ -80,6 +81,8 @@ def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
                     manifest = read_manifest(storage, candidate.path)
                 except CkptError:
                     continue
+                if manifest.thin:
+                    continue  # no run can resume from it; ``prune`` has decided to keep it
                 number, attempt = manifest.number, manifest.attempt
             found.append(TrainerCommit(number, step, folder, attempt))
     return sorted(found)
@@ -91,22 +94,24 @@ def rotate(
     """Remove the oldest checkpoints of a run, and what killed saves have left; return what was removed.
 
     Unlike the Trainer's own rotation it counts whole checkpoints only, so that an incomplete one never takes the place
-    of a checkpoint that a run can resume from.
+    of a checkpoint that a run can resume from. Pinned and thin checkpoints stay, and are not counted.
 
     Args:
         storage: Storage of the run.
         root: The output directory.
-        limit: Number of checkpoints to keep; None or 0 for all.
+        limit: Number of checkpoints to keep, pinned ones not counted; None or 0 for all.
         keep: Names of folders that stay.
         grace: Seconds after which the folder of a killed save is removed.
 
     Raises:
         StorageError: The root cannot be read.
     """
-    found = trainer_commits(storage, root)
-    spare = [one.folder for one in found[:-1] if posixpath.basename(one.folder) not in keep]
+    every = trainer_commits(storage, root)
+    pinned = {one.folder for one in every if find_pin(storage, one.folder) is not None}
+    found = [one for one in every if one.folder not in pinned]
+    spare = [one.folder for one in found if one != every[-1] and posixpath.basename(one.folder) not in keep]
     surplus = max(0, len(found) - limit) if limit else 0
-    whole = {one.folder for one in found}
+    whole = {one.folder for one in every}
     doomed = spare[:surplus]
     doomed += [path for _, path in folders(storage, root) if path not in whole and _is_leftover(storage, path, grace)]
     removed = []

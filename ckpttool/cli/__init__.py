@@ -15,6 +15,7 @@ from ckpttool.cli._errors import run
 
 COMMANDS = (
     "inspect", "consolidate", "convert", "average", "verify", "diff", "stats", "extract", "ls", "cp", "prune",
+    "pin", "unpin",
 )  # fmt: skip
 """Commands; each has a module of its name."""
 GC_OBJECTS = 100_000

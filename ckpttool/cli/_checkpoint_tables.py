@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.description import title
 from ckpttool.cli._checkpoint_json import states_of
 from ckpttool.cli._output import print_facts, print_line, print_table
+from ckpttool.commit.provenance import COMMAND, DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
 from ckpttool.model import UNKNOWN_GROUP
@@ -54,11 +56,26 @@ def _print_summary(c: Checkpoint) -> None:
             ("scheduler", _short(c.scheduler)),
             ("client state", _first([f"{_short(k)} {_short(v)}" for k, v in c.client_state.items()])),
             ("not sliceable", _first(c.nonpartitionable)),
+            ("metrics", _first([f"{_short(k)} {_short(v)}" for k, v in c.metrics.items()])),
+            *_provenance(c),
         ]
     )
     if c.groups:
         print_line("")
         _print_groups(c)
+
+
+def _provenance(c: Checkpoint) -> list[tuple[str, str]]:
+    """Return what the run was made of, as its save recorded it."""
+    found = c.provenance
+    tree = " (and changes that were not committed)" if found.get(DIRTY) else ""
+    revision = found.get(REVISION, "")
+    parent = found.get(RESTORED_FROM, {})
+    return [
+        ("git", f"{revision}{tree}" if revision else ""),
+        ("command", " ".join(map(shlex.quote, found.get(COMMAND, ())))),
+        ("restored from", f"{parent['path']}, step {parent['step']}" if parent else ""),
+    ]
 
 
 def _counts(c: Checkpoint) -> list[str]:

@@ -11,7 +11,7 @@ from ckpttool.budget import OPTION
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
 from ckpttool.storage.base import FOLLOW_LINKS
-from ckpttool.units import parse_size
+from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,22 @@ _NO_CHECK = "ckpttool.no_check"
 F = TypeVar("F", bound="Callable[..., Any]")
 if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
+    _FloatType = click.ParamType[float]
 else:  # click before 8.4 cannot subscript it
-    _IntegerType = click.ParamType
+    _IntegerType = _FloatType = click.ParamType
+
+
+class Duration(_FloatType):
+    """A duration such as 7d."""
+
+    name = "DURATION"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse a duration; fail as wrong usage."""
+        try:
+            return parse_duration(str(value))
+        except ArgumentError as error:
+            self.fail(f"{brief(value)} is not a duration: {error.hint}", param, ctx)
 
 
 class Size(_IntegerType):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
+    from ckpttool.commit.pins import Pin
     from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import ReadReport
 
@@ -183,12 +184,26 @@ def _state(entry: CatalogEntry) -> str:
         state = entry.problem or ""
     else:
         state = f"{'latest, ' if entry.latest else ''}torn: {entry.problem}"
+    if entry.pin is not None:
+        state = f"{state}, {_pinned(entry.pin)}"
     return f"{state}, a link to {entry.link}" if entry.link else state
+
+
+def _pinned(pin: Pin) -> str:
+    when = format_age(time.time() - pin.when)
+    return f"pinned by {pin.who} {when} ago: {pin.why}" if pin.who else f"pinned: {pin.why}"
+
+
+def print_pin(src: str, pin: Pin, *, verb: str) -> None:
+    """Print who pinned a checkpoint, and why."""
+    print_line(f"{src}: {verb} by {pin.who}: {pin.why}")
 
 
 def _kind(entry: CatalogEntry) -> str:
     if entry.stage is not None:
         return f"ZeRO-{entry.stage}"
+    if entry.thin is not None:
+        return f"thin {entry.thin}"
     return entry.format or ""
 
 
@@ -198,12 +213,21 @@ def _number(value: int | None) -> str:
 
 def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
     """Print one row for each checkpoint, then the freed bytes."""
-    verbs = ("would go" if dry_run else "removed", "stays")
-    rows = [(d.entry.name, verbs[d.keep], format_size(d.entry.nbytes), d.reason) for d in decisions]
+    rows = [(d.entry.name, _verb(d, dry_run=dry_run), format_size(d.entry.nbytes), d.reason) for d in decisions]
     print_table(["checkpoint", "", "size", "why"], rows, right=["size"])
-    gone = [d for d in decisions if not d.keep]
-    freed = format_size(sum(d.entry.nbytes for d in gone))
-    print_line(f"{len(gone)} of {len(decisions)} {'would be removed' if dry_run else 'removed'}, {freed} freed")
+    gone, thinned = (sum(map(test, decisions)) for test in (lambda d: not d.keep, lambda d: d.thin is not None))
+    would = "would be " if dry_run else ""
+    also = f", {thinned} {would}thinned" if thinned else ""
+    freed = format_size(sum(d.freed for d in decisions))
+    print_line(f"{gone} of {len(decisions)} {would}removed{also}, {freed} freed")
+
+
+def _verb(decision: Decision, *, dry_run: bool) -> str:
+    if not decision.keep:
+        return "would go" if dry_run else "removed"
+    if decision.thin is not None:
+        return f"{'would be thin' if dry_run else 'thinned'}, {decision.thin}"
+    return "stays"
 
 
 def print_diff_report(report: DiffReport) -> None:

@@ -9,32 +9,60 @@ import click
 from ckpttool.cli import _options as options
 
 
-@click.command(short_help="Remove the checkpoints that no rule keeps.")
+@click.command(short_help="Remove the checkpoints that no rule keeps, or their optimizer states.")
 @click.argument("root", type=click.Path())
 @options.retention_options
-@click.option("--dry-run", is_flag=True, help="Print the decisions, and remove nothing.")
+@click.option("--keep-for", type=options.Duration(), metavar="AGE", help="Keep those younger than AGE: 7d, 12h, 30min.")
+@click.option(
+    "--thin",
+    type=click.Choice(["bf16", "fp32"]),
+    help="Keep the weights of those that no rule keeps, in this type; only their optimizer states go.",
+)
+@click.option(
+    "--thin-every",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Thin only those whose step is a multiple of K, and remove the others.  [default type: bf16]",
+)
+@click.option(
+    "--torn", is_flag=True, help="Remove incomplete and uncommitted checkpoints that no save writes any more."
+)
+@click.option(
+    "--grace",
+    type=options.Duration(),
+    metavar="AGE",
+    help="With --torn, least age of their newest file.  [default: 1h]",
+)
+@click.option("--sign-key", metavar="KEY", help="Key of signed checkpoints to thin: a file, or env:NAME.")
+@click.option("--dry-run", is_flag=True, help="Print the decisions and the bytes that would go, and change nothing.")
+@options.jobs_option
+@options.memory_option
 @options.json_option
 @options.storage_option
 @options.debug_option
 def prune(root: str, as_json: bool, **given: Any) -> None:
-    """Remove checkpoints from the directory ROOT, and print the reason for each.
+    """Remove checkpoints from the directory ROOT, or thin them, and print the reason for each.
 
-    A checkpoint stays if any rule keeps it. The newest complete checkpoint always stays; so do the one in latest, those
-    in the snapshot of a Ray Train run, torn ones (a save may be running) and all that are not native ZeRO checkpoints.
+    A checkpoint stays whole if any rule keeps it. The newest complete checkpoint always stays; so do the one in latest,
+    those in the snapshot of a Ray Train run, pinned ones, torn ones without --torn (a save may be running) and all that
+    are not native ZeRO checkpoints. A thin checkpoint keeps its weights, client state and configuration.
     """
     import ckpttool
     from ckpttool.catalog.retention import parse_best
-    from ckpttool.cli._output import print_json
+    from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_decisions
 
-    if given["keep_last"] is None and given["keep_every"] is None and given["keep_best"] is None:
-        raise click.UsageError("say what to keep: --keep-last, --keep-every or --keep-best")
+    rules = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")
+    if not given["torn"] and all(given[rule] is None for rule in rules):
+        flags = ", ".join(f"--{rule.replace('_', '-')}" for rule in rules)
+        raise click.UsageError(f"say what to keep: {flags}; or what goes: --torn")
     if given["keep_best"] is not None:
         try:
             parse_best(given["keep_best"])
         except ValueError:
             raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT after it") from None
-    decisions = ckpttool.prune(root, **options.chosen(given))
+    with progress_bar("prune") as progress:
+        decisions = ckpttool.prune(root, progress=progress, **options.chosen(given))
     if as_json:
         print_json(decisions)
     else:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.checksums import Checksums
+    from ckpttool.commit.manifest import Manifest
     from ckpttool.ranges import ByteRange
     from ckpttool.storage import Entry, Reader, Storage, StorageSpec
 
@@ -42,7 +43,7 @@ def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> S
     # Without a key the SHA-256 prove no more than the CRC-32, and take ten times as long.
     files = {name: sums if key is not None else sums._replace(sha256=()) for name, sums in manifest.files.items()}
     checksums = {f"{directory}/{name}": sums for name, sums in files.items()}
-    return ChecksummedStorage(storage, checksums, manifest.batch)
+    return ChecksummedStorage(storage, checksums, manifest)
 
 
 def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
@@ -54,7 +55,7 @@ def with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
     checked = checksummed(storage, directory)
     if not isinstance(checked, ChecksummedStorage):
         return None
-    return StructureStorage(storage, checked.checksums, checked.batch)
+    return StructureStorage(storage, checked.checksums, checked.manifest)
 
 
 class ChecksummedStorage(Described):
@@ -63,18 +64,16 @@ class ChecksummedStorage(Described):
     Args:
         storage: The wrapped storage.
         checksums: Checksums of the files to check, by path.
-        batch: Batch sizes in the manifest; a storage that is opened again from its specification has none.
+        manifest: The manifest; a storage that is opened again from its specification has none.
     """
 
-    def __init__(
-        self, storage: Storage, checksums: Mapping[str, Checksums], batch: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, storage: Storage, checksums: Mapping[str, Checksums], manifest: Manifest | None = None) -> None:
         self.inner = storage
         """The wrapped storage."""
         self.checksums = checksums
         """Checksums of the files to check, by path."""
-        self.batch: Mapping[str, int] = batch or {}
-        """Batch sizes in the manifest."""
+        self.manifest = manifest
+        """The manifest."""
         self.remote = storage.remote
         self.reads_versions = storage.reads_versions
         self._sound: dict[str, bytearray] = {}

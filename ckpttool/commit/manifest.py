@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.commit import is_commit
+from ckpttool.commit.provenance import parse_provenance
 from ckpttool.commit.signing import is_signed, signature
+from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import LayoutError, PlanError, StorageError
 from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, walk
@@ -75,11 +77,20 @@ class Manifest:
     """``number`` of the parent plus one: clocks do not order commits. 0 in manifests of old releases."""
     batch: Mapping[str, int] = field(default_factory=dict)
     """Batch sizes of the run by their names in DeepSpeed's configuration; empty in manifests of old releases."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """What the run was made of: the fields of ``commit.provenance``; empty in manifests of old releases."""
+    thin: str = ""
+    """Type of the weights ("bf16", "fp32") if ``prune`` has removed the optimizer states; "" for a whole checkpoint."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files.values())
+
+    @property
+    def signed(self) -> bool:
+        """Whether the files have the SHA-256 of a signed save; the signature itself is not checked."""
+        return any(file.sha256 for file in self.files.values())
 
     def to_json(self, key: bytes | None = None) -> bytes:
         """Return the content of the manifest's file.
@@ -231,7 +242,15 @@ def parse_manifest(data: bytes) -> Manifest:
         parent=str(found.get("parent", "")),
         number=int(found.get("number", 0)),
         batch={str(name): int(size) for name, size in found.get("batch", {}).items()},
+        provenance=parse_provenance(found.get("provenance", {})),
+        thin=_thin(found.get("thin", "")),
     )
+
+
+def _thin(dtype: object) -> str:
+    if dtype not in {"", *TRAINING_DTYPES}:
+        raise ValueError("not a type of weights")
+    return str(dtype)
 
 
 def _checksums(values: Mapping[str, Any]) -> Checksums:

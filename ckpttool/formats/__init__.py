@@ -202,7 +202,13 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
         elif sums.directory is None or not (file.records and all(record.crc_recorded for record in file.records)):
             file = replace(file, records=chunk_records(sums))
         files.append(file)
-    return replace(checkpoint, storage=checked.inner.spec, files=tuple(files), batch=checked.batch)
+    manifest = checked.manifest
+    if manifest is None:
+        return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
+    return replace(
+        checkpoint, storage=checked.inner.spec, files=tuple(files), batch=manifest.batch, attempt=manifest.attempt,
+        metrics=manifest.metrics, provenance=manifest.provenance,
+    )  # fmt: skip
 
 
 def _with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
@@ -217,11 +223,12 @@ def _with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
 def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:
     candidates = formats_with_tags(tagged=True)
     marked = (f for f in candidates if f.matches(storage, location.directory))
-    first = next(marked, None) or next(f for f in candidates if not f.marker)
-    found = first.read(storage, location, report)
+    unmarked = (f for f in candidates if not f.marker)
+    # A marker of a format may precede its commit: then it is not read yet.
+    found = next((found for f in (*marked, *unmarked) if (found := f.read(storage, location, report))), None)
     if found is None:
         raise NoCheckpointError(location.directory, "holds no checkpoint of a known format", "check the path")
-    return with_rank_states(found, storage, location)
+    return found if found.thin else with_rank_states(found, storage, location)
 
 
 def _read_marked(storage: Storage, src: str) -> Checkpoint | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.formats.zero.names import parse_name
+from ckpttool.formats.zero.names import is_of_tag, parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import MARK, is_url, parent
 
@@ -67,7 +67,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             raise StorageError(src, problem, f"pass {parent(src)}")
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     entries = storage.listing(src)
-    if any(parse_name(e.name) for e in entries if not e.is_dir):
+    if any(is_of_tag(e.name) for e in entries if not e.is_dir):
         # "." has a name and a parent, too.
         whole = posixpath.abspath(src) if not is_url(src) and posixpath.basename(src) in {".", ".."} else src
         root, name = parent(whole), posixpath.basename(whole)
@@ -156,7 +156,7 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     if not storage.is_dir(src) or any(storage.exists(posixpath.join(src, n)) for n in (LATEST, LATEST_UNIVERSAL)):
         return []
     entries = storage.listing(src)
-    found = _of_trainer(storage, src, entries) if not any(parse_name(e.name) for e in entries if not e.is_dir) else []
+    found = _of_trainer(storage, src, entries) if not any(is_of_tag(e.name) for e in entries if not e.is_dir) else []
     return found if len(found) > 1 and not _tags(storage, src, entries) else []
 
 
@@ -188,7 +188,7 @@ def _is_there(storage: Storage, src: str, tag: str) -> bool:
 
 def _is_tag(storage: Storage, directory: str) -> bool:
     try:
-        return any(parse_name(e.name) for e in storage.listing(directory) if not e.is_dir)
+        return any(is_of_tag(e.name) for e in storage.listing(directory) if not e.is_dir)
     except StorageError:
         return False  # a directory without permission to list; the user did not name it
 

@@ -9,6 +9,8 @@ import importlib
 import posixpath
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool.formats.zero.names import RUN_STATE
+
 if TYPE_CHECKING:
     from ckpttool.formats.locate import Location
     from ckpttool.formats.reports import Report
@@ -52,6 +54,7 @@ FORMATS = (
         last=("model.safetensors.index.json", "pytorch_model.bin.index.json"),
     ),
     Format("ckpttool.formats.universal:read_universal", tagged=True, marker="zero/"),
+    Format("ckpttool.formats.thin:read_thin", tagged=True, marker=RUN_STATE),
     Format("ckpttool.formats.zero.reader:read_zero", tagged=True),
 )
 """In the order of the attempts: formats with a marker first."""

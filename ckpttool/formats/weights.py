@@ -33,7 +33,7 @@ from ckpttool.model.places import Contiguous
 from ckpttool.storage import parent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.checksums import Record
     from ckpttool.formats.reports import Report
@@ -133,7 +133,16 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
     return _read_files(storage, Location(directory, directory, location.tag), *selection)
 
 
-def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: list[str]) -> Checkpoint:
+def read_safetensors(storage: Storage, location: Location, names: Sequence[str]) -> Checkpoint:
+    """Read the layout of some safetensors files in a directory, without tensor bytes.
+
+    Raises:
+        CkptError: A file is missing or damaged, or two files hold the same tensor.
+    """
+    return _read_files(storage, location, KINDS[0], names)
+
+
+def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: Sequence[str]) -> Checkpoint:
     files: list[CheckpointFile] = []
     states: dict[str, State] = {}
     owner: dict[str, str] = {}

@@ -321,7 +321,8 @@ class Checkpoint:
     tag: str
     """Name of the checkpoint: "global_step1000"; the directory's name for a format without tags."""
     format: str
-    """"zero" (what DeepSpeed saves, ZeRO off included), "universal", "safetensors" or "dcp"."""
+    """"zero" (what DeepSpeed saves, ZeRO off included), "universal", "thin" (its weights, left by ``prune``),
+    "safetensors", "torch" or "dcp"."""
     stage: int | None
     """ZeRO stage: 0 (no ZeRO), 1, 2 or 3; None for a format that has none."""
     topology: Topology
@@ -356,6 +357,14 @@ class Checkpoint:
     """DeepSpeed's configuration of the run."""
     batch: Mapping[str, int] = field(default_factory=dict)
     """Batch sizes of the run by their names in that configuration, from the manifest of a save; empty without one."""
+    attempt: str = ""
+    """Identifier of the save in its manifest; "" without one."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the train loop in the manifest."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """What the run was made of, from the manifest: git revision, command, the checkpoint it was restored from."""
+    thin: bool = False
+    """Whether ``prune`` has removed the optimizer states, and kept the weights."""
     embedded: Mapping[str, State] = field(default_factory=dict)
     """Embedded storages: of the tensors inside ``client_state`` and ``scheduler``, by storage key."""
     replicas: tuple[Replica, ...] = ()

@@ -24,8 +24,9 @@ ALREADY = "exists already: another process saves the same checkpoint"
 
 
 def write_files(
-    storage: WritableStorage, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]
-) -> list[Checksums]:
+    storage: WritableStorage, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None],
+    mode: int = 0o666,
+) -> list[Checksums]:  # fmt: skip
     """Write new files; return their checksums, in order.
 
     Args:
@@ -33,6 +34,7 @@ def write_files(
         directory: Directory of the checkpoint.
         files: The files of this rank.
         check: Called right before the commit of each file; raises an error if another save has taken the directory.
+        mode: Permissions of the files before the umask, on storages with permissions.
 
     Raises:
         TakenError: Another process has written one of the files.
@@ -45,17 +47,18 @@ def write_files(
             if posixpath.dirname(path) not in directories:
                 storage.make_directory(posixpath.dirname(path))
                 directories.add(posixpath.dirname(path))
-            _write_file(storage, path, file, pool, check)
+            _write_file(storage, path, file, pool, check, mode)
     for one in directories:
         storage.sync(one)
     return [file.checksums for file in files]
 
 
 def _write_file(
-    storage: WritableStorage, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, check: Callable[[], None]
-) -> None:
+    storage: WritableStorage, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, check: Callable[[], None],
+    mode: int,
+) -> None:  # fmt: skip
     try:
-        writer = storage.writer(path, file.nbytes, new=True)
+        writer = storage.writer(path, file.nbytes, new=True, mode=mode)
         try:
             write_stream(writer, file.stream(pool.map), at_once=storage.parts_at_once)
             check()

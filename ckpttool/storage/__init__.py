@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from ckpttool.messages import without_secrets
 from ckpttool.storage.base import (
+    BESIDE,
     MANIFEST,
     MARK,
+    PIN,
+    THINNING,
     Entry,
     PartWriter,
     RangeReader,
@@ -25,12 +28,15 @@ from ckpttool.storage.specs import connect
 from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, without_credentials
 
 __all__ = [
+    "BESIDE",
     "HALF_REMOVED",
     "LOCAL",
     "LOCAL_SPEC",
     "MANIFEST",
     "MARK",
+    "PIN",
     "REMOVED",
+    "THINNING",
     "WAIT",
     "Entry",
     "ExistsError",

@@ -24,6 +24,12 @@ MARK = ".ckpttool-staging"
 """Name of the in-progress marker: ckpttool made the directory and may remove it; it holds the name of the output."""
 MANIFEST = "ckpttool.json"
 """Name of the manifest: the last file of a save, which makes the directory a commit."""
+PIN = ".ckpttool-pin"
+"""Name of the file that pins a checkpoint: no retention rule removes or thins it."""
+THINNING = ".ckpttool-thinning"
+"""Name of the marker in a whole checkpoint while ``prune`` replaces its files by weights alone."""
+BESIDE = frozenset({MARK, PIN, THINNING})
+"""Names of files in the directory of a checkpoint that are no part of it."""
 MAX_DEPTH = 32
 """Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests for ever."""
 NO_NAMES = frozenset({"", ".", ".."})
@@ -328,13 +334,14 @@ class WritableStorage(Storage, Protocol):
             StorageError: The file cannot be written.
         """
 
-    def writer(self, path: str, nbytes: int, *, new: bool = False) -> Writer:
+    def writer(self, path: str, nbytes: int, *, new: bool = False, mode: int = 0o666) -> Writer:
         """Open a writer for a file of known size.
 
         Args:
             path: The file; its directory exists.
             nbytes: Its size in bytes.
             new: Whether ``Writer.commit`` must not replace a file.
+            mode: As for ``put``.
 
         Raises:
             ExistsError: ``new`` is set, and the path exists.

@@ -276,7 +276,7 @@ class RemoteStorage(Described):
         self.put(path, *parts)
         return True
 
-    def writer(self, path: str, nbytes: int, *, new: bool = False) -> Writer:
+    def writer(self, path: str, nbytes: int, *, new: bool = False, mode: int = 0o666) -> Writer:
         """Open a writer for a file of known size.
 
         Raises:

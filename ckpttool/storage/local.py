@@ -253,7 +253,7 @@ class LocalStorage(Described):
             raise
         self.sync(os.path.dirname(path))
 
-    def writer(self, path: str, nbytes: int, *, new: bool = False) -> LocalWriter:
+    def writer(self, path: str, nbytes: int, *, new: bool = False, mode: int = 0o666) -> LocalWriter:
         """Open a writer for a file of known size.
 
         Raises:
@@ -261,7 +261,7 @@ class LocalStorage(Described):
         """
         from ckpttool.storage.local_writer import LocalWriter  # as in ``_put``
 
-        return LocalWriter(path, nbytes, new=new, reserved=True)
+        return LocalWriter(path, nbytes, new=new, mode=mode, reserved=True)
 
     def sync(self, path: str) -> None:
         """Make the file names in a directory durable.

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+RUN_STATE = "ckpttool_run_state.pt"
+"""File of a thin checkpoint that keeps what the model-states files had beside the weights: client state,
+configuration. No pattern of DeepSpeed's loaders and scripts matches it."""
 MAX_DIGITS = 6
 """Maximum number of digits in the number of a rank, layer or expert."""
 _NAMES = (
@@ -42,6 +45,11 @@ class ZeroName(NamedTuple):
     """Number of the pipeline layer or of the MoE layer."""
     expert: int = 0
     """Number of the expert, or of the expert-parallel rank."""
+
+
+def is_of_tag(name: str) -> bool:
+    """Return whether a file of this name makes its directory that of a tag: DeepSpeed's files, and thin checkpoints."""
+    return name == RUN_STATE or parse_name(name) is not None
 
 
 def parse_name(name: str) -> ZeroName | None:

@@ -43,6 +43,8 @@ def prepare(
         CkptError: The checkpoint does not fit the engine, or reading failed.
     """
     options = load_options(checkpoint, options)
+    if checkpoint.thin and not options.weights_only:
+        raise thin_error(checkpoint)
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored
     for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:
@@ -69,6 +71,12 @@ def prepare(
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
     return read_partitions(live, checkpoint, fitted, options)
+
+
+def thin_error(checkpoint: Checkpoint) -> PlanError:
+    """Return the error of a load that wants more than the weights of a thin checkpoint."""
+    problem = "is thin: prune has removed its optimizer states, and kept the weights"
+    return PlanError(checkpoint.location, problem, "load it with weights_only=True, or choose a whole checkpoint")
 
 
 def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:

@@ -350,6 +350,7 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:  # fmt: skip
         """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged."""
         from ckpttool.integrations.deepspeed.load import restore_engine
+        from ckpttool.integrations.deepspeed.load_plan import thin_error
         from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 
         self.restored = None
@@ -360,6 +361,9 @@ class CheckpointManager:
                 checkpoint = open_together(
                     candidate.path, storage, partial(open_, storage, candidate.path), ranks, timeout=self._timeout
                 )
+                if checkpoint.thin and fall_back and not options.weights_only:
+                    first = first or thin_error(checkpoint)
+                    continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout)
                 report = restore_engine(engine, checkpoint, options, agree)
             except (PlanError, LinkError):

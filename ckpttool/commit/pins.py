@@ -1,0 +1,60 @@
+"""Pins: small files that keep a checkpoint from being removed or thinned by retention rules."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import CkptError
+from ckpttool.storage.base import PIN
+
+if TYPE_CHECKING:
+    from ckpttool.storage import Storage, WritableStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The pin of one checkpoint."""
+
+    who: str
+    """User and host that pinned it; "" if the pin cannot be read."""
+    when: float
+    """Time in seconds since 1970."""
+    why: str
+    """The reason given."""
+
+
+UNREADABLE = Pin("", 0.0, "its pin cannot be read")
+"""A damaged pin; it keeps the checkpoint all the same."""
+
+
+def find_pin(storage: Storage, path: str) -> Pin | None:
+    """Return the pin of a checkpoint, of its directory or of the tag in a trainer's ``checkpoint-N``; None without one.
+
+    Raises:
+        StorageError: The directory cannot be listed.
+    """
+    for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
+        if any(e.name == PIN and not e.is_dir for e in storage.listing(directory)):
+            return read_pin(storage, directory)
+    return None
+
+
+def read_pin(storage: Storage, directory: str) -> Pin:
+    """Read the pin in a directory; ``UNREADABLE`` for a damaged one."""
+    try:
+        found = json.loads(storage.read_text(posixpath.join(directory, PIN)))
+        return Pin(str(found["who"]), float(found["when"]), str(found["why"]))
+    except (CkptError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return UNREADABLE
+
+
+def write_pin(storage: WritableStorage, directory: str, pin: Pin) -> None:
+    """Pin the checkpoint in a directory; replaces an earlier pin.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    storage.put(posixpath.join(directory, PIN), json.dumps(asdict(pin)).encode())

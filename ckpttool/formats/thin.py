@@ -1,0 +1,118 @@
+"""Thin checkpoints -> Checkpoint: what ``prune --thin`` leaves of a save, its weights without the optimizer states.
+
+The manifest says that a checkpoint is thin and lists its files: weights as safetensors, sidecar files, and RUN_STATE
+with what DeepSpeed's model-states files had beside the weights. Other files of the directory belong to a removal that
+was killed, and are ignored.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.containers.values import TensorRef, walk
+from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import Fields
+from ckpttool.formats.locate import LATEST
+from ckpttool.formats.weights import read_safetensors
+from ckpttool.formats.zero.names import RUN_STATE, parse_name
+from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, CheckpointFile, Parameter, State, Topology
+from ckpttool.model.places import Contiguous
+
+if TYPE_CHECKING:
+    from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.formats.locate import Location
+    from ckpttool.formats.reports import Report
+    from ckpttool.storage import Storage
+
+SUFFIX = ".safetensors"
+"""Suffix of the files with weights."""
+
+
+def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoint | None:
+    """Read the layout of a thin checkpoint, without tensor bytes.
+
+    Returns:
+        The layout; None if the manifest does not say that the checkpoint is thin.
+
+    Raises:
+        CkptError: The checkpoint is damaged.
+    """
+    directory = location.directory
+    if not is_commit(storage, directory):
+        if any(parse_name(entry.name) for entry in storage.listing(directory)):
+            return None
+        problem = "was thinned by ckpttool, but has no manifest"
+        raise LayoutError(directory, problem, f"restore ckpttool.json from a copy, or pass one file *{SUFFIX} of it")
+    manifest = read_manifest(storage, directory)
+    if not manifest.thin:
+        return None
+    names = [name for name in manifest.files if name.endswith(SUFFIX)]
+    if not names or RUN_STATE not in manifest.files:
+        raise LayoutError(directory, "is thin, but its manifest lists no weights", "restore it from a copy")
+    weights = read_safetensors(storage, location, sorted(names))
+    path = posixpath.join(directory, RUN_STATE)
+    with storage.open(path, ahead=True) as reader:
+        torch = read_torch_file(reader)
+        file = CheckpointFile(RUN_STATE, reader.nbytes, "model", None, reader.version, records=torch.records)
+    if not isinstance(torch.root, dict):
+        raise LayoutError(path, "is not the state of a run", "restore it from a copy")
+    fields = Fields(path, "", torch.root)
+    return replace(
+        _with_kinds(weights, set(_names(fields, "buffers")), set(_names(fields, "frozen"))),
+        format="thin",
+        thin=True,
+        latest=LATEST,
+        root=location.root,
+        tells_buffers=True,
+        topology=_topology(fields.child("ranks")),
+        step=fields.optional("global_steps", int),
+        samples=fields.count("global_samples"),
+        skipped_steps=fields.optional("skipped_steps", int) or 0,
+        deepspeed_version=fields.optional("ds_version", str),
+        client_state=fields.get("client_state", dict),
+        ds_config=fields.get("ds_config", dict),
+        scheduler=torch.root.get("lr_scheduler"),
+        embedded=_embedded(torch, len(weights.files)),
+        files=(*weights.files, file),
+    )
+
+
+def _with_kinds(weights: Checkpoint, buffers: set[str], frozen: set[str]) -> Checkpoint:
+    """Tell buffers, frozen and trained parameters apart, which safetensors files do not."""
+    states = {p.name: p.states[MODULE] for p in weights.parameters} | {b.name: b.state for b in weights.buffers}
+    return replace(
+        weights,
+        parameters=tuple(
+            Parameter(name, state.shape, None if name in frozen else UNKNOWN_GROUP, {MODULE: state})
+            for name, state in states.items()
+            if name not in buffers
+        ),
+        buffers=tuple(Buffer(name, state) for name, state in states.items() if name in buffers),
+    )
+
+
+def _names(fields: Fields, key: str) -> list[str]:
+    return [name for name in fields.get(key, list) if isinstance(name, str)]
+
+
+def _topology(ranks: Fields) -> Topology:
+    degrees: dict[str, Any] = {name: ranks.get(name, int) for name in Topology.__slots__}
+    if any(count < 1 for count in degrees.values()):
+        raise ranks.error("data_parallel", "is no number of ranks")
+    return Topology(**degrees)
+
+
+def _embedded(torch: TorchFile, index: int) -> dict[str, State]:
+    """Locate the storages of the tensors in the client state and the scheduler."""
+    found: dict[str, State] = {}
+    for item in walk([torch.root]):
+        if isinstance(item, TensorRef):
+            ref = item.storage
+            place = Contiguous(ref.numel, index, torch.storages[ref.key].start)
+            found[ref.key] = State((ref.numel,), ref.dtype, place)
+    return found

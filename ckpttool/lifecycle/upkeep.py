@@ -1,0 +1,77 @@
+"""Carry out retention rules after a save, and clear away what killed replacements have left."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from typing import TYPE_CHECKING
+
+from ckpttool.catalog.cleanup import tidy
+from ckpttool.commit.manifest import directories
+from ckpttool.commit.marks import TakenError
+from ckpttool.errors import CkptError
+from ckpttool.lifecycle.thinning import ThinOptions, plan_thinning, recover, thin
+from ckpttool.messages import printable
+from ckpttool.storage import THINNING, is_linked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckpttool.catalog.retention import Rules
+    from ckpttool.storage import WritableStorage
+
+LOG = logging.getLogger("ckpttool")
+
+
+def maintain(
+    storage: WritableStorage, root: str, rules: Rules | None, *, grace: float, key: bytes | None = None
+) -> None:
+    """Remove and thin checkpoints after a save; log failures: the next save tries again.
+
+    Args:
+        storage: Storage of the checkpoints.
+        root: The directory of all checkpoints.
+        rules: Retention rules; None to keep all.
+        grace: Age in seconds of leftovers to remove, counted from the newest of their files.
+        key: Key that the manifests are signed with.
+    """
+    try:
+        unlinked = [d for d in directories(storage, root) if not is_linked(storage, root, d)]
+        finish_killed(storage, unlinked, grace=grace)
+    except CkptError as error:
+        LOG.warning("what a killed run has left of a thin checkpoint was not removed: %s", error)
+    for decision in tidy(storage, root, rules, grace=grace):
+        options = ThinOptions(dtype=decision.thin or "", jobs=1, key=key, grace=grace)
+        path = decision.entry.path
+        try:
+            thin(storage, plan_thinning(storage, path, options), options)
+            LOG.info("thinned %s: its weights are left, in %s", printable(path), options.dtype)
+        except CkptError as error:
+            LOG.warning("an old checkpoint was not thinned: %s", error)
+
+
+def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace: float) -> bool:
+    """Clear away what killed replacements have left; those that still run go on.
+
+    Args:
+        storage: Storage of the checkpoints.
+        checkpoints: Their directories, or a trainer's ``checkpoint-N`` with them.
+        grace: As for ``thinning.recover``.
+
+    Returns:
+        Whether there was anything.
+
+    Raises:
+        StorageError: A directory cannot be read, or a file not be removed.
+    """
+    found = False
+    for path in checkpoints:
+        inside = storage.listing(path)
+        for directory in (path, *(posixpath.join(path, entry.name) for entry in inside if entry.is_dir)):
+            entries = inside if directory == path else storage.listing(directory)
+            if any(entry.name.startswith(THINNING) for entry in entries):
+                try:
+                    found = recover(storage, directory, grace=grace) or found
+                except TakenError as error:
+                    LOG.info("%s", error)
+    return found

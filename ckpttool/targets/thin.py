@@ -1,0 +1,89 @@
+"""Checkpoint -> plans of a thin checkpoint: its weights as safetensors, sidecar files, and the state of the run.
+
+The weights are what ``consolidate`` writes. RUN_STATE has what DeepSpeed's model-states files hold beside them; see
+``formats.thin``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import PlanError
+from ckpttool.formats.zero.names import RUN_STATE
+from ckpttool.plan import CopyPlan
+from ckpttool.plan.builder import CopyBuilder
+from ckpttool.targets.embedded import copy_embedded, without_tensors
+from ckpttool.targets.torch_file import TorchFileBuilder
+from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
+
+if TYPE_CHECKING:
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import TargetFile
+    from ckpttool.targets.weights import WeightSelection
+
+VERSION = 1
+"""Version of the content of RUN_STATE."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ThinPlan:
+    """The files of a thin checkpoint."""
+
+    plans: tuple[CopyPlan, ...]
+    """Their plans; each has sources of its own."""
+    selection: WeightSelection
+    """The weights in them."""
+
+    @property
+    def files(self) -> tuple[TargetFile, ...]:
+        """All files."""
+        return tuple(file for plan in self.plans for file in plan.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(plan.nbytes_written for plan in self.plans)
+
+
+def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
+    """Plan the files of a thin checkpoint.
+
+    Args:
+        checkpoint: The source.
+        dtype: Type of the parameters: "bf16" or "fp32". Buffers keep theirs.
+
+    Raises:
+        PlanError: The weights cannot be written, or a file of the source has the name of one to write.
+    """
+    weights = plan_weight_files(checkpoint, WeightChoice("safetensors", dtype), checkpoint.location)
+    builder = CopyBuilder(checkpoint)
+    state = _run_state(checkpoint, builder)
+    planned = ThinPlan((weights.plan, CopyPlan(builder.sources, builder.casts, (state,))), weights.selection)
+    taken = {file.name for file in checkpoint.files} & {file.name for file in planned.files}
+    if taken:
+        problem = f"holds a file named {min(taken)}, which the thin checkpoint would have"
+        raise PlanError(checkpoint.location, problem, "pin the checkpoint, and prune leaves it whole")
+    return planned
+
+
+def _run_state(checkpoint: Checkpoint, builder: CopyBuilder) -> TargetFile:
+    file = TorchFileBuilder(RUN_STATE, builder)
+    kept = {
+        key: copy_embedded(file, checkpoint, without_tensors(value, keep=checkpoint.embedded))
+        for key, value in (("client_state", dict(checkpoint.client_state)), ("lr_scheduler", checkpoint.scheduler))
+    }
+    root = {
+        "version": VERSION,
+        **kept,
+        "ds_config": without_tensors(dict(checkpoint.ds_config)),
+        "ds_version": checkpoint.deepspeed_version,
+        "global_steps": checkpoint.step,
+        "global_samples": checkpoint.samples,
+        "skipped_steps": checkpoint.skipped_steps,
+        "stage": checkpoint.stage,
+        "ranks": {name: getattr(checkpoint.topology, name) for name in checkpoint.topology.__slots__},
+        "buffers": [buffer.name for buffer in checkpoint.buffers],
+        "frozen": [parameter.name for parameter in checkpoint.parameters if parameter.frozen],
+    }
+    return file.build(root)

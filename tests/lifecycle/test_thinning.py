@@ -1,0 +1,344 @@
+"""Thin checkpoints hold the engine's weights; a crash at any operation leaves the whole checkpoint or the thin one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpttool
+from ckpttool.analysis.same_digests import same_weights
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.errors import CkptError
+from ckpttool.formats.zero.names import RUN_STATE
+from ckpttool.lifecycle.thinning import ThinOptions, plan_thinning, recover, thin
+from ckpttool.saving import files as saving_files
+from ckpttool.saving import planned
+from ckpttool.saving.coordination import Alone
+from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING
+from ckpttool.testing.disks import CHANGES, READS, Fault, Machine, install
+from tests import sampling
+from tests.saving import crew
+from tests.saving.checkpoints import save_version, version
+from tests.truth import NAMES, source, truth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MODULE = "ckpttool.lifecycle.thinning"
+BF16 = ThinOptions(dtype="bf16", grace=0.0)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NATIVE = [name for name in NAMES if truth(name).stage is not None]
+
+
+def _thin(path: str | Path, options: ThinOptions = BF16) -> str:
+    return thin(LOCAL, plan_thinning(LOCAL, str(path), options), options)
+
+
+def _weights(directory: str | Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def _assert_engines_weights(directory: str | Path, name: str, dtype: str) -> None:
+    expected = truth(name).state_dict(DTYPES[dtype])
+    got = _weights(directory)
+    assert got.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert got[key].dtype == tensor.dtype, key
+        assert torch.equal(got[key], tensor), key
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_thin_checkpoint_holds_the_engines_weights(
+    name: str, dtype: str, checkpoint_copy: Callable[[str], Path]
+) -> None:
+    path = checkpoint_copy(name)
+    before = ckpttool.inspect(path)
+    location = before.location
+    weights = ckpttool.digest(path).weights
+    digest = _thin(path, ThinOptions(dtype=dtype, grace=0.0))
+    _assert_engines_weights(location, name, dtype)
+    found = ckpttool.inspect(path)
+    assert (found.format, found.thin, found.stage, found.step) == ("thin", True, None, before.step)
+    assert (found.topology, found.samples, found.aliases) == (before.topology, before.samples, before.aliases)
+    assert [b.name for b in found.buffers] == [b.name for b in before.buffers]
+    assert {p.name for p in found.parameters if p.frozen} == {p.name for p in before.parameters if p.frozen}
+    assert {f.name for f in found.files} <= {p.name for p in Path(location).iterdir()}
+    assert ckpttool.verify(path, deep=True).findings == ()
+    assert ckpttool.digest(path).weights == digest
+    if dtype == "fp32":
+        assert digest == weights
+    manifest = read_manifest(LOCAL, location)
+    assert set(manifest.files) | {MANIFEST} == {p.name for p in Path(location).iterdir()}
+
+
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero2-dp2-bf16-lightning", "zero3-dp2-bf16-trainer"])
+def test_client_state_and_configuration_are_those_of_the_save(
+    name: str, checkpoint_copy: Callable[[str], Path]
+) -> None:
+    path = checkpoint_copy(name)
+    before = ckpttool.inspect(path)
+    files = {f.name: torch.load(before.path(n), weights_only=False) for n, f in enumerate(before.files)}
+    saved = next(v for n, v in sorted(files.items()) if n.endswith("model_states.pt"))
+    _thin(path)
+    loaded = torch.load(os.path.join(before.location, RUN_STATE), weights_only=True)
+    assert loaded["ds_config"] == saved["ds_config"]
+    assert set(loaded["client_state"]) == set(before.client_state)
+    for key in before.client_state:
+        assert repr(loaded["client_state"][key]) == repr(saved[key])
+    assert (loaded["global_steps"], loaded["ds_version"]) == (saved["global_steps"], saved["ds_version"])
+    after = ckpttool.inspect(path)
+    assert after.ds_config == before.ds_config
+    assert set(after.client_state) == set(before.client_state)
+
+
+def test_model_configuration_comes_along(checkpoint_copy: Callable[[str], Path]) -> None:
+    path = checkpoint_copy("zero2-dp2-bf16-trainer")
+    location = ckpttool.inspect(path).location
+    _thin(path)
+    config = json.loads(Path(location, "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert Path(location, "tokenizer.json").read_bytes() == (Path(location).parent / "tokenizer.json").read_bytes()
+
+
+def test_diff_of_a_thin_checkpoint_and_its_source_shows_the_weights_alone(
+    checkpoint_copy: Callable[[str], Path],
+) -> None:
+    path = checkpoint_copy("zero2-dp2-fp32")
+    _thin(path, ThinOptions(dtype="fp32", grace=0.0))
+    report = ckpttool.diff(source("zero2-dp2-fp32"), path)
+    assert report.different == ()
+    assert len(report.tensors) == len(truth("zero2-dp2-fp32").state_dict(torch.float32))
+    assert any("holds no optimizer states: only weights are compared" in note for note in report.notes)
+
+
+def test_files_of_the_user_stay(checkpoint_copy: Callable[[str], Path]) -> None:
+    location = Path(ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16")).location)
+    (location / "notes.txt").write_text("mine")
+    (location / PIN).write_text("{}")
+    _thin(location)
+    assert {p.name for p in location.iterdir()} == {
+        "notes.txt", PIN, MANIFEST, RUN_STATE, "model.safetensors",
+    }  # fmt: skip
+
+
+def test_a_file_in_the_way_is_named_and_nothing_changes(checkpoint_copy: Callable[[str], Path]) -> None:
+    location = Path(ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16")).location)
+    (location / "model.safetensors").write_text("mine")
+    before = {p.name: p.read_bytes() for p in location.iterdir()}
+    with pytest.raises(CkptError, match=r"model\.safetensors: is in the way of the thin checkpoint's file"):
+        _thin(location)
+    assert {p.name: p.read_bytes() for p in location.iterdir()} == before
+
+
+def test_thin_files_are_as_private_as_the_checkpoint(checkpoint_copy: Callable[[str], Path]) -> None:
+    location = Path(ckpttool.inspect(checkpoint_copy("zero2-dp2-bf16")).location)
+    for path in location.iterdir():
+        path.chmod(0o640)
+    _thin(location)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in location.iterdir()} == {0o640}
+
+
+def test_damaged_source_stays_as_it_is(checkpoint_copy: Callable[[str], Path]) -> None:
+    checkpoint = ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16"))
+    location, row = Path(checkpoint.location), checkpoint.parameters[0].states["fp32"].extents[0]
+    path = Path(checkpoint.path(int(row["file"])))
+    data = bytearray(path.read_bytes())
+    data[int(row["offset"])] ^= 1
+    path.write_bytes(data)
+    before = {p.name: p.read_bytes() for p in location.iterdir()}
+    with pytest.raises(CkptError):
+        _thin(location)
+    assert {p.name: p.read_bytes() for p in location.iterdir()} == before
+
+
+def test_what_was_written_wrong_is_noticed_before_anything_goes(
+    checkpoint_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = Path(ckpttool.inspect(checkpoint_copy("zero2-dp2-bf16")).location)
+    before = {p.name: p.read_bytes() for p in location.iterdir()}
+    for victim in ("model.safetensors", RUN_STATE):
+        real = saving_files.write_files
+
+        def write(*given: Any, victim: str = victim, real: Any = real) -> Any:
+            sums = real(*given)
+            path = location / victim
+            if victim in {file.name for file in given[2]}:
+                data = bytearray(path.read_bytes())
+                data[-100] ^= 64
+                path.write_bytes(data)
+            return sums
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{MODULE}.write_files", write)
+            with pytest.raises(CkptError):
+                _thin(location)
+        assert {p.name: p.read_bytes() for p in location.iterdir()} == before
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_version(LOCAL, str(tmp_path), Alone(), "step1", 0)
+    save_version(LOCAL, str(tmp_path), Alone(), "step2", 2)
+
+    def save_meanwhile(*given: Any) -> str:
+        digest = same_weights(*given)
+        save_version(LOCAL, str(tmp_path), Alone(), "step1", 3, overwrite=True)
+        return digest
+
+    monkeypatch.setattr(f"{MODULE}.same_weights", save_meanwhile)
+    with pytest.raises(CkptError, match="was taken over by another process"):
+        _thin(tmp_path / "step1")
+    found = {p.name: p.read_bytes() for p in (tmp_path / "step1").iterdir() if p.name != MANIFEST}
+    assert found == version(3)
+
+
+def test_two_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_version(LOCAL, str(tmp_path), Alone(), "step1", 0)
+    errors = []
+
+    def again(*given: Any) -> str:
+        try:
+            _thin(tmp_path / "step1")
+        except CkptError as error:
+            errors.append(str(error))
+        return same_weights(*given)
+
+    monkeypatch.setattr(f"{MODULE}.same_weights", again)
+    _thin(tmp_path / "step1")
+    assert len(errors) == 1
+    assert "step1: is being thinned by process" in errors[0]
+    assert ckpttool.inspect(tmp_path / "step1").thin
+
+
+def test_signed_checkpoints_need_the_key_and_stay_signed(tmp_path: Path) -> None:
+    from ckpttool.saving.two_phase import Request, save
+    from tests.saving.checkpoints import part
+
+    key = b"k" * 32
+    save(LOCAL, str(tmp_path), Alone(), Request("step1", 1, 2, sign_key=key), part(version(0), 0, 1), timeout=5.0)
+    with pytest.raises(CkptError, match="is signed: thinned without the key, it would lose its signature"):
+        _thin(tmp_path / "step1")
+    with pytest.raises(CkptError, match="is not signed with this key"):
+        _thin(tmp_path / "step1", ThinOptions(dtype="bf16", key=b"x" * 32))
+    _thin(tmp_path / "step1", ThinOptions(dtype="bf16", key=key))
+    assert read_manifest(LOCAL, str(tmp_path / "step1"), key).thin == "bf16"
+    assert ckpttool.inspect(tmp_path / "step1").thin
+
+
+# ------------------------------------------------------------------------------------------------- crashes
+
+
+def _prepared(root: Path, *, committed: bool) -> Path:
+    """A checkpoint saved by the manager's protocol, or by plain DeepSpeed, as ``committed`` says."""
+    if committed:
+        save_version(LOCAL, str(root), Alone(), "step1", 0)
+    else:
+        shutil.copytree(Path(source("zero2-dp2-bf16-sgd"), "global_step3"), root / "step1")
+    return root / "step1"
+
+
+def _state(directory: Path, whole: dict[str, bytes]) -> str:
+    """ "whole" or "thin"; an assertion if it is neither, for readers and byte for byte."""
+    found = ckpttool.inspect(directory)
+    assert ckpttool.verify(directory, deep=True).findings == ()
+    if found.thin:
+        _assert_engines_weights(directory, "zero2-dp2-bf16-sgd", "bf16")
+        return "thin"
+    assert {name: (directory / name).read_bytes() for name in whole} == whole
+    assert {f.name for f in found.files} <= whole.keys()
+    return "whole"
+
+
+def _faults(names: list[str]) -> Iterator[Fault]:
+    for number, name in enumerate(names):
+        if name in CHANGES:
+            for how in ("before", "amid", "after") if name == "pwrite" else ("before", "after"):
+                yield Fault(0, number, how)
+        if name in CHANGES or name in READS:
+            yield Fault(0, number, "EIO")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("committed", [True, False], ids=["committed", "plain"])
+def test_a_crash_at_every_operation_loses_nothing(
+    committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
+) -> None:
+    monkeypatch.setattr(planned, "PART_BYTES", 4096)
+    base = tmp_path / "base"
+    base.mkdir()
+    original = _prepared(base, committed=committed)
+    whole = {p.name: p.read_bytes() for p in original.iterdir()}
+    machine, clock = Machine(), crew.Clock()
+
+    def attempt(root: Path, *faults: Fault) -> Any:
+        machine.reset(*(fault.rule() for fault in faults))
+        with monkeypatch.context() as patch:
+            install(machine, patch)
+            (outcome,) = crew.Crew(1, machine, clock).do(lambda _: _thin(root / "step1"))
+        return outcome
+
+    def fresh(number: int) -> Path:
+        return Path(shutil.copytree(base, tmp_path / f"root{number}"))
+
+    outcome = attempt(root := fresh(0))
+    assert outcome.succeeded, outcome
+    assert _state(root / "step1", whole) == "thin"
+    final = {p.name for p in (root / "step1").iterdir()}
+    names = machine.names[0]
+    assert {"create", "pwrite", "fsync", "rename", "unlink"} <= set(names)
+    seen: set[tuple[str, bool]] = set()
+    tried = 0
+    for number, fault in enumerate(sampling.some(_faults(names), 90, key=f"thin {committed}"), 1):
+        outcome = attempt(root := fresh(number), fault)
+        tried += 1
+        assert outcome.killed or isinstance(outcome.error, CkptError) or outcome.succeeded, (fault, outcome)
+        try:
+            found = _state(root / "step1", whole)
+            seen.add((found, outcome.killed))
+            if outcome.succeeded:
+                assert found == "thin"
+            recover(LOCAL, str(root / "step1"), grace=0)
+            if found == "thin":  # goes on with the removal
+                assert {p.name for p in (root / "step1").iterdir()} == final
+            else:
+                assert {p.name for p in (root / "step1").iterdir()} == whole.keys()
+                _thin(root / "step1")
+            assert _state(root / "step1", whole) == "thin"
+            assert {p.name for p in (root / "step1").iterdir()} == final
+        except (AssertionError, CkptError) as error:
+            raise AssertionError(f"{fault} ({names[fault.number]}): {error}") from error
+        shutil.rmtree(root)
+    assert seen >= {("whole", True), ("thin", True), ("whole", False)}
+    crash_points(tried)
+
+
+def test_another_machines_marker_is_respected_until_it_is_old(tmp_path: Path) -> None:
+    directory = _prepared(tmp_path, committed=True)
+    mark = {"key": "x", "files": ["model.safetensors"], "old": [], "machine": "another", "process": 1, "host": "far"}
+    (directory / THINNING).write_text(json.dumps(mark))
+    (directory / "model.safetensors").write_text("half")
+    with pytest.raises(CkptError, match="is being thinned by process 1 of far"):
+        recover(LOCAL, str(directory), grace=3600)
+    os.utime(directory / THINNING, (1, 1))
+    assert recover(LOCAL, str(directory), grace=3600)
+    assert not (directory / "model.safetensors").exists()
+    assert not (directory / THINNING).exists()
+
+
+def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
+    directory = _prepared(tmp_path, committed=True)
+    (directory / THINNING).write_text("{")
+    with pytest.raises(CkptError, match="is not a marker of ckpttool; remove it if no prune runs"):
+        recover(LOCAL, str(directory), grace=0)
