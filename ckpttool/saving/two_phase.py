@@ -70,6 +70,8 @@ class Request:
     """``Manifest.groups``."""
     batch: Mapping[str, int] = field(default_factory=dict)
     """``Manifest.batch``."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """``Manifest.provenance``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
@@ -373,6 +375,7 @@ def _finish(
             "versions": dict(request.versions),
             "groups": [list(names) for names in request.groups],
             "batch": dict(request.batch),
+            "provenance": dict(request.provenance),
         }
         for name, data in request.sidecars.items():
             if not storage.exists(posixpath.join(root, name)):

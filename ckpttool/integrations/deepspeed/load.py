@@ -19,6 +19,7 @@ from ckpttool.integrations.deepspeed.engine import inspect_engine, keeps_loss_sc
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.provenance import note_restored
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.torch.collectives import (
@@ -207,6 +208,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     if not options.dry_run:
         warn_of(checkpoint, batch)
         client_state = _inject(live, prepared, client_state, options)
+        note_restored(engine, checkpoint)
     report = _report(live, prepared, client_state, options, time.perf_counter() - began)
     return replace(report, rank_state=own, rank_states=states)
 

@@ -11,7 +11,6 @@ from functools import partial
 from os import fspath
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.restore_order import Candidate
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.signing import read_key
@@ -22,8 +21,10 @@ from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
 from ckpttool.integrations.deepspeed.save_arguments import check_client_state, checked_metrics, checked_tag, versions
 from ckpttool.integrations.deepspeed.signals import SignalWatch
+from ckpttool.lifecycle.upkeep import maintain
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import agree_to_begin
+from ckpttool.saving.provenance import begin as begin_provenance
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
@@ -66,6 +67,11 @@ class CheckpointManager:
         keep_last: Number of newest checkpoints to keep. Without any rule all are kept.
         keep_every: Keep checkpoints whose step is a multiple of this.
         keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
+        keep_for: Keep checkpoints younger than this: seconds, or a text like "7d".
+        thin: As for ``ckpttool.prune``: the type of the weights that stay of checkpoints that no rule keeps. The first
+            rank writes them after a save, with ``async_save`` in the background.
+        thin_every: As for ``ckpttool.prune``: keep the weights of those whose step is a multiple of this, in bf16
+            unless ``thin`` says otherwise, and remove the others.
         async_save: Return after the state is copied to host memory, and write in the background.
         timeout: Seconds that a rank may be behind the others before a save fails.
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.
@@ -74,6 +80,8 @@ class CheckpointManager:
         storage_options: As for ``inspect``. With ``follow_links``, ``restore`` follows links on local disk that leave
             the root.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+        provenance: Whether manifests record the git revision, the command line and the checkpoint that the run was
+            restored from. Values of options like ``--token`` are masked; False leaves all of it out.
         sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
             itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
         storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
@@ -89,6 +97,9 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
+        keep_for: float | str | None = None,
+        thin: str | None = None,
+        thin_every: int | None = None,
         async_save: bool = False,
         timeout: float = TIMEOUT,
         grace: float = GRACE,
@@ -96,6 +107,7 @@ class CheckpointManager:
         signals: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
+        provenance: bool = True,
         sign_key: Key | None = None,
         storage: WritableStorage | None = None,
     ) -> None:
@@ -108,8 +120,8 @@ class CheckpointManager:
             self.source = confined(self._storage, self.root, storage_options)
             """The storage that ``restore`` reads from."""
             best = None if keep_best is None else ":".join(map(str, keep_best))
-            rules = (keep_last, keep_every, best)
-            self._rules = None if rules == (None, None, None) else Rules(*rules)
+            rules = (keep_last, keep_every, best, keep_for, thin, thin_every)
+            self._rules = None if all(rule is None for rule in rules) else Rules(*rules)
             self._key = read_key(sign_key)
             self._signals = SignalWatch(signals)
         except Exception:
@@ -118,6 +130,9 @@ class CheckpointManager:
         self.saves_in_background = async_save
         """Whether ``save`` returns before the checkpoint is committed."""
         self._allow = tuple(sorted(allow))
+        self._provenance = provenance
+        if provenance:
+            begin_provenance()
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
@@ -193,6 +208,7 @@ class CheckpointManager:
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
+        from ckpttool.integrations.deepspeed.provenance import current_provenance
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
 
         requests: list[Request] = []
@@ -210,6 +226,7 @@ class CheckpointManager:
                     overwrite=overwrite,
                     groups=groups_without_zero(engine),
                     batch=engine_batch(engine).to_config(),
+                    provenance=current_provenance(engine) if self._provenance and ranks.rank == 0 else {},
                     before=before,
                     root_files=root_files or {},
                 )
@@ -439,7 +456,7 @@ class CheckpointManager:
         self._notify(report)
         if error is None and ranks.rank == 0:
             try:
-                tidy(self._storage, root, self._rules, grace=self._grace)
+                maintain(self._storage, root, self._rules, grace=self._grace, key=self._key)
             except Exception:  # the save is committed all the same
                 LOG.exception("old checkpoints were not removed")
         return report

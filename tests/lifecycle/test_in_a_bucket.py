@@ -1,0 +1,152 @@
+"""Thinning in a bucket, which cannot rename: a death before or after any request loses neither checkpoint."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+import ckpttool
+from ckpttool.errors import CkptError
+from ckpttool.lifecycle.thinning import ThinOptions, plan_thinning, recover, thin
+from ckpttool.saving import planned
+from ckpttool.saving.coordination import Alone
+from ckpttool.storage import MANIFEST, THINNING, open_storage
+from ckpttool.testing.disks import Fault, Killed, Machine
+from tests import sampling
+from tests.cli.command import ckpttool as command
+from tests.saving import crew
+from tests.saving.checkpoints import save_version, version
+from tests.saving.test_bucket import Requests
+from tests.truth import truth
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.storage import server
+
+NAME = "zero2-dp2-bf16-sgd"
+OPTIONS = ThinOptions(dtype="bf16", grace=0.0, jobs=1)
+
+
+def _state(bucket: server.Bucket, url: str) -> str:
+    """ "whole" or "thin", by what readers see and byte for byte."""
+    found = ckpttool.inspect(url)
+    assert ckpttool.verify(url, deep=True).findings == ()
+    if not found.thin:
+        for name, data in version(0).items():
+            assert bucket.get(f"run/step1/{name}") == data
+        return "whole"
+    got = load(bucket.get("run/step1/model.safetensors"))
+    expected = truth(NAME).state_dict(torch.bfloat16)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    return "thin"
+
+
+@pytest.mark.slow
+def test_a_death_at_every_request_loses_nothing(
+    bucket: server.Bucket,
+    monkeypatch: pytest.MonkeyPatch,
+    crash_points: Callable[[int], None],
+) -> None:
+    monkeypatch.setattr(planned, "PART_BYTES", 4096)
+    machine, clock = Machine(), crew.Clock()
+    crew.install(clock, monkeypatch)
+    url = bucket.url("run/step1")
+    save_version(open_storage(url), bucket.url("run"), Alone(), "step1", 0)
+    before = {key: bucket.get(key) for key in bucket.keys("run/")}
+    requests = Requests(machine, 0)
+
+    def work(_: object) -> None:
+        storage = requests.storage()
+        thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
+        if machine.dead:
+            raise Killed
+
+    def attempt(*faults: Fault) -> Any:
+        for key in bucket.keys("run/"):
+            bucket.boto.delete_object(Bucket=bucket.name, Key=key)
+        for key, data in before.items():
+            bucket.put(key, data)
+        machine.reset(*(fault.rule() for fault in faults))
+        (outcome,) = crew.Crew(1, machine, clock).do(work)
+        return outcome
+
+    outcome = attempt()
+    assert outcome.succeeded, outcome
+    assert _state(bucket, url) == "thin"
+    final = set(bucket.keys("run/step1/"))
+    assert {key.rpartition("/")[2] for key in final} == {MANIFEST, "model.safetensors", "ckpttool_run_state.pt"}
+    names = machine.names[0]
+    seen: set[str] = set()
+    tried = 0
+    every = [(at, how) for at, how in itertools.product(range(len(names)), ("before", "after")) if _changes(names[at])]
+    for at, how in sampling.some(every, 24, key="bucket"):
+        outcome = attempt(Fault(0, at, how))
+        tried += 1
+        assert not outcome.succeeded
+        try:
+            seen.add(found := _state(bucket, url))
+            storage = open_storage(url)
+            recover(storage, url, grace=0)
+            assert _state(bucket, url) == found
+            if found == "whole":
+                thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
+            assert _state(bucket, url) == "thin"
+            assert set(bucket.keys("run/step1/")) == final
+            assert bucket.uploads() == []
+        except (AssertionError, CkptError) as error:
+            raise AssertionError(f"died {how} request {at} ({names[at]}): {error}") from error
+    assert seen == {"whole", "thin"}
+    crash_points(tried)
+
+
+def _changes(name: str) -> bool:
+    return not name.startswith(("list", "head", "get"))
+
+
+def test_prune_thins_in_a_bucket(bucket: server.Bucket) -> None:
+    root = bucket.url("run")
+    for number in (1, 2, 3):
+        save_version(open_storage(root), root, Alone(), f"step{number}", 0)
+    planned_line = command("prune", root, "--keep-last", 1, "--thin", "bf16", "--dry-run")
+    assert planned_line.code == 0, planned_line
+    assert "0 of 3 would be removed, 2 would be thinned" in planned_line.stdout
+    assert not any(key.endswith("model.safetensors") for key in bucket.keys("run/"))
+    done = command("prune", root, "--keep-last", 1, "--thin", "bf16")
+    assert (done.code, done.stderr) == (0, "")
+    assert planned_line.stdout.splitlines()[-1].rpartition(",")[2] == done.stdout.splitlines()[-1].rpartition(",")[2]
+    assert [e.thin for e in ckpttool.ls(root).entries] == ["bf16", "bf16", None]
+    assert not [key for key in bucket.keys("run/") if key.endswith(THINNING)]
+    again = command("prune", root, "--keep-last", 1, "--thin", "bf16")
+    assert "thin already" in again.stdout
+    assert "0 of 3 removed, 0 B freed" in again.stdout
+
+
+def test_pins_in_a_bucket(bucket: server.Bucket) -> None:
+    root = bucket.url("run")
+    for number in (1, 2, 3):
+        save_version(open_storage(root), root, Alone(), f"step{number}", 0)
+    made = ckpttool.pin(f"{root}/step1", why="the paper's table 2")
+    assert ckpttool.ls(root).entries[0].pin == made
+    decisions = ckpttool.prune(root, keep_last=1)
+    assert [(d.entry.name, d.keep) for d in decisions] == [("step1", True), ("step2", False), ("step3", True)]
+    assert "the paper's table 2" in decisions[0].reason
+    assert ckpttool.unpin(f"{root}/step1") == made
+    assert [e.name for e in ckpttool.ls(root).entries] == ["step1", "step3"]
+    assert [d.keep for d in ckpttool.prune(root, keep_last=1)] == [False, True]
+
+
+def test_the_state_of_the_run_is_what_torch_loads(bucket: server.Bucket) -> None:
+    url = bucket.url("run/step1")
+    storage = open_storage(url)
+    save_version(storage, bucket.url("run"), Alone(), "step1", 0)
+    saved = torch.load(io.BytesIO(version(0)["mp_rank_00_model_states.pt"]), weights_only=False)
+    thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
+    loaded = torch.load(io.BytesIO(bucket.get("run/step1/ckpttool_run_state.pt")), weights_only=True)
+    assert loaded["ds_config"] == saved["ds_config"]
