@@ -199,7 +199,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
         "location", "root", "tag", "format", "stage", "topology", "dtype", "deepspeed_version", "step", "skipped_steps",
         "nbytes",
         "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "loss_scaler", "client_state",
-        "ds_config", "files", "notes", "remarks",
+        "metrics", "provenance", "thin", "ds_config", "files", "notes", "remarks",
     ]  # fmt: skip
     assert told["location"] == tag_directory(name)
     assert list(told["topology"]) == ["data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"]
@@ -415,6 +415,11 @@ def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str)
         ("rtol", lambda untyped, out: untyped.diff(ZERO3, ZERO3, rtol=-1.0)),
         ("keep_last", lambda untyped, out: untyped.prune(out, keep_last=0)),
         ("keep_best", lambda untyped, out: untyped.prune(out, keep_best=":")),
+        ("keep_for", lambda untyped, out: untyped.prune(out, keep_for="a while")),
+        ("thin", lambda untyped, out: untyped.prune(out, thin="fp16")),
+        ("thin_every", lambda untyped, out: untyped.prune(out, thin_every=0)),
+        ("grace", lambda untyped, out: untyped.prune(out, torn=True, grace="soon")),
+        ("why", lambda untyped, out: untyped.pin(ZERO3, why=" ")),
         ("world_size", lambda untyped, out: untyped.convert(ZERO3, out / "x", to="zero", world_size=1 << 21)),
         ("expert_parallel", lambda untyped, out: untyped.convert(
             ZERO3, out / "x", to="zero", world_size=2, expert_parallel=4)),

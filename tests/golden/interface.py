@@ -93,7 +93,9 @@ def _outputs() -> dict[str, Any]:
             "diff": [["diff", ZERO3, OTHER], ["diff", ZERO3, ZERO2]],
             "ls": [["ls", runs]],
             "cp": [["cp", ZERO3, Path(temporary, "copied")]],
-            "prune": [["prune", runs, "--keep-last", "1", "--dry-run"]],
+            "pin": [["pin", runs / "global_step1", "--why", "it is in the paper"]],
+            "prune": [["prune", runs, "--keep-last", "1", "--thin-every", "2", "--dry-run"]],
+            "unpin": [["unpin", runs / "global_step1"]],
             "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
             "average": [["average", ZERO2, OTHER, Path(temporary, "mean"), "--to", "safetensors"]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
@@ -139,7 +141,7 @@ def _run(arguments: list[Any]) -> Any:
 FREE = {"states", "aliases", "tied"}
 """Mappings from names in the checkpoint; their values alone are described."""
 TYPES = {type(None): "null", bool: "boolean", str: "string", int: "integer", float: "number"}
-OPAQUE = {"client_state", "ds_config", "hyperparameters", "scalars", "scheduler", "loss_scaler", "metrics"}
+OPAQUE = {"client_state", "ds_config", "hyperparameters", "scalars", "scheduler", "loss_scaler", "metrics", "provenance"}
 """Mappings that are copied from the checkpoint as they are."""
 
 

@@ -1,0 +1,328 @@
+"""Rules of age, pins, thin and torn checkpoints: which stay, which go, and the reasons given."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ckpttool as api
+from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.retention import Decision, Rules, decide
+from ckpttool.catalog.trainer_runs import rotate
+from ckpttool.commit.manifest import Manifest, read_manifest
+from ckpttool.commit.marks import identity
+from ckpttool.commit.pins import Pin
+from ckpttool.errors import CkptError, PlanError
+from ckpttool.lifecycle.upkeep import maintain
+from ckpttool.saving.coordination import Alone
+from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
+from tests.cli.command import ckpttool
+from tests.saving.checkpoints import save_version
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOW = 1_000_000_000.0
+DAY = 86400.0
+
+
+def _entry(step: int, **changes: Any) -> CatalogEntry:
+    values: dict[str, Any] = {
+        "name": f"step{step}", "path": f"run/step{step}", "format": "zero", "stage": 2, "world_size": 2, "step": step,
+        "nbytes": 10, "modified": NOW - 100 * DAY, "whole": True, "problem": None, "latest": False, "link": None,
+        "metrics": {}, "saved": NOW - (100 - step) * DAY,
+    }  # fmt: skip
+    return CatalogEntry(**{**values, **changes})
+
+
+def _thin(step: int, dtype: str = "bf16") -> CatalogEntry:
+    return _entry(step, format="thin", stage=None, thin=dtype)
+
+
+def _decided(entries: list[CatalogEntry], **rules: Any) -> dict[int | None, Decision]:
+    return {d.entry.step: d for d in decide(entries, Rules(**rules), root="run", now=NOW)}
+
+
+def _what(entries: list[CatalogEntry], **rules: Any) -> list[tuple[int | None, str]]:
+    found = decide(entries, Rules(**rules), root="run", now=NOW)
+    assert all(d.reason for d in found)
+    return [(d.entry.step, "goes" if not d.keep else d.thin or "stays") for d in found]
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"thin": "bf16"}, ["bf16", "bf16", "bf16", "bf16", "stays"]),
+        ({"thin": "fp32", "last": 2}, ["fp32", "fp32", "fp32", "stays", "stays"]),
+        ({"thin_every": 20}, ["goes", "bf16", "goes", "bf16", "stays"]),
+        ({"thin_every": 20, "thin": "fp32", "every": 40}, ["goes", "fp32", "goes", "stays", "stays"]),
+        ({"thin_every": 20, "last": 3}, ["goes", "bf16", "stays", "stays", "stays"]),
+        ({"age": "61d"}, ["goes", "goes", "goes", "stays", "stays"]),
+        ({"age": 71 * DAY, "thin": "bf16"}, ["bf16", "bf16", "stays", "stays", "stays"]),
+        ({"torn": True}, ["stays", "stays", "stays", "stays", "stays"]),
+        ({"torn": True, "last": 1}, ["goes", "goes", "goes", "goes", "stays"]),
+    ],
+    ids=str,
+)
+def test_what_no_rule_keeps_is_thinned_or_goes(rules: dict[str, Any], expected: list[str]) -> None:
+    entries = [_entry(step) for step in (10, 20, 30, 40, 50)]
+    assert _what(entries, **rules) == list(zip((10, 20, 30, 40, 50), expected, strict=True))
+
+
+def test_thin_checkpoints_are_not_counted_and_stay_unless_a_rule_is_about_them() -> None:
+    entries = [_thin(10), _thin(20), _entry(30), _entry(40)]
+    assert _what(entries, last=1) == [(10, "stays"), (20, "stays"), (30, "goes"), (40, "stays")]
+    assert _what(entries, last=2, thin="bf16") == [(10, "stays"), (20, "stays"), (30, "stays"), (40, "stays")]
+    assert _what(entries, last=2, thin_every=20) == [(10, "goes"), (20, "stays"), (30, "stays"), (40, "stays")]
+    assert _what(entries, last=2, thin_every=20, age="95d")[0] == (10, "stays")
+    assert _decided(entries, last=1)[10].reason == "thin already"
+
+
+@pytest.mark.parametrize(
+    "rules", [{"last": 1}, {"thin": "bf16"}, {"thin_every": 7}, {"torn": True, "last": 1}], ids=str
+)
+def test_nothing_changes_what_is_pinned_newest_or_named(rules: dict[str, Any]) -> None:
+    pin = Pin("me@here", NOW, "the paper's\n\x1b[31mtable")
+    entries = [
+        _entry(1, pin=pin), _entry(2, latest=True), _entry(3, reported=True), _thin(4),
+        _entry(5, whole=False, problem="is missing", torn="incomplete", pin=pin), _entry(6),
+    ]  # fmt: skip
+    entries[3] = _entry(4, format="thin", stage=None, thin="bf16", pin=pin)
+    assert {what for _, what in _what(entries, **rules)} == {"stays"}
+    assert _decided(entries, **rules)[1].reason == "pinned by me@here: the paper's\\n\\x1b[31mtable"
+
+
+@pytest.mark.parametrize(
+    ("changes", "goes", "reason"),
+    [
+        ({"torn": "uncommitted"}, True, "torn: is missing"),
+        ({"torn": "incomplete"}, True, "torn: is missing"),
+        ({"torn": None}, False, "cannot be opened, which does not prove it torn"),
+        ({"torn": "uncommitted", "being_saved": True}, False, "torn, or being saved"),
+        ({"torn": "incomplete", "modified": NOW - 60}, False, "torn, or being saved"),
+        ({"torn": "incomplete", "modified": NOW + 60}, False, "torn, or being saved"),
+        ({"torn": "incomplete", "latest": True}, False, "latest names it"),
+        ({"torn": "incomplete", "reported": True}, False, "Ray Train's snapshot lists it"),
+        ({"torn": "incomplete", "problem": "is a root of its own, with 2 checkpoints"}, False, "is a root of its own"),
+        ({"torn": "incomplete", "step": 99, "name": "step99"}, False, "torn, but no newer checkpoint is whole"),
+        ({"torn": "uncommitted", "step": 99, "name": "step99"}, True, "torn: is missing"),
+    ],
+    ids=str,
+)
+def test_torn_checkpoints_go_only_if_nothing_may_write_them(changes: dict[str, Any], goes: bool, reason: str) -> None:
+    torn = _entry(**{"step": 5, "whole": False, "problem": "is missing", "stage": None, **changes})
+    found = _decided([torn, _entry(50)], torn=True)[torn.step]
+    assert (not found.keep, found.reason.startswith(reason) or reason in found.reason) == (goes, True), found
+    assert _decided([torn, _entry(50)], last=1)[torn.step].keep
+
+
+def test_a_clock_that_was_ahead_keeps_rather_than_removes() -> None:
+    entries = [_entry(1, saved=NOW + 300 * DAY), _entry(2, saved=None), _entry(3)]
+    assert _what(entries, age="7d") == [(1, "stays"), (2, "goes"), (3, "stays")]
+
+
+# ------------------------------------------------------------------------------------------------- on disk
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four commits, step1 to step4."""
+    for number in (1, 2, 3, 4):
+        save_version(LOCAL, str(tmp_path / "run"), Alone(), f"step{number}", 0)
+        _set_step(tmp_path / "run" / f"step{number}", number)
+    return tmp_path / "run"
+
+
+def _set_step(directory: Path, step: int, **changes: Any) -> None:
+    manifest = read_manifest(LOCAL, str(directory))
+    fields = {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
+    (directory / MANIFEST).write_bytes(Manifest(**{**fields, "step": step, **changes}).to_json())
+
+
+def test_dry_run_says_which_why_and_how_much(root: Path) -> None:
+    before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    told = json.loads(ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--dry-run", "--json").stdout)
+    assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
+    assert [(d["keep"], d["thin"], d["freed"] > 0) for d in told] == [
+        (True, "bf16", True), (True, "bf16", True), (True, None, False), (True, None, False),
+    ]  # fmt: skip
+    sizes = {e.name: e.nbytes for e in api.ls(root).entries}
+    done = api.prune(root, keep_last=2, thin="bf16")
+    assert [d.freed for d in done] == [d["freed"] for d in told]
+    after = {e.name: e.nbytes for e in api.ls(root).entries}
+    for d in done:  # but for the manifest, which lists other files
+        assert abs(sizes[d.entry.name] - after[d.entry.name] - d.freed) < 2000
+    lines = ckpttool("ls", root).stdout.splitlines()
+    assert "thin bf16" in lines[1]
+
+
+def test_progress_counts_the_bytes_of_thin_checkpoints(root: Path) -> None:
+    told: list[tuple[int, int]] = []
+    api.prune(root, keep_last=2, thin="bf16", progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+    assert {total for _, total in told} == {told[-1][1]}
+    thin = [p for n in (1, 2) for p in (root / f"step{n}").iterdir() if p.name != MANIFEST]
+    assert told[-1][1] == sum(p.stat().st_size for p in thin)
+
+
+def test_age_is_that_of_the_save_not_of_the_files(root: Path) -> None:
+    for number in (1, 2):
+        _set_step(root / f"step{number}", number, created=time.time() - number * DAY)
+    decisions = api.prune(root, keep_for="36h", dry_run=True)
+    assert [d.keep for d in decisions] == [True, False, True, True]
+    assert decisions[0].reason == "saved 24 h ago, less than 36 h"
+
+
+def test_pins_are_shown_and_keep(root: Path) -> None:
+    made = ckpttool("pin", root / "step1", "--why", "baseline of the ablation")
+    assert made.code == 0
+    assert made.stdout.startswith(f"{root}/step1: pinned by ")
+    assert "pinned by" in ckpttool("ls", root).stdout
+    told = json.loads(ckpttool("ls", root, "--json").stdout)["entries"][0]["pin"]
+    assert (told["why"], abs(told["when"] - time.time()) < 60) == ("baseline of the ablation", True)
+    maintain(LOCAL, str(root), Rules(last=1), grace=0)
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["step1", "step4"]
+    maintain(LOCAL, str(root), Rules(last=1, thin="bf16"), grace=0)
+    assert not api.inspect(root / "step1").thin
+    assert ckpttool("unpin", root / "step1").code == 0
+    assert (
+        ckpttool("unpin", root / "step1").error == f"Error: {root}/step1: is not pinned; ls shows which checkpoints are"
+    )
+    maintain(LOCAL, str(root), Rules(last=1, thin="bf16"), grace=0)
+    assert api.inspect(root / "step1").thin
+
+
+def test_a_pin_is_not_copied_and_does_not_hinder(root: Path, tmp_path: Path) -> None:
+    api.pin(root / "step1", why="mine")
+    assert ckpttool("cp", root, tmp_path / "copy", "--tag", "step1").code == 0
+    assert PIN not in {p.name for p in (tmp_path / "copy" / "step1").iterdir()}
+    api.pin(tmp_path / "copy", tag="step1", why="mine too")
+    assert "was there already" in ckpttool("cp", root, tmp_path / "copy", "--tag", "step1").stdout
+    assert api.verify(root / "step1", deep=True).findings == ()
+
+
+def test_a_damaged_pin_keeps_and_can_be_removed(root: Path) -> None:
+    (root / "step1" / PIN).write_text("{")
+    (decision, *_) = api.prune(root, keep_last=1, dry_run=True)
+    assert (decision.keep, decision.reason) == (True, "pinned by ?: its pin cannot be read")
+    api.unpin(root / "step1")
+    assert not api.prune(root, keep_last=1, dry_run=True)[0].keep
+
+
+def test_a_damaged_checkpoint_can_be_unpinned_but_not_pinned(root: Path) -> None:
+    api.pin(root / "step1", why="mine")
+    for number in (1, 2):
+        (root / f"step{number}" / "mp_rank_00_model_states.pt").unlink()
+    api.unpin(root / "step1")
+    with pytest.raises(CkptError, match="is missing"):
+        api.pin(root / "step2", why="mine")
+
+
+def test_the_trainers_rotation_keeps_pinned_and_thin_ones(tmp_path: Path) -> None:
+    for number in range(1, 7):
+        save_version(LOCAL, str(tmp_path / f"checkpoint-{number}"), Alone(), f"global_step{number}", 0)
+        _set_step(tmp_path / f"checkpoint-{number}" / f"global_step{number}", number, number=number)
+    api.pin(tmp_path / "checkpoint-1", why="the first")
+    decisions = api.prune(tmp_path, keep_last=4, thin="bf16")
+    assert [d.thin for d in decisions] == [None, "bf16", None, None, None, None]
+    removed = rotate(LOCAL, str(tmp_path), 2, keep=(), grace=0)
+    assert sorted(os.path.basename(path) for path in removed) == ["checkpoint-3", "checkpoint-4"]
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"checkpoint-1", "checkpoint-2", "checkpoint-5", "checkpoint-6"}
+
+
+# ------------------------------------------------------------------------------------------------- torn
+
+
+def test_prune_removes_what_is_torn_and_nothing_that_may_be_being_saved(root: Path) -> None:
+    fixture = Path(source("zero2-dp2-bf16"), "global_step3")
+    for name in ("step0_cut", "step0_fresh", "step9_dead", "step9_alive", "step9_far"):
+        shutil.copytree(fixture, root / name)
+    for name in ("step0_cut", "step0_fresh"):
+        (root / name / "mp_rank_00_model_states.pt").unlink()
+    began = identity()
+    marks = {"dead": {**began, "process": 1, "began": "0"}, "alive": {**began, "process": os.getppid()}}
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        marks["alive"]["began"] = file.read().rpartition(")")[2].split()[19]
+    marks["far"] = {**began, "machine": "another"}
+    for name, mark in marks.items():
+        (root / f"step9_{name}" / MARK).write_text(json.dumps({"key": "save x", "files": [], **mark}))
+    old = time.time() - 7200
+    for path in root.rglob("*"):
+        if path.parent.name not in {"step0_fresh", "step9_far"}:
+            os.utime(path, (old, old))
+    for path in (root / "step0_fresh").iterdir():
+        os.utime(path, None)
+    for path in (root / "step9_far").iterdir():
+        os.utime(path, None)
+    told = {d.entry.name: d for d in api.prune(root, torn=True, dry_run=True)}
+    assert {name for name, d in told.items() if not d.keep} == {"step0_cut", "step9_dead"}
+    assert "is being written, or was left half-written by a killed run" in told["step9_dead"].reason
+    done = ckpttool("prune", root, "--torn")
+    assert "2 of 9 removed" in done.stdout
+    assert {p.name for p in root.iterdir() if p.is_dir()} == {
+        "step0_fresh", "step9_alive", "step9_far", "step1", "step2", "step3", "step4",
+    }  # fmt: skip
+    assert "step0_fresh" in {d.entry.name for d in api.prune(root, torn=True, grace=0) if not d.keep}
+    assert (root / "step9_alive").exists()
+
+
+def test_a_reader_that_does_not_know_the_files_removes_nothing(tmp_path: Path) -> None:
+    """If none of the run's checkpoints opens, the reader may be what is wrong."""
+    shutil.copytree(Path(source("zero2-dp2-bf16"), "global_step3"), tmp_path / "step1")
+    (tmp_path / "step1" / "mp_rank_00_model_states.pt").write_bytes(b"PK of the future")
+    (decision,) = api.prune(tmp_path, torn=True, grace=0)
+    assert decision.keep
+    assert decision.reason.startswith("torn, but no newer checkpoint is whole: ")
+
+
+# ------------------------------------------------------------------------------------------------- after a crash
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["before the commit", "after it"])
+def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path, tmp_path: Path) -> None:
+    """A prune that was killed leaves a marker; prune and manager finish what it began."""
+    whole = {p.name: p.read_bytes() for p in (root / "step1").iterdir()}
+    api.prune(root, keep_last=3, thin="bf16")
+    thin = {p.name: p.read_bytes() for p in (root / "step1").iterdir()}
+    new = sorted(thin.keys() - {MANIFEST})
+    mark = {"key": "x", "files": new, "old": sorted(whole.keys() - {MANIFEST}), **identity(), "process": 1, "began": ""}
+    killed = {**whole, **{n: thin[n] for n in new}, MANIFEST: (thin if committed else whole)[MANIFEST]}
+    for how in ("prune", "manager"):
+        run = tmp_path / how
+        shutil.copytree(root, run)
+        for name, data in killed.items():
+            (run / "step1" / name).write_bytes(data)
+        (run / "step1" / THINNING).write_text(json.dumps(mark))
+        assert api.inspect(run / "step1").thin == committed
+        if how == "prune":
+            api.prune(run, keep_last=4)
+        else:
+            maintain(LOCAL, str(run), None, grace=0)
+        assert {p.name for p in (run / "step1").iterdir()} == (thin if committed else whole).keys()
+        assert api.verify(run / "step1", deep=True).findings == ()
+
+
+def test_what_cannot_be_thinned_stays_with_the_reason(root: Path) -> None:
+    (root / "step1" / "model.safetensors").write_text("mine")
+    with pytest.raises(CkptError, match=r"step1/model\.safetensors: cannot be thinned: is in the way"):
+        api.prune(root, keep_last=3, thin="bf16")
+    assert not api.inspect(root / "step1").thin
+    with pytest.raises(PlanError):
+        api.unpin(root / "step1")
+
+
+def test_locked_files_of_a_failed_prune_name_what_was_done(
+    root: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_copy: Callable[[str], Path]
+) -> None:
+    (root / "step2" / "model.safetensors").write_text("mine")
+    error = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16").error
+    assert "(done before it: step1)" in error
+    assert api.inspect(root / "step1").thin
