@@ -31,6 +31,7 @@ BENCHMARKS = {
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "7", "--rounds", "4"],
     "restore": ["--runs", "3"],
+    "thin": ["--runs", "5"],
     "storage": ["--runs", "3", "--peer-runs", "3", "--latency", "0.05"],
 }
 """Options of each benchmark. The larger model of ``save`` waits for the disk as a training run does; at 50M parameters

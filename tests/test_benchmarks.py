@@ -26,9 +26,10 @@ RUNS = {
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
     "scale.py": ["--ranks", "3", "--layers", "2", "--hidden", "8"],
     "storage.py": [*ONCE, "--peer-runs", "0", "--latency", "0"],
+    "thin.py": [*ONCE, "--stages", "2"],
     "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],
 }  # fmt: skip
-SLOW = {"average.py", "consolidate.py", "merge_lora.py", "restore.py"}
+SLOW = {"average.py", "consolidate.py", "merge_lora.py", "restore.py", "thin.py"}
 ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],

@@ -194,9 +194,9 @@ def _pinned(pin: Pin) -> str:
     return f"pinned by {pin.who} {when} ago: {pin.why}" if pin.who else f"pinned: {pin.why}"
 
 
-def print_pin(src: str, pin: Pin, *, verb: str) -> None:
+def print_pin(src: str, pin: Pin, *, removed: bool = False) -> None:
     """Print who pinned a checkpoint, and why."""
-    print_line(f"{src}: {verb} by {pin.who}: {pin.why}")
+    print_line(f"{src}: {'unpinned; it was ' if removed else ''}pinned by {pin.who or '?'}: {pin.why}")
 
 
 def _kind(entry: CatalogEntry) -> str:

@@ -29,4 +29,4 @@ def pin(src: str, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(made)
     else:
-        print_pin(src, made, verb="pinned")
+        print_pin(src, made)

@@ -25,4 +25,4 @@ def unpin(src: str, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(removed)
     else:
-        print_pin(src, removed, verb="no longer pinned, as it was")
+        print_pin(src, removed, removed=True)

@@ -120,6 +120,7 @@ def without_times(text: str) -> str:
     """Output without what differs from run to run."""
     if text.startswith("checkpoint ") and " age " in text:  # ls: how old the files are, which also sets the columns
         text = re.sub(r" +", " ", re.sub(r"\b\d+ (s|min|h|d)(?=  )", "some time", text))
+    text = re.sub(r"pinned(.*) by \S+@\S+?(?= |:)( \d+ (s|min|h|d) ago)?", r"pinned\1 by someone", text)
     text = re.sub(r"^needs: about .*$", "needs: some memory", text, flags=re.MULTILINE)
     return re.sub(r"in \d+\.\d s", "in 0.0 s", text)
 

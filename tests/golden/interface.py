@@ -141,7 +141,16 @@ def _run(arguments: list[Any]) -> Any:
 FREE = {"states", "aliases", "tied"}
 """Mappings from names in the checkpoint; their values alone are described."""
 TYPES = {type(None): "null", bool: "boolean", str: "string", int: "integer", float: "number"}
-OPAQUE = {"client_state", "ds_config", "hyperparameters", "scalars", "scheduler", "loss_scaler", "metrics", "provenance"}
+OPAQUE = {
+    "client_state",
+    "ds_config",
+    "hyperparameters",
+    "scalars",
+    "scheduler",
+    "loss_scaler",
+    "metrics",
+    "provenance",
+}
 """Mappings that are copied from the checkpoint as they are."""
 
 
