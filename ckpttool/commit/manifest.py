@@ -15,7 +15,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.provenance import parse_provenance
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
-from ckpttool.errors import LayoutError, PlanError, StorageError
+from ckpttool.errors import CkptError, LayoutError, PlanError, StorageError
 from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, walk
 from ckpttool.storage.confined import leads_out
@@ -274,6 +274,14 @@ def _checksums(values: Mapping[str, Any]) -> Checksums:
 
 def _packed(crcs: tuple[int, ...]) -> str:
     return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+
+
+def is_thin(storage: Storage, directory: str) -> bool:
+    """Return whether a directory has a manifest of a thin checkpoint; False for one that cannot be read."""
+    try:
+        return is_commit(storage, directory) and bool(read_manifest(storage, directory).thin)
+    except CkptError:
+        return False
 
 
 def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[StorageError]:

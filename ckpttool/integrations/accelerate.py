@@ -35,6 +35,7 @@ from ckpttool.integrations.deepspeed.folders import (
     read_files,
     set_rng_of,
     was_within_epoch,
+    whole_first,
 )
 from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
 from ckpttool.integrations.ray.run import current_run
@@ -312,7 +313,7 @@ def _find(saves: Folders, root: str, *, newest: bool) -> list[tuple[str, str, bo
         if not storage.is_dir(root):
             raise LayoutError(root, "does not exist", "pass a folder that save_state has written")
         return candidates_in(storage, root)
-    return [one for _, folder in folders(storage, root) for one in candidates_in(storage, folder)]
+    return whole_first(storage, [one for _, f in folders(storage, root) for one in candidates_in(storage, f)])
 
 
 def _is_within_epoch(accelerator: Any) -> bool:

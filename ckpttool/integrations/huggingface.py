@@ -31,7 +31,14 @@ from transformers import TrainerCallback
 from ckpttool.catalog.restore_order import Candidate
 from ckpttool.catalog.trainer_runs import folder_name, folders, rotate, step_of_folder
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
-from ckpttool.integrations.deepspeed.folders import Folders, candidates_in, is_static, read_files, set_rng_of
+from ckpttool.integrations.deepspeed.folders import (
+    Folders,
+    candidates_in,
+    is_static,
+    read_files,
+    set_rng_of,
+    whole_first,
+)
 from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
 from ckpttool.integrations.huggingface_hooks import (
@@ -329,7 +336,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     raise LayoutError(folder, "holds no whole checkpoint", "pass resume_from_checkpoint=True")
                 return found
             listed = [one for one in listed if step is None or one[0] <= step]  # a script that looked for the newest
-        found = [one for _, folder in listed for one in candidates_in(storage, folder)]
+        found = whole_first(storage, [one for _, folder in listed for one in candidates_in(storage, folder)])
         if listed and not found and given:
             problem = f"holds {len(listed)} checkpoints, and none was committed"
             raise LayoutError(saves.root, problem, "train from the beginning, without resume_from_checkpoint")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import stat
 from pathlib import Path
@@ -24,6 +25,7 @@ from ckpttool.saving import planned
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING
 from ckpttool.testing.disks import CHANGES, READS, Fault, Machine, install
+from ckpttool.testing.power_failure import PowerFailure, build
 from tests import sampling
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, version
@@ -322,6 +324,46 @@ def test_a_crash_at_every_operation_loses_nothing(
         shutil.rmtree(root)
     assert seen >= {("whole", True), ("thin", True), ("whole", False)}
     crash_points(tried)
+
+
+@pytest.mark.slow
+def test_a_power_failure_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
+) -> None:
+    monkeypatch.setattr(planned, "PART_BYTES", 4096)
+    original = _prepared(tmp_path / "base", committed=True)
+    whole = {p.name: p.read_bytes() for p in original.iterdir()}
+    root = Path(shutil.copytree(tmp_path / "base", tmp_path / "root"))
+    disk = PowerFailure(str(root))
+    machine, clock = Machine(), crew.Clock()
+    with monkeypatch.context() as patch:
+        install(machine, patch)
+        (outcome,) = crew.Crew(1, machine, clock).do(lambda _: _thin(root / "step1"))
+    assert outcome.succeeded, outcome
+    final = {p.name for p in (root / "step1").iterdir()}
+    chance = random.Random("thin")  # noqa: S311
+    seen: dict[Any, str] = {}
+    tried = sampling.some(range(len(machine.journal) + 1), 40, key="thin")
+    for number in range(len(machine.journal) + 1):
+        if number:
+            disk.apply(machine.journal[number - 1])
+        for tree in disk.states(chance, some=2) if number in tried else ():
+            key = frozenset((name, None if entry is None else hash(entry[0])) for name, entry in tree.items())
+            if key in seen:
+                continue
+            broken = tmp_path / "broken"
+            build(tree, str(broken))
+            try:
+                seen[key] = found = _state(broken / "step1", whole)
+                recover(LOCAL, str(broken / "step1"), grace=0)
+                assert _state(broken / "step1", whole) == found
+                assert {p.name for p in (broken / "step1").iterdir()} == (final if found == "thin" else whole.keys())
+            except (AssertionError, CkptError) as error:
+                last = machine.journal[number - 1] if number else None
+                raise AssertionError(f"after {last and (last.name, last.arguments[0])}: {error}") from error
+            shutil.rmtree(broken)
+    assert set(seen.values()) == {"whole", "thin"}
+    crash_points(len(seen))
 
 
 def test_another_machines_marker_is_respected_until_it_is_old(tmp_path: Path) -> None:
