@@ -326,3 +326,12 @@ def test_locked_files_of_a_failed_prune_name_what_was_done(
     error = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16").error
     assert "(done before it: step1)" in error
     assert api.inspect(root / "step1").thin
+
+
+def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(root: Path) -> None:
+    from ckpttool.integrations.deepspeed.folders import whole_first  # imports torch
+
+    api.prune(root, keep_last=2, thin="bf16")
+    api.pin(root / "step2", why="not asked for here")
+    found = [(f"step{n}", f"{root}/step{n}", True) for n in (2, 4, 1, 3)] + [("plain", f"{root}/nowhere", False)]
+    assert [tag for tag, _, _ in whole_first(LOCAL, found)] == ["step4", "step3", "plain", "step2", "step1"]
