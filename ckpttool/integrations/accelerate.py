@@ -26,6 +26,7 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 
 from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folders, rotate, step_of_folder
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.integrations.deepspeed.folders import (
@@ -37,7 +38,7 @@ from ckpttool.integrations.deepspeed.folders import (
     was_within_epoch,
     whole_first,
 )
-from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
+from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.ray.run import current_run
 from ckpttool.integrations.replaced import replaced
 from ckpttool.integrations.scratch import scratch_directory, write_file

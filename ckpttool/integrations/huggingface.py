@@ -29,6 +29,7 @@ import transformers
 from transformers import TrainerCallback
 
 from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folder_name, folders, rotate, step_of_folder
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.integrations.deepspeed.folders import (
@@ -39,7 +40,7 @@ from ckpttool.integrations.deepspeed.folders import (
     set_rng_of,
     whole_first,
 )
-from ckpttool.integrations.deepspeed.manager import GRACE, TIMEOUT
+from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
 from ckpttool.integrations.huggingface_hooks import (
     LOADER,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.same_digests import same_weights
 from ckpttool.catalog.cleanup import is_old
+from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import of_bytes
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
@@ -44,6 +45,7 @@ from ckpttool.formats.zero.names import parse_name
 from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import HashedFile
 from ckpttool.saving.planned import PlannedFile
+from ckpttool.saving.two_phase import SPACE_FACTOR
 from ckpttool.storage import BESIDE, MANIFEST, THINNING, connect, walk
 from ckpttool.targets.thin import plan_thin
 
@@ -57,8 +59,6 @@ if TYPE_CHECKING:
     from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance
 
-SPACE_FACTOR = 1.02
-"""Required free space, as a multiple of the files' bytes."""
 MAX_MARK_BYTES = 1 << 26
 """Most bytes of a marker; one of a hundred thousand files is smaller."""
 
@@ -75,7 +75,7 @@ class ThinOptions:
     """Bytes of parts in flight."""
     key: bytes | None = field(default=None, repr=False)
     """Key of signed manifests: the old one must have been signed with it, and the new one is."""
-    grace: float = 3600.0
+    grace: float = GRACE
     """Seconds after which another machine's marker counts as left by a killed process."""
 
 

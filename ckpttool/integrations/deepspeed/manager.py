@@ -12,7 +12,7 @@ from os import fspath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.restore_order import Candidate
-from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.retention import GRACE, Rules
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.rank_states import is_rank_state
@@ -51,8 +51,6 @@ MEETING = "manager"
 """Purpose of the ranks' agreement: a manager joins with its first save or restore, not in its constructor."""
 HINTS = {"rank_state": "pass rank_state on every rank, or on none"}
 """Hints of errors of ranks with different arguments; the others get a general one."""
-GRACE = 3600.0
-"""Default of ``grace``: seconds after which files of a killed save are removed."""
 
 
 class CheckpointManager:
