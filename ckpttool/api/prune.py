@@ -152,8 +152,10 @@ def _each(gone: list[str], decisions: Sequence[Decision], work: Callable[[Decisi
             work(decision)
         except CkptError as error:
             before = f" (done before it: {', '.join(gone)})" if gone else ""
-            what = "thinned" if decision.thin is not None else "removed whole"
+            if decision.thin is None:
+                problem = f"cannot be removed whole: {error.problem}{before}"
+                raise StorageError(decision.entry.path, problem, "repair that, then run it again") from error
             kind = StorageError if isinstance(error, StorageError) else type(error)
-            hint = error.hint if decision.thin is not None else "repair that, then run it again"
-            raise kind(error.path, f"cannot be {what}: {error.problem}{before}", hint, error.options) from error
+            problem = f"cannot be thinned: {error.problem}{before}"
+            raise kind(error.path, problem, error.hint, error.options) from error
         gone.append(decision.entry.name)
