@@ -53,6 +53,16 @@ def test_nothing_is_cut_on_paper(command: str, opened: Open, tmp_path: Path) -> 
         PAPER,
     )
     assert wide == []
+    sketches = page.run("[...document.querySelectorAll('td svg')].map((e) => [e.clientWidth, e.viewBox.baseVal.width])")
+    assert all(scaled > 0 and whole > 0 for scaled, whole in sketches)  # a view box scales, no part is left out
+    broken = page.run(
+        """[...document.querySelectorAll('td.right')].filter((e) => {
+          const range = document.createRange();
+          range.selectNodeContents(e);
+          return e.childElementCount === 0 && !e.innerText.includes(' ') && range.getClientRects().length > 1;
+        }).map((e) => e.innerText)"""
+    )
+    assert broken == []
     page.sound()
 
 

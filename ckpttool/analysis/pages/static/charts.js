@@ -192,7 +192,14 @@ page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour 
       .join("");
   const svg = page.el(
     "svg",
-    { width, height, role: "img", "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high + 1}` },
+    {
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high + 1}`,
+    },
     page.el("path", { d: `M${n * w} 0h${Math.max(w, 0.8)}V${height}h${-Math.max(w, 0.8)}z`, class: "zero" }),
     page.el("path", { d: path([...bars.keys()].filter((i) => i !== n)), fill: colour }),
     page.el("path", { d: path([n]), class: "zeros" }),
