@@ -14,7 +14,6 @@ from ckpttool.storage import local_path, open_storage, without_credentials
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ckpttool.analysis.diff import DiffReport
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.api.consolidate import CopyReport
     from ckpttool.api.convert import ConvertReport
@@ -153,17 +152,6 @@ def page_of_catalog(
     steps = [None if entry.order[0] < 0 else entry.order[0] for entry in found.entries]
     data = {"catalog": as_plain(found), "steps": steps, "rules": rules, "decisions": as_plain(decisions)}
     return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)
-
-
-def page_of_diff(report: DiffReport) -> bytes:
-    """Build the page of a comparison."""
-    from ckpttool.analysis.description import as_plain
-    from ckpttool.analysis.layout import layer_of
-    from ckpttool.analysis.pages import page
-
-    told = {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}
-    data = {"diff": as_plain(told), "layers": [layer_of(tensor.name) for tensor in report.tensors]}
-    return page("diff", f"{report.a} and {report.b}", data)
 
 
 def page_of_dry_run(report: CopyReport | ConvertReport) -> bytes:

@@ -211,6 +211,13 @@ def test_both_colour_schemes_wide_and_narrow(scheme: str, width: int, opened: Op
     page.sound()
 
 
+def test_a_grid_of_many_ranks_fits_a_narrow_window(opened: Open) -> None:
+    page = opened(checkpoint_page(api.inspect(source("universal-pipeline-zero1-pp2-tp2-bf16"))), width=390)
+    assert page.run("document.querySelectorAll('.grid button').length") == 4
+    assert page.run("document.documentElement.scrollWidth") <= 390
+    page.sound()
+
+
 # ------------------------------------------------------------------------------------------------- large
 
 

@@ -6,12 +6,15 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import ckpttool as api
+from ckpttool.analysis.diff import Difference, DiffReport
+from ckpttool.analysis.pages.diff import diff_page
 from ckpttool.analysis.stats import linear_histogram
 from tests.cli.command import ckpttool, remains
 from tests.pages.test_checkpoint_page import HOSTILE
@@ -257,3 +260,23 @@ def test_no_page_runs_a_hostile_name(opened: Open, tmp_path: Path) -> None:
         assert page.run("window.hacked === undefined && !document.querySelector('img, iframe')")
         assert page.run("document.scripts.length") == 2
         page.sound()
+
+
+def test_a_comparison_of_many_tensors_lists_those_that_differ_most(opened: Open) -> None:
+    tensors = [
+        Difference(f"layers.{i}.weight", "weights", "values", ("F32", "F32"), ((8,), (8,)), 1 + i % 8, i / 7, i / 9)
+        for i in range(50)
+    ]
+    tensors[3] = Difference("layers.3.weight", "weights", "only in a", ("F32", None), ((8,), None))
+    tensors[4] = Difference("layers.4.weight", "weights", "equal", ("F32", "F32"), ((8,), (8,)))
+    data = diff_page(DiffReport("a", "b", tuple(tensors), ()), max_rows=10)
+    page = opened(data)
+    assert page.text("h1") == "49 of 50 tensors differ"
+    assert len(_cells(page, "heat", 0)) == 50
+    assert _cells(page, "heat", 1)[3:5] == ["only in a", "equal"]
+    shown = _cells(page, "tensors", 0)
+    assert set(shown) == {"layers.3.weight", *(f"layers.{i}.weight" for i in range(41, 50))}
+    assert "the other 40 differ less" in page.text("#tensors caption")
+    many = [replace(t, name=f"model.{k}.{t.name}") for k in range(2_000) for t in tensors]
+    assert len(diff_page(DiffReport("a", "b", tuple(many), ()))) < 1_000_000
+    page.sound()
