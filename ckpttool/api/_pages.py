@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import check_path
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import source_paths
-from ckpttool.storage import local_path, open_storage, without_credentials
+from ckpttool.storage import local_path, open_storage, parent, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +46,8 @@ def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] 
     storage, shown = open_storage(out, storage_options), without_credentials(local_path(out))
     if out.endswith("/") or storage.is_dir(shown):
         raise StorageError(shown, "is a directory", f"name a file in it: {shown.rstrip('/')}/page.html")
+    if not storage.remote and not storage.is_dir(parent(shown)):
+        raise StorageError(shown, "cannot be written: its directory does not exist", f"create {parent(shown)} first")
     check_file(out, overwrite=overwrite, options=storage_options)
     if not overwrite or not storage.exists(shown):
         return
