@@ -69,6 +69,7 @@ views.catalog = (data, main) => {
                   .map((n, i) => page.el("option", { value: i, selected: n === first }, page.text(n, 80))),
               ),
             ),
+            names.length > 300 ? page.el("span", { class: "hint" }, `the first 300 of ${page.count(names.length)}`) : null,
           ),
         );
       section.append(holder);
