@@ -14,7 +14,7 @@ Each error names the file, the problem and the next step, and prints as one line
 
 from __future__ import annotations
 
-from ckpttool.messages import printable, without_secrets
+from ckpttool.messages import printable, short_words, without_secrets
 
 
 class CkptError(Exception):
@@ -41,7 +41,7 @@ class CkptError(Exception):
         # Names come from untrusted files: nothing in them may break the line, drive the terminal or fill it.
         path, problem, hint = (
             printable(without_secrets(str(self.path))),
-            printable(self.problem),
+            short_words(printable(self.problem)),
             printable(self.hint),
         )
         return f"{path}: {problem}; {hint}" if hint else f"{path}: {problem}"

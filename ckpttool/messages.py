@@ -10,6 +10,8 @@ from typing import Any
 
 MAX_TEXT = 4096
 """Most characters of a path, a problem or a hint in an error line."""
+MAX_WORD = 300
+"""Most characters of a word, such as a parameter's name, in the problem of an error; longer ones are shortened."""
 MAX_DEPTH = 4
 """Levels of nested containers that a message shows."""
 MAX_ITEMS = 8
@@ -24,6 +26,13 @@ _NAMED_CREDENTIAL = (
     r"(?i)([?&;]?\b(?:x-amz-(?:signature|credential|security-token)|awsaccesskeyid|signature|sig|sas_token|access_token"
     r"|token|password|secret|account_key|api_key)=)[^\s&;\"'<>,)]+"
 )
+
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Characters that Python counts as printable and nobody sees: fillers, selectors of variants, joiners, a blank pattern.
+
+Source: Unicode 16, DerivedCoreProperties.txt (``Default_Ignorable_Code_Point``), and U+2800."""
 
 
 def without_secrets(url: str) -> str:
@@ -82,11 +91,19 @@ def printable(text: str, limit: int = MAX_TEXT) -> str:
         half = limit // 2
         text = f"{text[:half]}...{text[-half:]}"
     text = hide_secrets(text)
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    return text if text.isprintable() and not _INVISIBLE.search(text) else "".join(map(_escaped, text))
 
 
 def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    seen = character.isprintable() and not _INVISIBLE.match(character)
+    return character if seen else character.encode("unicode_escape").decode()
+
+
+def short_words(text: str) -> str:
+    """Shorten the words of a text that have more than MAX_WORD characters, such as the name of a parameter."""
+    if len(text) <= MAX_WORD:
+        return text
+    return re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda found: f"{found[0][:100]}...{found[0][-50:]}", text)
 
 
 def brief(value: object, limit: int = 100) -> str:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 MAX_VALUES = 100_000
-"""Limit of values of client state and configuration; a short pickle can expand without end."""
+"""Limit of values of client state, of configuration and of the like; a short pickle can expand without end."""
 CHARACTERS = 100
 """Characters of a text that count as one value."""
 
 
 def describe(c: Checkpoint) -> dict[str, Any]:
     """Describe everything of a checkpoint except its extents."""
-    plain = _Plain()
+    plain = _Plain()  # of the groups; the others have a limit of their own, so that one does not cut another
     return {
         "location": c.location,
         "root": c.root,
@@ -57,13 +57,13 @@ def describe(c: Checkpoint) -> dict[str, Any]:
             for g in c.groups
         ],
         "unsliceable": list(c.nonpartitionable),
-        "scheduler": plain(c.scheduler),
-        "loss_scaler": plain(c.loss_scaler),
-        "client_state": plain(c.client_state),
-        "metrics": plain(dict(c.metrics)),
-        "provenance": plain(dict(c.provenance)),
+        "scheduler": _Plain()(c.scheduler),
+        "loss_scaler": _Plain()(c.loss_scaler),
+        "client_state": _Plain()(c.client_state),
+        "metrics": _Plain()(dict(c.metrics)),
+        "provenance": _Plain()(dict(c.provenance)),
         "thin": c.thin,
-        "ds_config": plain(c.ds_config),
+        "ds_config": _Plain()(c.ds_config),
         "files": [
             {"name": f.name, "nbytes": f.nbytes, "kind": f.kind, "rank": f.rank, "model_rank": f.model_rank}
             for f in c.files

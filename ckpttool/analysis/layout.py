@@ -5,7 +5,6 @@ Extents that repeat from rank to rank are one row with a count: 1T parameters ov
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.analysis.folding import Folding, fold, join_files, merge_adjacent
+from ckpttool.analysis.stored import BUFFER, stored_states
 from ckpttool.dtypes import itemsize
 from ckpttool.model import MASTER, MODULE
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.model import Checkpoint, Replica, State
+    from ckpttool.model import Checkpoint
 
 COLUMNS = (
     "tensor", "state", "file", "count", "file_step", "offset", "offset_step", "start", "start_step", "numel", "padding",
@@ -44,8 +44,6 @@ MAX_LANES = 64
 """Maximum number of files without a rank that get a lane each."""
 _EXPERT = re.compile(r"(^|\.)(deepspeed_)?experts?(\.|$)")
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
-BUFFER = "buffer"
-"""Name of the state of a buffer."""
 
 
 def layout(
@@ -113,17 +111,25 @@ def _table(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[NDArray[np.int
     usage = np.zeros((len(CATEGORIES), len(checkpoint.files)), dtype=np.int64)
     rows: list[tuple[int, ...]] = []
     index = {key: i for i, key in enumerate(names)}
-    counted: set[int] = set()
+    counted: set[tuple[int, int, int]] = set()
     dtypes: dict[str, int] = {}
-    for tensor, key, state, replica in _stored(checkpoint):
-        extents = copy.copy(state.place).rows  # a place keeps its rows, gigabytes in a large checkpoint; its copy goes
-        if id(state) not in counted:  # without mixed precision the module's copy is the master
-            counted.add(id(state))
+    for tensor, key, state, extents, replica in stored_states(checkpoint):
+        if (place := _first_bytes(extents)) not in counted:
+            counted.add(place)
             _add_usage(usage, key, extents, itemsize(state.dtype), replica)
         dtype = dtypes.setdefault(state.dtype, len(dtypes))
         rows += _encode(extents, (tensor, index[key], itemsize(state.dtype), int(replica), dtype))
     usage[-1] = np.array([f.nbytes for f in checkpoint.files], dtype=np.int64) - usage.sum(axis=0)
     return np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS)), usage, dtypes
+
+
+def _first_bytes(rows: NDArray[np.void]) -> tuple[int, int, int]:
+    """Return (file, first byte, number of extents), which two states share only if they are the same bytes.
+
+    Without mixed precision the module's copy is the master, and two buffers may share a storage.
+    """
+    held = rows[rows["numel"] + rows["padding"] > 0][:1]
+    return (int(held["file"][0]), int(held["offset"][0]), len(rows)) if len(held) else (-1, -1, len(rows))
 
 
 def layer_of(name: str) -> str:
@@ -142,42 +148,6 @@ def _state_names(checkpoint: Checkpoint) -> list[str]:
         held[MODULE] = None
     first = [key for key in (MODULE, BUFFER, MASTER) if key in held]
     return [*first, *(key for key in held if key not in first)]
-
-
-def _stored(checkpoint: Checkpoint) -> Iterator[tuple[int, str, State, bool]]:
-    """Yield (index of the tensor, name of the state, state, whether it is a replica) of all bytes in the files."""
-    seen: set[int] = set()
-    place = {p.name: i for i, p in enumerate(checkpoint.parameters)}
-    for i, parameter in enumerate(checkpoint.parameters):
-        for key, state in parameter.states.items():
-            for number, stored in enumerate(state.stored):
-                seen.add(id(stored))
-                yield i, key, stored, number > 0 and state.formula is None
-    for i, buffer in enumerate(checkpoint.buffers, len(checkpoint.parameters)):
-        place[buffer.name] = i
-        seen.add(id(buffer.state))
-        yield i, BUFFER, buffer.state, False
-    for replica in checkpoint.replicas:
-        tensor = place.get(checkpoint.aliases.get(replica.name, replica.name))
-        for stored in replica.copy.stored if tensor is not None else ():
-            if id(stored) not in seen:
-                seen.add(id(stored))
-                yield tensor or 0, _state_of(checkpoint, tensor or 0, replica), stored, True
-
-
-def _state_of(checkpoint: Checkpoint, tensor: int, replica: Replica) -> str:
-    """Return the name of the state of which a replica is a copy: that with which the state begins that it equals."""
-    if tensor >= len(checkpoint.parameters):
-        return BUFFER
-    states = checkpoint.parameters[tensor].states
-    if replica.copy.dtype != replica.state.dtype:
-        return MODULE
-    first = replica.state.extents[:1]
-    for key, state in states.items():
-        rows = state.extents
-        if state is replica.state or ((rows["file"] == first["file"]) & (rows["offset"] == first["offset"])).any():
-            return key
-    return next(iter(states))
 
 
 def _add_usage(usage: NDArray[np.int64], key: str, rows: NDArray[np.void], width: int, replica: bool) -> None:

@@ -6,15 +6,14 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import check_path
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import source_paths
-from ckpttool.storage import local_path, open_storage, without_credentials
+from ckpttool.storage import local_path, open_storage, parent, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ckpttool.analysis.diff import DiffReport
-    from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.api.consolidate import CopyReport
     from ckpttool.api.convert import ConvertReport
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
 
+STDOUT = "-"
+"""The name that stands for the standard output."""
 BEGIN = b"<!doctype html>"
 """First bytes of a page."""
 MAX_FILES = 2_000
@@ -35,13 +36,20 @@ def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] 
 
     Raises:
         ArgumentError: The path is empty.
-        StorageError: The file exists, and ``overwrite`` is False or it is no page.
+        StorageError: The path is a directory, or the file exists, and ``overwrite`` is False or it is no page.
     """
     from ckpttool.execution.output.destination import check_file
 
-    check_file(out, overwrite=overwrite, options=storage_options)
+    if out == STDOUT:
+        return
+    check_path("out", out)
     storage, shown = open_storage(out, storage_options), without_credentials(local_path(out))
-    if not overwrite or storage.is_dir(shown) or not storage.exists(shown):
+    if out.endswith("/") or storage.is_dir(shown):
+        raise StorageError(shown, "is a directory", f"name a file in it: {shown.rstrip('/')}/page.html")
+    if not storage.remote and not storage.is_dir(parent(shown)):
+        raise StorageError(shown, "cannot be written: its directory does not exist", f"create {parent(shown)} first")
+    check_file(out, overwrite=overwrite, options=storage_options)
+    if not overwrite or not storage.exists(shown):
         return
     with storage.open(shown) as reader:
         begin = reader.read(0, min(len(BEGIN), reader.nbytes))
@@ -51,6 +59,8 @@ def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] 
 
 def write_page(out: str, data: bytes, *, overwrite: bool, storage_options: Mapping[str, Any] | None) -> str:
     """Write a page atomically; return its path or URL without credentials.
+
+    On S3 a name that ends with ``.html`` has the content type of a page, so that a browser shows it.
 
     Raises:
         StorageError: The file exists and ``overwrite`` is False, or it cannot be written.
@@ -141,45 +151,9 @@ def page_of_catalog(
     given = {"keep-last": keep_last, "keep-every": keep_every, "keep-best": keep_best}
     rules = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
     decisions = decide(found.entries, Rules(keep_last, keep_every, keep_best), root=found.root) if rules else []
-    data = {"catalog": as_plain(found), "rules": rules, "decisions": as_plain(decisions)}
+    steps = [None if entry.order[0] < 0 else entry.order[0] for entry in found.entries]
+    data = {"catalog": as_plain(found), "steps": steps, "rules": rules, "decisions": as_plain(decisions)}
     return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)
-
-
-def page_of_diff(report: DiffReport) -> bytes:
-    """Build the page of a comparison."""
-    from ckpttool.analysis.description import as_plain
-    from ckpttool.analysis.layout import layer_of
-    from ckpttool.analysis.pages import page
-
-    told = {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}
-    data = {"diff": as_plain(told), "layers": [layer_of(tensor.name) for tensor in report.tensors]}
-    return page("diff", f"{report.a} and {report.b}", data)
-
-
-def page_of_stats(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]]) -> bytes:
-    """Build the page of the statistics of one checkpoint, or of several of one run."""
-    from ckpttool.analysis.description import as_plain, title
-    from ckpttool.analysis.layout import layer_of
-    from ckpttool.analysis.pages import page
-
-    ordered = sorted(series, key=lambda one: -1 if one[0].step is None else one[0].step)
-    runs: list[dict[str, Any]] = [
-        {
-            "location": checkpoint.location,
-            "tag": checkpoint.tag,
-            "step": checkpoint.step,
-            "layers": [layer_of(tensor.name) for tensor in found],
-            "tensors": as_plain(list(found)),
-        }
-        for checkpoint, found in ordered
-    ]
-    for run in runs[:-1]:  # of older steps the page shows norms
-        for tensor in run["tensors"]:
-            del tensor["magnitudes"]
-    last = ordered[-1][0]
-    about = ", ".join(title(last))
-    data = as_plain({"about": about, "series": runs, "layers": runs[-1]["layers"]})
-    return page("stats", f"{last.tag}: {about}", data)
 
 
 def page_of_dry_run(report: CopyReport | ConvertReport) -> bytes:
@@ -191,6 +165,9 @@ def page_of_dry_run(report: CopyReport | ConvertReport) -> bytes:
     targets = list(dict.fromkeys(move.target for move in report.moves))
     places = {name: i for i, name in enumerate(sources)}, {name: i for i, name in enumerate(targets)}
     moves = [(places[0][move.source], places[1][move.target], move.nbytes) for move in report.moves]
-    data = as_plain({"report": as_plain(report), "sources": sources, "targets": targets, "moves": moves})
+    files = [(file.name, file.nbytes) for file in (report.files if isinstance(report.files, tuple) else report.planned)]
+    data = as_plain(
+        {"report": as_plain(report), "sources": sources, "targets": targets, "moves": moves, "files": files}
+    )
     command = f"convert --to {report.to}" if hasattr(report, "to") else "consolidate"
     return page("plan", f"{command}: what would move", data)

@@ -45,10 +45,11 @@ class _Merge:
             if getattr(self, name) and not self.merge_lora:
                 hint = f"leave out {name}, or set merge_lora=True"
                 raise ArgumentError(name, "is for the merge of adapters", hint, (name, "merge_lora"))
-        if self.merge_lora and (chosen.adapter_only or chosen.exclude_frozen or chosen.weights != "masters"):
+        others = chosen.adapter_only or chosen.exclude_frozen or chosen.optimizer or chosen.weights != "masters"
+        if self.merge_lora and others:
             problem = "writes the merged model, from the fp32 master weights"
-            hint = "leave out adapter_only, exclude_frozen and weights"
-            raise ArgumentError("merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "weights"))
+            hint = "leave out adapter_only, exclude_frozen, optimizer and weights"
+            raise ArgumentError("merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "optimizer", "weights"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ def consolidate(  # noqa: PLR0913  public API
     exclude: Sequence[str] = (),
     exclude_frozen: bool = False,
     adapter_only: bool = False,
+    optimizer: bool = False,
     merge_lora: bool = False,
     base: Source | None = None,
     adapter: Sequence[str] = (),
@@ -147,6 +149,9 @@ def consolidate(  # noqa: PLR0913  public API
         exclude: Globs: no parameter or buffer whose full name matches one.
         exclude_frozen: Leave out frozen parameters.
         adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
+        optimizer: Also write the optimizer's states, for "safetensors": ``optimizer.safetensors``, from which
+            ``convert`` makes a checkpoint to resume from. Weights in fp32 are the master weights; beside others it
+            holds these as well.
         merge_lora: Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the
             output has the base model's names.
         base: The base model, as for ``src``; default: the frozen weights in the checkpoint.
@@ -174,7 +179,7 @@ def consolidate(  # noqa: PLR0913  public API
         resume=resume, overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
     chosen = WeightChoice(
-        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename,
+        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, optimizer=optimizer,
     )  # fmt: skip
     merge = _Merge(merge_lora, base, adapter)
     return _consolidate(src, os.fspath(out), chosen, merge, rename_map, options)
@@ -204,10 +209,13 @@ def _consolidate(
     def check_written(directory: str) -> None:
         nonlocal digest
         if options.prove:
-            from ckpttool.analysis.same_digests import same_weights
+            from ckpttool.analysis.same_digests import same_digest, same_weights
 
             written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
-            digest = same_weights(checkpoint, selection, written, options.jobs)
+            if chosen.optimizer:
+                digest = same_digest(checkpoint, written, directory, options.jobs)
+            else:
+                digest = same_weights(checkpoint, selection, written, options.jobs)
 
     overflowed = 0
     work, needs = options.run_options(checks, workers), None

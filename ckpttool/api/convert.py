@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import open_for, workers_for
+from ckpttool.api.consolidate import WrittenFile
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -90,6 +91,8 @@ class ConvertReport:
     """For a dry run, what the run needs."""
     moves: tuple[Move, ...] = field(default=(), repr=False, metadata={"json": False})
     """For a dry run, the bytes that would be read from each source for each file of the output."""
+    planned: tuple[WrittenFile, ...] = field(default=(), repr=False, metadata={"json": False})
+    """For a dry run, the files of the output."""
 
 
 def convert(  # noqa: PLR0913  public API
@@ -189,6 +192,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         checks=None if options.dry_run or checks is None else checks.report,
         needs=needs,
         moves=moves_of(plan) if options.dry_run else (),
+        planned=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files) if options.dry_run else (),
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Catalog:
-    """List the checkpoints in a directory, oldest first, and whether each is whole.
+    """List the checkpoints in a directory, sorted by step, and whether each is whole.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.

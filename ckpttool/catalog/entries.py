@@ -19,7 +19,14 @@ from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import LATEST, LATEST_UNIVERSAL, NoCheckpointError, natural_order, refuse_unfinished
+from ckpttool.formats.locate import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    MAX_TAG,
+    NoCheckpointError,
+    natural_order,
+    refuse_unfinished,
+)
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
@@ -222,6 +229,9 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
             tag = storage.read_text(path).strip()
         except CkptError as error:
             problems.append(f"{latest} cannot be read: {error.problem}")
+            continue
+        if len(tag) > MAX_TAG:
+            problems.append(f"{latest} has {len(tag):,} characters, which is no name of a checkpoint")
             continue
         parts = posixpath.normpath(tag).split("/")
         if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):

@@ -22,7 +22,11 @@ MAX_LINES = 32
 PLAIN_WIDTH = 100
 """Columns of a map that is not written to a terminal."""
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-"""Letters of the layers in a map without colours, from the first layer on, then again."""
+"""Letters of the layers in a map without colours; of more layers, neighbours share one."""
+MAX_NAMED = 24
+"""Maximum number of layers whose colours have names; of more, the first and the last have."""
+MIN_ROOM = 8
+"""Minimum columns of a line, however narrow the terminal is."""
 PADDING = "."
 STOPS = ((68, 1, 84), (59, 81, 139), (33, 144, 141), (92, 200, 99), (253, 231, 37))
 """Colours of the first to the last layer: viridis, whose lightness grows evenly."""
@@ -108,12 +112,15 @@ def _rows_in(rows: dict[str, list[int]], i: int, files: Sequence[int]) -> list[t
 
 
 def _print_lines(lines: list[tuple[str, list[_Piece]]], layers: int, width: int, *, colored: bool) -> None:
-    gutter = max(len(label) for label, _ in lines)
-    room = max(20, width - min(gutter, width // 3) - 2)
+    names = [printable(label, 0) for label, _ in lines]
+    if max(map(len, names)) > width // 3:
+        names = [name.replace(" ", "") for name in names]
+    gutter = min(max(map(len, names)), max(4, width // 2))
+    room = max(MIN_ROOM, width - gutter - 2)
     longest = max(sum(p.nbytes + p.padding for p in pieces) for _, pieces in lines)
-    for label, pieces in lines:
+    for name, (_, pieces) in zip(names, lines, strict=True):
         cells = _cells(pieces, longest, room)
-        name = printable(label, 0)[: width // 3].ljust(min(gutter, width // 3))
+        name = (name if len(name) <= gutter else f"{name[: gutter - 1]}~").ljust(gutter)
         _print_cells(name, cells, layers, colored=colored)
 
 
@@ -139,7 +146,7 @@ def _cells(pieces: list[_Piece], longest: int, room: int) -> list[int | None]:
 
 def _print_cells(label: str, cells: list[int | None], layers: int, *, colored: bool) -> None:
     if not colored:
-        print_line(f"{label}  " + "".join(_letter(cell) for cell in cells))
+        print_line(f"{label}  " + "".join(_letter(cell, layers) for cell in cells))
         return
     from rich.console import Console
     from rich.text import Text
@@ -153,10 +160,15 @@ def _print_cells(label: str, cells: list[int | None], layers: int, *, colored: b
     Console(highlight=False).print(line, soft_wrap=True)
 
 
-def _letter(cell: int | None) -> str:
+def _letter(cell: int | None, layers: int) -> str:
     if cell is None:
         return " "
-    return PADDING if cell < 0 else LETTERS[cell % len(LETTERS)]
+    return PADDING if cell < 0 else LETTERS[cell // _shared(layers)]
+
+
+def _shared(layers: int) -> int:
+    """Return how many layers share a letter."""
+    return max(1, -(-layers // len(LETTERS)))
 
 
 def _color(layer: int, layers: int) -> str:
@@ -167,26 +179,43 @@ def _color(layer: int, layers: int) -> str:
 
 
 def _print_legend(told: dict[str, Any], width: int, *, colored: bool) -> None:
-    """Print which letter or colour is which layer; of many layers, those at equal distances."""
+    """Print which letter or colour is which layer."""
     layers = told["layers"]
-    shown = range(len(layers)) if len(layers) <= 24 else [i * (len(layers) - 1) // 11 for i in range(12)]
     padded = any(told["rows"]["padding"])
-    entries = [(i, printable(layers[i], 40)) for i in shown] + ([(-1, "padding")] if padded else [])
     if colored:
-        from rich.console import Console
-        from rich.text import Text
-
-        line = Text()
-        for layer, name in entries:
-            line.append("░ " if layer < 0 else "█ ", style="bright_black" if layer < 0 else _color(layer, len(layers)))
-            line.append(f"{name}  ")
-        Console(highlight=False, width=width).print(line)
+        _print_colors(layers, width, padded=padded)
         return
-    line_text = ""
-    for layer, name in entries:
-        entry = f"{_letter(layer)} {name}"
-        if line_text and len(line_text) + 2 + len(entry) > width:
-            print_line(line_text)
-            line_text = ""
-        line_text += ("  " if line_text else "") + entry
-    print_line(line_text)
+    each = _shared(len(layers))
+    entries = []
+    for first in range(0, len(layers), each):
+        last = min(first + each, len(layers)) - 1
+        name = printable(layers[first], 40) + (f" to {printable(layers[last], 40)}" if last > first else "")
+        entries.append(f"{_letter(first, len(layers))} {name}")
+    line = ""
+    for entry in entries + ([f"{PADDING} padding"] if padded else []):
+        if line and len(line) + 2 + len(entry) > width:
+            print_line(line)
+            line = ""
+        line += ("  " if line else "") + entry
+    print_line(line)
+
+
+def _print_colors(layers: Sequence[str], width: int, *, padded: bool) -> None:
+    """Print the colours of layers: each with its name, or of many the range from the first to the last."""
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text()
+    if len(layers) <= MAX_NAMED:
+        for layer, name in enumerate(layers):
+            line.append("█ ", style=_color(layer, len(layers)))
+            line.append(f"{printable(name, 40)}  ")
+    else:
+        line.append(f"{printable(layers[0], 40)} ")
+        for step in range(12):
+            line.append("█", style=_color(step * (len(layers) - 1) // 11, len(layers)))
+        line.append(f" {printable(layers[-1], 40)} ({len(layers):,} layers in order)  ")
+    if padded:
+        line.append("░ ", style="bright_black")
+        line.append("padding")
+    Console(highlight=False, width=width).print(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -174,7 +175,9 @@ def html_options(function: F) -> F:
 def html_option(function: F) -> F:
     """Add ``--html``."""
     return click.option(
-        "--html", metavar="FILE", help="Write a page to look at in a browser: one file, which needs no network."
+        "--html",
+        metavar="FILE",
+        help="Write a page for a browser: one file, which needs no network (-: to the standard output).",
     )(function)
 
 
@@ -245,7 +248,11 @@ def check_page(page: dict[str, Any], given: dict[str, Any]) -> None:
     """
     if page["html"] is None:
         return
+    from ckpttool.api._pages import STDOUT
     from ckpttool.api._pages import check_page as check
+
+    if page["html"] == STDOUT and sys.stdout.isatty():
+        raise click.UsageError("--html - writes to the standard output: redirect it to a file")
 
     check(page["html"], overwrite=page["overwrite"], storage_options=given["storage_options"])
 

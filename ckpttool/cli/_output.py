@@ -109,14 +109,24 @@ def _drawn(header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: S
     return capture.get()
 
 
-def _write(text: str) -> None:
+def write_bytes(data: bytes) -> None:
+    """Write UTF-8 to stdout, whatever its encoding."""
+    _write(data)
+
+
+def _write(text: str | bytes) -> None:
     """Write to stdout. A closed pipe (``| head``) is not an error, a full disk is.
 
     Raises:
         StorageError: Writing failed.
     """
     try:
-        sys.stdout.write(text)
+        binary = getattr(sys.stdout, "buffer", None)  # None where a program replaced stdout by a text of its own
+        if isinstance(text, str) or binary is None:
+            sys.stdout.write(text if isinstance(text, str) else text.decode())
+        else:
+            sys.stdout.flush()
+            binary.write(text)
         sys.stdout.flush()
     except OSError as error:
         # Python must not try to flush the rest when it ends.

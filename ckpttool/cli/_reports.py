@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.entries import OWN_ROOT
-from ckpttool.cli._output import print_line, print_table, terminal_width
+from ckpttool.cli._output import print_line, print_table, terminal_width, write_bytes
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.units import format_age, format_size
 
@@ -92,7 +92,7 @@ def print_needs(needs: Needs | None) -> None:
 
 
 def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None:
-    """Write the page of ``--html``, and print its path.
+    """Write the page of ``--html``, and print its path; with "-", write it to the standard output alone.
 
     Args:
         page: Options of the page.
@@ -104,6 +104,9 @@ def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None
     """
     from ckpttool.api import _pages
 
+    if page["html"] == _pages.STDOUT:
+        write_bytes(data)
+        return
     written = _pages.write_page(
         page["html"], data, overwrite=page["overwrite"], storage_options=given["storage_options"]
     )

@@ -25,6 +25,7 @@ from ckpttool.cli import _options as options
 @options.exclude_option
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
 @click.option("--adapter-only", is_flag=True, help="Write the trained PEFT adapter, as PEFT does.")
+@click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as safetensors.")
 @click.option("--merge-lora", is_flag=True, help="Merge the trained LoRA adapter into the base model, as PEFT does.")
 @click.option(
     "--base", metavar="SRC", help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]"

@@ -39,9 +39,9 @@ def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
     with progress_bar("diff") as progress:
         report = ckpttool.diff(a, b, progress=progress, **options.chosen(given))
     if page["html"] is not None:
-        from ckpttool.api._pages import page_of_diff
+        from ckpttool.analysis.pages.diff import diff_page
 
-        write_page(page, page_of_diff(report), given)
+        write_page(page, diff_page(report), given)
     elif as_json:
         print_json(
             {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}

@@ -17,7 +17,7 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def ls(root: str, as_json: bool, **given: Any) -> None:
-    """List the checkpoints in the directory ROOT, oldest first: step, ranks, size, age, complete or torn.
+    """List the checkpoints in the directory ROOT, sorted by step: ranks, size, age, complete or torn.
 
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint. With --html,
     --keep-last, --keep-every and --keep-best show what prune would keep; nothing is removed.

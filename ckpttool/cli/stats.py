@@ -46,7 +46,7 @@ def stats(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
 def _write_page(src: tuple[str, ...], page: dict[str, Any], given: dict[str, Any]) -> None:
     import ckpttool
-    from ckpttool.api._pages import page_of_stats
+    from ckpttool.analysis.pages.stats import stats_page
     from ckpttool.cli._output import progress_bar
     from ckpttool.cli._reports import write_page
 
@@ -57,4 +57,4 @@ def _write_page(src: tuple[str, ...], page: dict[str, Any], given: dict[str, Any
         checkpoint = ckpttool.inspect(one, **opening)
         with progress_bar(f"stats {checkpoint.tag}") as progress:
             series.append((checkpoint, ckpttool.stats(one, progress=progress, **chosen)))
-    write_page(page, page_of_stats(series), given)
+    write_page(page, stats_page(series), given)

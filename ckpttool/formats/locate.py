@@ -21,6 +21,8 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints; it is read if there is no ``latest``."""
 
+MAX_TAG = 1024
+"""Most characters of a tag: S3 has no longer names, and a ``latest`` with more is no ``latest``."""
 MAX_RUNS = 20
 """Most subdirectories that an error looks into for checkpoints to name."""
 RAY_INNER = ("checkpoint", "checkpoint.ckpt")
@@ -178,7 +180,7 @@ def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:
 
 def _is_name(tag: str) -> bool:
     """Return whether a tag is a path inside its root. DeepSpeed accepts any text, such as "epoch1/step5"."""
-    return tag.isprintable() and not any(part in {"", ".", ".."} for part in tag.split("/"))
+    return len(tag) <= MAX_TAG and tag.isprintable() and not any(part in {"", ".", ".."} for part in tag.split("/"))
 
 
 def _is_there(storage: Storage, src: str, tag: str) -> bool:

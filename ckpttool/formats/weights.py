@@ -17,6 +17,8 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.locate import Location
+from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
+from ckpttool.formats.safetensors_states import states_in
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
@@ -29,7 +31,6 @@ from ckpttool.model import (
     State,
     Topology,
 )
-from ckpttool.model.places import Contiguous
 from ckpttool.storage import parent
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
         return None
     is_dir = storage.is_dir(location.directory)
     directory = location.directory if is_dir else parent(location.directory)
-    return _read_files(storage, Location(directory, directory, location.tag), *selection)
+    first_part = find_optimizer([e.name for e in storage.listing(directory) if not e.is_dir]) if is_dir else None
+    return _read_files(storage, Location(directory, directory, location.tag), *selection, first_part)
 
 
 def read_safetensors(storage: Storage, location: Location, names: Sequence[str]) -> Checkpoint:
@@ -139,14 +141,18 @@ def read_safetensors(storage: Storage, location: Location, names: Sequence[str])
     Raises:
         CkptError: A file is missing or damaged, or two files hold the same tensor.
     """
-    return _read_files(storage, location, KINDS[0], names)
+    return _read_files(storage, location, KINDS[0], names, None)
 
 
-def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: Sequence[str]) -> Checkpoint:
+def _read_files(
+    storage: Storage, location: Location, kind: WeightsKind, names: Sequence[str], first_part: str | None
+) -> Checkpoint:
+    """Read weight files, and the optimizer states beside them: ``first_part`` is the name of their first file."""
     files: list[CheckpointFile] = []
     states: dict[str, State] = {}
     owner: dict[str, str] = {}
     aliases: dict[str, str] = {}
+    saves: dict[str, str | None] = {}
     for name in names:
         path = posixpath.join(location.directory, name)
         with storage.open(path, ahead=True) as reader:
@@ -155,10 +161,11 @@ def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: 
             records: tuple[Record, ...] = ()
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
-                file_states = {
-                    n: State(t.shape, t.dtype, Contiguous(t.nbytes and _numel(t), index, where.start))
-                    for n, (t, where) in entries.items()
-                }
+                file_states = states_in(entries, index)
+                if METADATA in metadata:
+                    problem = "holds the states of an optimizer, not weights"
+                    raise LayoutError(path, problem, "pass the directory with the weights beside it")
+                saves[name] = metadata.get(SAVE)
                 aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}
             else:
                 torch = read_torch_file(reader)
@@ -171,7 +178,7 @@ def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: 
             if tensor in states:
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
-    return Checkpoint(
+    checkpoint = Checkpoint(
         storage=storage.spec,
         location=location.directory,
         root=location.root,
@@ -192,13 +199,9 @@ def _read_files(storage: Storage, location: Location, kind: WeightsKind, names: 
         groups=(),
         files=tuple(files),
     )
-
-
-def _numel(tensor: safetensors.Tensor) -> int:
-    count = 1
-    for n in tensor.shape:
-        count *= n
-    return count
+    if first_part is None or not saves:
+        return checkpoint
+    return with_optimizer(checkpoint, storage, first_part, saves)
 
 
 def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:

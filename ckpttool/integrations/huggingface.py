@@ -30,11 +30,12 @@ from transformers import TrainerCallback
 
 from ckpttool.catalog.restore_order import Candidate
 from ckpttool.catalog.retention import GRACE
-from ckpttool.catalog.trainer_runs import folder_name, folders, rotate, step_of_folder
+from ckpttool.catalog.trainer_runs import folder_name, folders, rotate
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.integrations.deepspeed.folders import (
     Folders,
     candidates_in,
+    check_no_foreign,
     is_static,
     read_files,
     set_rng_of,
@@ -281,7 +282,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             problem = "cannot save weights alone: save_only_model is on"
             raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
         saves, given = self._folders(trainer), resume_from_checkpoint
-        found = [Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given))]
+        found = [
+            Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given, trainer.args.output_dir))
+        ]
         if given is True and not found:
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
         token = LOADER.set(functools.partial(self._load, saves))
@@ -322,7 +325,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _is_in_bucket(saves: Folders, name: str) -> bool:
         return saves.storage.remote and saves.storage.exists(posixpath.join(saves.root, name, "latest"))
 
-    def _find(self, saves: Folders, given: Any) -> list[tuple[str, str, bool]]:
+    def _find(self, saves: Folders, given: Any, output_dir: str) -> list[tuple[str, str, bool]]:
         """Return the checkpoints to try, best first, on the first rank."""
         newest = given is True or (not given and self._auto_resume)
         if not newest and not given:
@@ -330,26 +333,20 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         storage = saves.source(saves.root)
         listed = folders(storage, saves.root)
         if not newest:
-            folder, step = self._given_folder(saves, os.fspath(given))
+            folder = _given_folder(saves, os.fspath(given), output_dir)
             if not listed or folder != listed[0][1]:
                 found = candidates_in(saves.source(folder), folder)
                 if not found:
                     raise LayoutError(folder, "holds no whole checkpoint", "pass resume_from_checkpoint=True")
                 return found
-            listed = [one for one in listed if step is None or one[0] <= step]  # a script that looked for the newest
+            # a script that looked for the newest
         found = whole_first(storage, [one for _, folder in listed for one in candidates_in(storage, folder)])
         if listed and not found and given:
             problem = f"holds {len(listed)} checkpoints, and none was committed"
             raise LayoutError(saves.root, problem, "train from the beginning, without resume_from_checkpoint")
+        if not found:
+            check_no_foreign(storage, [folder for _, folder in listed])
         return found
-
-    def _given_folder(self, saves: Folders, given: str) -> tuple[str, int | None]:
-        """Return the folder that a path means, and its step."""
-        name = os.path.basename(given.rstrip("/"))
-        folder = absolute_path(given)
-        if not is_url(given) and not os.path.exists(folder):
-            folder = posixpath.join(saves.root, name)  # the Trainer's name of a checkpoint that lies elsewhere
-        return folder, step_of_folder(name)
 
     def _load(self, saves: Folders, engine: Any, path: str, strict: bool) -> None:
         """Load a checkpoint where the Trainer calls ``deepspeed_load_checkpoint``."""
@@ -365,9 +362,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             saves.report_restored(location, {"step": float(engine.global_steps)})
             return
         self.wait()  # the best model at the end
-        folder = self._given_folder(saves, path)[0]
-        if saves.storage.remote or saves.run is not None:
-            folder = posixpath.join(saves.root, posixpath.basename(folder))
+        folder = posixpath.join(saves.root, posixpath.basename(path.rstrip("/")))
         found = saves.on_first_rank(lambda: candidates_in(saves.source(folder), folder))
         if not found:
             raise LayoutError(folder, "holds no whole checkpoint", "was the best checkpoint removed?")
@@ -382,6 +377,24 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         if not set_rng_of(resume.report) and resume.report.source.world_size != trainer.args.world_size:
             LOG.warning("%s has no random number states for other ranks: they begin anew", resume.report.path)
+
+
+def _given_folder(saves: Folders, given: str, output_dir: str) -> str:
+    """Return the folder of the checkpoint that ``resume_from_checkpoint`` names.
+
+    The Trainer's name of a checkpoint, ``OUTPUT_DIR/checkpoint-N``, means a folder of the root if that is elsewhere.
+
+    Raises:
+        LayoutError: There is no such folder.
+    """
+    folder = absolute_path(given)
+    above, name = posixpath.split(folder.rstrip("/"))
+    elsewhere = posixpath.join(saves.root, name)
+    if above == os.path.abspath(output_dir) and folder != elsewhere and saves.storage.is_dir(elsewhere):
+        return elsewhere
+    if not saves.source(folder).is_dir(folder):
+        raise LayoutError(folder, "does not exist", "pass the folder of a checkpoint, or resume_from_checkpoint=True")
+    return folder
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {

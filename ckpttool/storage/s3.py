@@ -195,8 +195,8 @@ class S3Storage(RemoteStorage):
             StorageError: The object cannot be written.
         """
         bucket, name = self._names(path)
-        data = b"".join(parts)
-        self.call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data)))
+        data, kind = b"".join(parts), _content_type(name)
+        self.call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **kind))
         self.forget()
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
@@ -211,11 +211,12 @@ class S3Storage(RemoteStorage):
         """
         bucket, name = self._names(path)
         data = b"".join(parts)
-        condition = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
+        given = {"IfNoneMatch": "*"} if over is None else {"IfMatch": f'"{over}"'}
+        given |= _content_type(name)
 
         def write() -> bool:
             try:
-                self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **condition)
+                self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **given)
             except FileNotFoundError:
                 if over is None:
                     raise  # the bucket does not exist
@@ -304,6 +305,11 @@ def _answer_of(error: BaseException) -> tuple[int, str]:
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))
+
+
+def _content_type(name: str) -> dict[str, str]:
+    """Return the arguments of PutObject with which a browser shows a page instead of saving it."""
+    return {"ContentType": "text/html; charset=utf-8"} if name.endswith((".html", ".htm")) else {}
 
 
 def part_bytes(nbytes: int) -> int:

@@ -9,6 +9,8 @@ from ckpttool.arguments import check_choice, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.sidecars import find_sidecars
+from ckpttool.plan import CopyPlan
+from ckpttool.plan.builder import CopyBuilder
 from ckpttool.plan.copy_checks import sample_checks
 from ckpttool.storage import connect
 from ckpttool.targets.renaming import parse_renamings, renamed
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import ConsistencyChecks, CopyPlan
+    from ckpttool.plan import ConsistencyChecks
     from ckpttool.targets.weights import WeightSelection
 
 
@@ -38,6 +40,7 @@ class WeightChoice:
     adapter_only: bool = False
     rename: Sequence[str] = ()
     rename_map: Mapping[str, str] = field(default_factory=dict)
+    optimizer: bool = False
 
     def check(self) -> None:
         """Refuse values that no checkpoint allows.
@@ -54,6 +57,11 @@ class WeightChoice:
             hint = 'leave out include, exclude and exclude_frozen, and write to="safetensors"'
             raise ArgumentError("adapter_only", problem, hint, ("include", "exclude", "exclude_frozen", "to"))
         parse_renamings(self.rename)
+        selects = self.include or self.exclude or self.exclude_frozen or self.adapter_only
+        if self.optimizer and (self.to != "safetensors" or self.weights != "masters" or selects or self.rename):
+            problem = "writes the whole model with its own names, as safetensors, from the fp32 master weights"
+            others = ("to", "weights", "include", "exclude", "exclude_frozen", "adapter_only", "rename")
+            raise ArgumentError("optimizer", problem, f"leave out {', '.join(others[1:])}", others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,11 @@ def plan_weight_files(
         )
         selection, unused = renamed(selection, chosen.rename_map, rules, checkpoint.location)
         limit = checked_size("max_shard_size", chosen.max_shard_size)
-        plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
+        if chosen.optimizer:
+            plan, index, losses = _plan_with_optimizer(checkpoint, selection, target, limit, proofs)
+            notes += losses
+        else:
+            plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
         if companions is None:
             companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
     plan = with_sidecars(plan, companions, target)
@@ -130,3 +142,19 @@ def _plan_weights(
     from ckpttool.targets import torch
 
     return torch.plan_torch(checkpoint, selection, max_shard_bytes=limit, consistency=consistency), torch.INDEX
+
+
+def _plan_with_optimizer(
+    checkpoint: Checkpoint, selection: WeightSelection, dtype: str, limit: int, consistency: ConsistencyChecks | None
+) -> tuple[CopyPlan, str, list[str]]:
+    """Return the plan, the name of the file that is committed last, and what the files do not keep."""
+    from ckpttool.formats.optimizer_states import SAVE
+    from ckpttool.targets import safetensors
+    from ckpttool.targets.optimizer_states import fingerprint, optimizer_files
+
+    builder = CopyBuilder(checkpoint)
+    states, losses = optimizer_files(checkpoint, builder, dtype=dtype, max_shard_bytes=limit)
+    metadata = {SAVE: fingerprint(checkpoint)}
+    files = safetensors.safetensors_files(checkpoint, builder, selection, max_shard_bytes=limit, metadata=metadata)
+    plan = CopyPlan(builder.sources, builder.casts, (*states, *files), consistency)
+    return plan, safetensors.INDEX, losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,25 @@ def test_the_usage_of_a_file_adds_up_to_its_size(name: str) -> None:
     usage = np.array([layout(checkpoint)["usage"][category] for category in CATEGORIES])
     assert usage.sum(axis=0).tolist() == [f.nbytes for f in checkpoint.files]
     assert (usage >= 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if re.match(r"autotp|megatron|pipeline", name)])
+def test_the_module_copies_of_model_parallel_ranks_are_there_once(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    checkpoint = ckpttool.inspect(source(name))
+    drawn = Counter[int]()
+    for row in expand(layout(checkpoint)["rows"]):
+        drawn[row["file"]] += (row["numel"] * row["runs"] + row["padding"]) * row["width"]
+    checked = 0
+    for i, file in enumerate(checkpoint.files):
+        if file.kind not in {"model", "layer"}:
+            continue
+        loaded = torch.load(checkpoint.path(i), weights_only=False)
+        module = loaded["module"] if file.kind == "model" else loaded
+        tensors = {t.data_ptr(): t.nbytes for t in (module or {}).values() if isinstance(t, torch.Tensor) and t.nbytes}
+        assert drawn[i] == sum(tensors.values()), file.name
+        checked += len(tensors)
+    assert checked or checkpoint.stage == 3
 
 
 @pytest.mark.parametrize("limit", [30, 8, 1])

@@ -20,6 +20,8 @@ from tests.truth import NAMES, REPRESENTATIVE, source, truth
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.storage.server import Bucket
+
 NAME = "zero2-dp2-bf16"
 HALF = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -159,6 +161,19 @@ def test_nothing_is_removed_while_latest_means_nothing(root: Path, latest: bytes
     assert "; repair or remove that file first" in ckpttool("prune", root, "--keep-last", 1).error
     assert "note: latest " in ckpttool("ls", root).stdout
     assert sorted(os.listdir(root)) == before
+
+
+def test_a_latest_that_is_no_name_makes_one_clear_line(root: Path, s3: Bucket) -> None:
+    (root / "latest").write_text("deep/" * 20_000)
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            s3.put(f"run/{path.relative_to(root)}", path.read_bytes())
+    for where in (root, s3.url("run")):
+        done = ckpttool("ls", where)
+        assert (done.code, done.stderr) == (0, "")
+        assert "note: latest has 100,000 characters, which is no name of a checkpoint" in done.stdout.splitlines()
+        assert f"{where}/latest: does not name a tag" in ckpttool("inspect", where).error
+        assert "latest has 100,000 characters" in ckpttool("prune", where, "--keep-last", 1).error
 
 
 def test_a_trainers_checkpoints_go_whole_and_runs_do_not(tmp_path: Path) -> None:

@@ -96,3 +96,29 @@ def test_statistics_have_a_histogram_in_a_wide_terminal() -> None:
     assert "█" in row
     assert "█" not in _in_terminal(100, "stats", source("zero2-dp2-bf16"))
     assert "█" not in ckpttool("stats", source("zero2-dp2-bf16")).stdout
+
+
+@pytest.mark.parametrize("layers", [3, 60, 61, 100, 400])
+def test_every_layer_has_one_letter_and_the_legend_all_letters(layers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _map.print_map(synthetic.large(4, layers, 64))
+    drawn, _, legend = capsys.readouterr().out.rpartition("\n\n")
+    entries = re.findall(r"(?:^|  )(\w) (\S+)(?: to (\S+))?(?=  |$)", legend, re.MULTILINE)
+    letters = [letter for letter, _, _ in entries]
+    assert len(set(letters)) == len(letters)
+    names = [layer_of(name) for name in synthetic.shapes_of(layers, 64)]
+    order = list(dict.fromkeys(names))
+    told = [name for _, first, last in entries for name in order[order.index(first) : order.index(last or first) + 1]]
+    assert told == order
+    assert set("".join(_lines(drawn, "rank 0"))) <= set(letters)
+
+
+@pytest.mark.parametrize("width", [8, 20, 40])
+def test_a_narrow_map_keeps_its_width(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_map, "PLAIN_WIDTH", width)
+    _map.print_map(api.inspect(source("pipeline-zero1-pp2-tp2-bf16")))
+    lines = capsys.readouterr().out.split("\n\n")[2].splitlines()[1:]
+    assert max(map(len, lines)) <= max(width, 4 + 2 + _map.MIN_ROOM)
+    assert len({line.split("  ")[0] for line in lines}) == (4 if width >= 20 else 2)
+    assert all(len(line.split("  ")[1]) >= _map.MIN_ROOM - 1 for line in lines)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, LayoutError
 from ckpttool.messages import brief, hide_secrets, printable, without_secrets
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
@@ -113,6 +113,14 @@ def test_a_name_of_megabytes_makes_a_short_line(tmp_path: Path) -> None:
     with pytest.raises(CkptError) as error:
         raise CkptError("x" * 20_000_000, "y" * 20_000_000, "z\n" * 20_000_000)
     assert len(str(error.value)) < 20_000
+
+
+def test_an_error_shortens_the_name_of_a_parameter() -> None:
+    name = "model." + "y" * 5000 + ".weight"
+    line = str(LayoutError("/run/file.pt", f"lacks {name} of layer 3", "pass /run"))
+    assert line.startswith("/run/file.pt: lacks model.yyy")
+    assert line.endswith("yyy.weight of layer 3; pass /run")
+    assert len(line) < 300
 
 
 def test_brief_is_bounded_whatever_the_value() -> None:

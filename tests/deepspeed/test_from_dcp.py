@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint, with their optimizer, become ZeRO checkpoints that real engines load."""
+"""Neutral formats with an optimizer, DCP and safetensors, become ZeRO checkpoints that real engines load."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 @dataclass(frozen=True)
 class Case:
     source: str
-    """The bundled checkpoint that was converted to DCP; "torch" for one that torch itself wrote."""
+    """The bundled checkpoint that was converted; "torch" for a DCP that torch itself wrote."""
     stage: int
     world_size: int
     dtype: Dtype = "bf16"
     model: str = "plain"
     """See ``parallel_engines``."""
+    way: Literal["dcp", "safetensors"] = "dcp"
 
     @property
     def id(self) -> str:
-        return f"{self.source}-to-zero{self.stage}-dp{self.world_size}"
+        return f"{self.source}-{self.way}-to-zero{self.stage}-dp{self.world_size}"
 
 
 CASES = [
@@ -42,6 +43,8 @@ CASES = [
     Case("zero3-dp2-fp32", 1, 2, "fp32"),
     Case("autotp-zero1-tp2-dp2-bf16", 3, 2, model="autotp"),
     Case("torch", 2, 2),
+    Case("zero2-dp2-bf16", 3, 2, way="safetensors"),
+    Case("zero3-dp4-bf16", 2, 1, way="safetensors"),
 ]
 
 
@@ -92,11 +95,14 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Loaded],
         trained = _trained_by_torch(directory / "torch-dcp")
     loads = []
     for case in CASES:
-        between, root = directory / f"{case.source}-dcp", directory / case.id
-        if case.source != "torch":
+        between, root = directory / f"{case.source}-{case.way}", directory / case.id
+        if case.way == "safetensors":
+            ckpttool.consolidate(source(case.source), between, to="safetensors", optimizer=True, prove=True)
+        elif case.source != "torch":
             ckpttool.convert(source(case.source), between, to="dcp", prove=True)
+        dtype = case.dtype if case.way == "dcp" else None
         ckpttool.convert(
-            between, root, to="zero", world_size=case.world_size, stage=case.stage, dtype=case.dtype, prove=True
+            between, root, to="zero", world_size=case.world_size, stage=case.stage, dtype=dtype, prove=True
         )
         loads.append(Load(case.id, str(root), case.stage, case.world_size, dtype=case.dtype, model=case.model))
     ckpttool.convert(directory / "torch-dcp", directory / "universal", to="universal", prove=True)

@@ -192,7 +192,7 @@ def test_pages_name_modules_and_functions_that_exist() -> None:
     pages = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "formats").glob("*.md")]
     named = {n for page in pages for n in re.findall(rf"`(?:ckpttool\.)?((?:{packages})\.[\w.]+)`", page.read_text())}
     assert len(named) > 40
-    for name in named:
+    for name in (n for n in named if not n.endswith(".safetensors")):  # names of files
         assert pkgutil.resolve_name(f"ckpttool.{name}") is not None
 
 

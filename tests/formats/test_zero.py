@@ -275,3 +275,22 @@ def test_old_names_of_fields_warn() -> None:
         assert checkpoint.ahead is checkpoint.has_newer_copies
     with pytest.warns(DeprecationWarning, match="embedded"):
         assert checkpoint.carried == checkpoint.embedded
+
+
+@pytest.mark.parametrize("name", ["pipeline-zero1-pp2-dp2-bf16", "pipeline-zero1-pp2-tp2-bf16"])
+def test_the_layers_of_a_pipeline_are_files_of_their_stage(name: str) -> None:
+    checkpoint = open_checkpoint(source(name))
+    layers: dict[int, set[str]] = {}  # of each model-parallel rank, as DeepSpeed recorded its parameters
+    for i, file in enumerate(checkpoint.files):
+        if file.kind == "model" and file.model_rank is not None:
+            shapes = torch.load(checkpoint.path(i), weights_only=False)["param_shapes"]
+            layers[file.model_rank] = {n.partition(".")[0] for group in shapes for n in group}
+    checked = 0
+    for file in checkpoint.files:
+        if file.kind == "layer":
+            assert file.model_rank is not None
+            number = str(int(file.name.removeprefix("layer_")[:2]))
+            holders = [rank for rank, numbers in layers.items() if number in numbers] or [0, 1]  # 0 is the tied one
+            assert file.model_rank in holders
+            checked += 1
+    assert checked >= 4

@@ -56,6 +56,10 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
                 note_loss(job, self.global_step + 1, losses[str(self.global_step + 1)])
             return loss
 
+        def test_step(self, batch: Any, index: int) -> None:
+            given = batch[0].to(self.net[0].weight.dtype)
+            self.log("test", (self.net(given) - given.roll(1, 1)).float().square().mean(), sync_dist=True)
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
@@ -76,6 +80,7 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     )
     trainer = lightning.Trainer(
         accelerator="cpu", devices=job["world_size"], strategy=strategy, max_epochs=job.get("steps", STEPS) // 4,
+        precision=job.get("precision", "32-true"),
         logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[
             ModelCheckpoint(job["run"], filename="{step}", save_top_k=job.get("keep", -1), monitor="step", mode="max")
@@ -85,6 +90,9 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     given = newest_checkpoint(job["run"]) if given == "newest" else given
     facts["from"] = given
     module = Module()
+    if job.get("test"):
+        facts["tested"] = trainer.test(module, rows, ckpt_path=given, verbose=False)[0]["test"]
+        return
     trainer.fit(module, rows, ckpt_path=given)
     facts["losses"] = losses
     facts["rate"] = trainer.optimizers[0].param_groups[0]["lr"]

@@ -6,11 +6,12 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import ckpttool
 from tests import sampling
 from tests.frameworks.jobs import Jobs
-from tests.frameworks.lightning_runs import SAVED, STEPS
+from tests.frameworks.lightning_runs import ROWS, SAVED, STEPS, WIDTH
 from tests.frameworks.torn import tear
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ SAME = sampling.some([3, 2], 1)
 """Stages of resumes on the same ranks."""
 OTHERS = sampling.some([(2, 1, 3), (2, 3, 2), (3, 3, 3)], 2)
 """Resumes on other ranks: stage that saved on two ranks, ranks, stage that resumes."""
+TESTED = sampling.some([(2, 3), (3, 2)], 1)
+"""Tests of weights in bf16: stage that saved them, stage of the engine."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,8 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     shutil.copytree(directory / "plain2" / "run", directory / "refused" / "run")
     tear(directory / "refused" / "run" / f"step={SAVED}.ckpt")
     add("empty", 2, 1, load="newest")
+    for source, stage in TESTED:
+        add(f"tested{source}-{stage}", stage, 2, load=saved[f"plain{source}"], precision="bf16-true", test=True)
     return found | jobs.run()
 
 
@@ -90,3 +95,15 @@ def test_a_torn_checkpoint_is_passed_over_or_refused_by_name(runs: dict[str, Any
     assert "newest_checkpoint" in error
     assert "\n" not in error
     assert runs["empty"]["from"] is None
+
+
+@pytest.mark.parametrize(("saved", "stage"), TESTED)
+def test_weights_are_tested_without_an_optimizer(runs: dict[str, Any], saved: int, stage: int) -> None:
+    """Lightning then makes an engine that only computes."""
+    weights = ckpttool.load_state_dict(runs[f"plain{saved}"]["out"] / "run" / f"step={SAVED}.ckpt")
+    inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    outputs = inputs
+    for layer in (0, 2):
+        outputs = outputs @ weights[f"net.{layer}.weight"].T + weights[f"net.{layer}.bias"]
+    truth = (outputs - inputs.roll(1, 1)).square().mean()
+    assert runs[f"tested{saved}-{stage}"]["tested"] == pytest.approx(float(truth), rel=0.01)

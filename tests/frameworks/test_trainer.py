@@ -102,6 +102,17 @@ def _resumes(jobs: Jobs, endpoint: str) -> None:
     jobs.add("none", 2, 1, resume=True, fails=True)
     jobs.add("only-model", 2, 1, arguments={"save_only_model": True}, fails=True)
     jobs.add("begins", 2, 1, steps=1, callback={"auto_resume": True})
+    jobs.add("mistyped", 2, 1, resume=str(jobs.directory / "elsewhere" / f"checkpoint-{SAVED}"), fails=True)
+    _copied(jobs, "plain2", "mistyped")
+    jobs.add("foreign", 2, 1, callback={"auto_resume": True}, fails=True)
+    foreign = jobs.directory / "foreign" / "run" / f"checkpoint-{SAVED}"
+    foreign.mkdir(parents=True)
+    (foreign / "model.safetensors").write_bytes(b"weights")
+    options = {"storage_options": {"endpoint_url": endpoint}}
+    jobs.add(
+        "from-url", 2, 1, learning_rate=0.3, resume="s3://runs/trainer/checkpoint-4", callback=options,
+        environment=server.ENVIRONMENT,
+    )  # fmt: skip
     jobs.add("torn", 2, 1, resume=True, fails=True)
     _copied(jobs, "plain2", "torn")
     tear(jobs.directory / "torn" / "run" / f"checkpoint-{SAVED}")
@@ -214,6 +225,23 @@ def test_without_a_whole_checkpoint_a_resume_says_so(runs: dict[str, Any]) -> No
     assert runs["begins"]["losses"].keys() == {"1"}
     assert "holds 1 checkpoints, and none was committed" in runs["torn"]["error"]
     assert os.linesep not in runs["torn"]["error"]
+
+
+def test_a_mistyped_checkpoint_is_not_replaced_by_one_of_the_same_name(runs: dict[str, Any]) -> None:
+    assert f"elsewhere/checkpoint-{SAVED}: does not exist" in runs["mistyped"]["error"]
+    assert not (runs["mistyped"]["out"] / "run" / f"checkpoint-{STEPS}").exists()
+
+
+def test_a_run_does_not_begin_anew_over_checkpoints_of_another_kind(runs: dict[str, Any]) -> None:
+    foreign = runs["foreign"]["out"] / "run" / f"checkpoint-{SAVED}"
+    assert f"{foreign}: holds model.safetensors, but no checkpoint" in runs["foreign"]["error"]
+    assert (foreign / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_run_on_disk_resumes_from_a_bucket(runs: dict[str, Any]) -> None:
+    assert runs["from-url"]["restored"] == "s3://runs/trainer/checkpoint-4/global_step4"
+    assert runs["from-url"]["losses"] == runs["from-bucket"]["losses"]
+    assert (runs["from-url"]["out"] / "run" / f"checkpoint-{STEPS}").is_dir()
 
 
 def test_saves_of_weights_alone_are_refused_before_the_training(runs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from ckpttool.analysis.pages.checkpoint import checkpoint_page
 from ckpttool.model import Buffer, CheckpointFile, Parameter, ParamGroup, State
 from ckpttool.model.places import Contiguous
 from tests import damage
-from tests.cli.command import ckpttool, remains
+from tests.cli.command import ckpttool, ckpttool_process, remains
 from tests.pages import synthetic
 from tests.sampling import some
 from tests.truth import source
@@ -211,6 +211,13 @@ def test_both_colour_schemes_wide_and_narrow(scheme: str, width: int, opened: Op
     page.sound()
 
 
+def test_a_grid_of_many_ranks_fits_a_narrow_window(opened: Open) -> None:
+    page = opened(checkpoint_page(api.inspect(source("universal-pipeline-zero1-pp2-tp2-bf16"))), width=390)
+    assert page.run("document.querySelectorAll('.grid button').length") == 4
+    assert page.run("document.documentElement.scrollWidth") <= 390
+    page.sound()
+
+
 # ------------------------------------------------------------------------------------------------- large
 
 
@@ -390,3 +397,36 @@ def test_only_a_page_is_replaced(name: str, checkpoint_copy: Callable[[str], Pat
     error = ckpttool("inspect", root, "--html", root / name, "--overwrite").error
     assert error == f"Error: {root / name}: exists already and is no page; choose another name"
     assert (root / name).read_bytes() == before
+
+
+def test_the_page_goes_to_the_standard_output_alone(tmp_path: Path) -> None:
+    done = ckpttool_process("inspect", source("zero2-dp2-bf16"), "--html", "-", cwd=tmp_path)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.encode() == checkpoint_page(api.inspect(source("zero2-dp2-bf16")))
+    assert remains(tmp_path) == []
+
+
+def test_a_directory_is_no_page(s3: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    for out in (tmp_path / "pages", f"{tmp_path}/pages/", f"{tmp_path}/new/", s3.url("pages/")):
+        for more in ([], ["--overwrite"]):
+            error = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", out, *more).error
+            shown = str(out).rstrip("/")
+            assert error.endswith(f"is a directory; name a file in it: {shown}/page.html")
+    assert s3.keys() == []
+    assert remains(tmp_path) == ["pages"]
+
+
+def test_a_page_needs_a_directory_before_anything_is_read(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "page.html"
+    error = ckpttool("stats", "/nowhere", "--html", out).error
+    assert error == f"Error: {out}: cannot be written: its directory does not exist; create {tmp_path / 'new'} first"
+    done = ckpttool_process("inspect", source("zero2-dp2-bf16"), "--html", "page.html", cwd=tmp_path)
+    assert (done.code, done.stdout) == (0, "page.html: wrote a page\n")
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_a_browser_shows_a_page_of_a_bucket(s3: Bucket, more: list[str]) -> None:
+    assert ckpttool("inspect", source("zero2-dp2-bf16"), "--html", s3.url("page.html"), *more).code == 0
+    kind = s3.boto.head_object(Bucket=s3.name, Key="page.html")["ContentType"]
+    assert kind == "text/html; charset=utf-8"

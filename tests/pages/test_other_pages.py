@@ -6,12 +6,15 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import ckpttool as api
+from ckpttool.analysis.diff import Difference, DiffReport
+from ckpttool.analysis.pages.diff import diff_page
 from ckpttool.analysis.stats import linear_histogram
 from tests.cli.command import ckpttool, remains
 from tests.pages.test_checkpoint_page import HOSTILE
@@ -35,15 +38,20 @@ def _cells(page: Opened, table: str, column: int) -> list[str]:
     return found
 
 
-@pytest.fixture
-def run_root(tmp_path: Path) -> Path:
+def torn_run(directory: Path) -> Path:
     """A root with three checkpoints, the last of which is torn."""
-    root = tmp_path / "run"
+    root = directory / "run"
     for step in (10, 20, 30):
         shutil.copytree(os.path.join(ZERO2, "global_step3"), root / f"global_step{step}")
     (root / "latest").write_text("global_step20")
     next((root / "global_step30").glob("*optim*")).unlink()
     return root
+
+
+@pytest.fixture
+def run_root(tmp_path: Path) -> Path:
+    """A root with three checkpoints, the last of which is torn."""
+    return torn_run(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- ls
@@ -162,10 +170,20 @@ def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
     held = page.run("JSON.parse(document.getElementById('data').textContent).series[0].tensors")
     assert held == json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)
     norms = page.run("page.charts[0].plot().data")
-    layers = list(dict.fromkeys(t.name.partition(".")[0] for t in found))
+    floats = [t for t in found if t.dtype[0] in "FB" and t.dtype != "BOOL"]
+    assert len(floats) < len(found)  # positions and masks have no norm
+    layers = list(dict.fromkeys(t.name.partition(".")[0] for t in floats))
+    assert len(norms[0]) == len(layers)
     for at, layer in enumerate(layers):
-        held = [t.norm for t in found if t.state == "weights" and t.name.partition(".")[0] == layer]
-        assert math.isclose(norms[1][at], math.hypot(*held), rel_tol=1e-9)
+        for k, state in enumerate(dict.fromkeys(t.state for t in found)):
+            held = [t.norm for t in floats if t.state == state and t.name.partition(".")[0] == layer]
+            assert norms[1 + k][at] == (pytest.approx(math.hypot(*held), rel=1e-9) if held else None)
+    page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    assert _cells(page, "norms", 0) == layers
+    weights = [
+        math.hypot(*(t.norm for t in floats if t.state == "weights" and t.name.split(".")[0] == n)) for n in layers
+    ]
+    assert [float(text.replace(",", "")) for text in _cells(page, "norms", 1)] == pytest.approx(weights, rel=1e-3)
     page.sound()
 
 
@@ -175,6 +193,7 @@ def test_a_series_over_steps(opened: Open, run_root: Path, tmp_path: Path) -> No
     assert ckpttool("stats", *tags, "--each", "--html", out).code == 0
     page = opened(out, scheme="dark")
     assert page.run("page.charts.map((c) => c.plot().data[0].length)")[1:] == [2, 2]
+    assert page.run("page.charts[1].plot().data[0]") == [0, 1]  # both copies are of step 3
     page.page.select_option("#tensor", "3")
     page.sound()
     assert ckpttool("stats", *tags, "--each").code == 2
@@ -206,11 +225,18 @@ def test_a_dry_run_shows_what_would_move(name: str, command: list[str], opened: 
     moves = list(report.moves)
     assert len(_cells(page, "moves", 0)) == min(300, len(moves))
     targets = {m.target for m in moves}
+    files = report.files if isinstance(report.files, tuple) else report.planned
+    shown = dict(zip(_cells(page, "written", 0), _cells(page, "written", 1), strict=True))
+    assert shown == {file.name: f"{file.nbytes:,}" for file in files}
+    facts = page.run(
+        "Object.fromEntries([...document.querySelectorAll('.facts div')].map((d) => d.innerText.split('\\n')))"
+    )
+    assert facts["files written"] == str(len(files))
     assert sum(m.nbytes for m in moves) > 0
     assert page.run("document.querySelectorAll('figure path').length") > 0
     assert report.nbytes_read >= sum(m.nbytes for m in moves)
     written = getattr(api, command[0])(source(name), out, **options)
-    assert targets <= set(remains(out))
+    assert targets <= set(shown) == {name for name in remains(out) if (out / name).is_file()}
     assert written.moves == ()
     page.sound()
     assert ckpttool(*arguments, "--dry-run", "--html", page_file).code == 1
@@ -234,3 +260,23 @@ def test_no_page_runs_a_hostile_name(opened: Open, tmp_path: Path) -> None:
         assert page.run("window.hacked === undefined && !document.querySelector('img, iframe')")
         assert page.run("document.scripts.length") == 2
         page.sound()
+
+
+def test_a_comparison_of_many_tensors_lists_those_that_differ_most(opened: Open) -> None:
+    tensors = [
+        Difference(f"layers.{i}.weight", "weights", "values", ("F32", "F32"), ((8,), (8,)), 1 + i % 8, i / 7, i / 9)
+        for i in range(50)
+    ]
+    tensors[3] = Difference("layers.3.weight", "weights", "only in a", ("F32", None), ((8,), None))
+    tensors[4] = Difference("layers.4.weight", "weights", "equal", ("F32", "F32"), ((8,), (8,)))
+    data = diff_page(DiffReport("a", "b", tuple(tensors), ()), max_rows=10)
+    page = opened(data)
+    assert page.text("h1") == "49 of 50 tensors differ"
+    assert len(_cells(page, "heat", 0)) == 50
+    assert _cells(page, "heat", 1)[3:5] == ["only in a", "equal"]
+    shown = _cells(page, "tensors", 0)
+    assert set(shown) == {"layers.3.weight", *(f"layers.{i}.weight" for i in range(41, 50))}
+    assert "the other 40 differ less" in page.text("#tensors caption")
+    many = [replace(t, name=f"model.{k}.{t.name}") for k in range(2_000) for t in tensors]
+    assert len(diff_page(DiffReport("a", "b", tuple(many), ()))) < 1_000_000
+    page.sound()

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from ckpttool.storage.fsspec import RemoteStorage
 
 
-_WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_WEIGHT_FILES = re.compile(
+    r"(model|pytorch_model|adapter_model|optimizer)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
 
 
 class Destination:

@@ -43,6 +43,9 @@ class Layers:
         """Tied layers: several stages save them."""
         self.remarks: list[str] = []
         """Remarks for the user."""
+        self.model_ranks: dict[int, int] = {}
+        """Index of the file of each layer: the model-parallel rank that wrote it; its name has the tensor-parallel rank
+        alone."""
         sizes = [_sizes(s) for s in stages]
         trained = {name: numel for stage in sizes for name, numel in stage.items()}
         named = [
@@ -56,6 +59,7 @@ class Layers:
                 continue
             # A layer without trained parameters does not tell its stage; it is in the stage of the previous layer.
             stage = next((i for i, numbers in enumerate(named) if str(layer.layer) in numbers), stage)
+            self.model_ranks[layer.file.file_index] = stages[stage].model_rank
             tensors = {
                 str(name): whole_tensor(layer.file.torch, layer.file.file_index, ref)
                 for name, ref in layer.file.fields.values.items()

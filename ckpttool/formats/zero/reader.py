@@ -15,7 +15,18 @@ from ckpttool.formats.zero.model_rank import ModelPart, read_model_rank
 from ckpttool.formats.zero.module import common_facts, zenflow
 from ckpttool.formats.zero.partitions import check_agreement, check_same_group
 from ckpttool.messages import brief
-from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, Replica, State, Topology
+from ckpttool.model import (
+    MASTER,
+    MODULE,
+    Buffer,
+    Checkpoint,
+    CheckpointFile,
+    Parameter,
+    ParamGroup,
+    Replica,
+    State,
+    Topology,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +83,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
         replicas=(*whole.replicas, *replicas),
         has_newer_copies=zenflow(first) and files.stage != 3,
-        files=found.files,
+        files=_with_stages(found, layers),
         notes=(
             *found.notes,
             *_step_notes(files, whole.groups, step - facts["skipped_steps"]),
@@ -104,6 +115,14 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
     from ckpttool.formats.zero.pipeline import Layers  # imported only for the few checkpoints that need it
 
     return Layers(found.layers, found.slices[rank::tensor], rank)
+
+
+def _with_stages(found: AllFiles, layers: Sequence[Layers | None]) -> tuple[CheckpointFile, ...]:
+    """Return all files; those of layers with the model-parallel rank of their pipeline stage."""
+    if len(found.slices) == 1:
+        return found.files
+    ranks = {index: rank for own in layers if own for index, rank in own.model_ranks.items()}
+    return tuple(replace(file, model_rank=ranks.get(i, file.model_rank)) for i, file in enumerate(found.files))
 
 
 def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:

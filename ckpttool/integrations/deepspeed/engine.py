@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's optimizer wrappers that partition states."""
+OFFLOAD = "DeepSpeedZeRoOffload"
+"""DeepSpeed's class in place of an optimizer, in a ZeRO-3 engine without one: it partitions weights alone."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 """DeepSpeed's optimizer wrappers that keep whole fp32 master weights on every rank."""
 _ENGINE = (
@@ -45,6 +47,7 @@ _OPTIMIZER = {
     ),
     "FP16_Optimizer": ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
     "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
+    OFFLOAD: ("partition_all_parameters", "persistent_parameters"),
 }  # fmt: skip
 
 
@@ -55,7 +58,7 @@ class LiveEngine:
     engine: Any
     """The engine itself."""
     wrapper: str
-    """DeepSpeed's class around the optimizer; "" if there is none."""
+    """DeepSpeed's class around the optimizer, or ``OFFLOAD``; "" if there is none."""
     stage: int
     """ZeRO stage; 0 without partitioning."""
     topology: Topology
@@ -81,9 +84,14 @@ class LiveEngine:
         return self.engine.optimizer
 
     @property
+    def partitions_states(self) -> bool:
+        """Whether the engine partitions master weights and optimizer states over ranks."""
+        return self.wrapper in PARTITIONED
+
+    @property
     def world(self) -> Any:
         """The data-parallel process group."""
-        return self.optimizer.dp_process_group if self.stage else self.engine.seq_data_parallel_group
+        return self.optimizer.dp_process_group if self.partitions_states else self.engine.seq_data_parallel_group
 
     @property
     def masters(self) -> list[Any]:
@@ -110,19 +118,19 @@ def inspect_engine(engine: Any) -> LiveEngine:
     """
     require(engine, "engine", _ENGINE)
     optimizer = engine.optimizer
-    known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in {*PARTITIONED, *WHOLE}]
-    wrapper = known[0] if known else ""
-    name = type(optimizer).__name__
-    if name == "MiCS_Optimizer" or (not wrapper and engine.zero_optimization() and optimizer is not None):
+    wrapper, name = _wrapper_of(optimizer), type(optimizer).__name__
+    unknown = not wrapper and engine.zero_optimization() and optimizer is not None
+    if name == "MiCS_Optimizer" or unknown or (wrapper == OFFLOAD and engine.has_moe_layers):
         raise PlanError(f"{name} of DeepSpeed {version()}", "is not known to ckpttool", "use engine.load_checkpoint")
     require(optimizer, name, _OPTIMIZER.get(wrapper, ()))
     stage = int(engine.zero_optimization_stage()) if wrapper in PARTITIONED else 0
     stage = max(1, stage) if wrapper in PARTITIONED else 0  # BF16_Optimizer partitions at stage 0 of a pipeline too
+    stage = 3 if wrapper == OFFLOAD else stage
     pipeline = int(getattr(engine.module, "num_stages", 1)) if _is_pipeline(engine.module) else 1
-    ranks, rank = _place(optimizer.dp_process_group if stage else engine.seq_data_parallel_group)
+    ranks, rank = _place(optimizer.dp_process_group if wrapper in PARTITIONED else engine.seq_data_parallel_group)
     dtype = "BF16" if engine.bfloat16_enabled() else "F16" if engine.fp16_enabled() else "F32"
     aligned = stage in {1, 2} and getattr(optimizer, "parameter_alignment", False)
-    groups = getattr(optimizer, "optimizer", optimizer).param_groups if optimizer is not None else []
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups if has_optimizer(optimizer) else []
     return LiveEngine(
         engine=engine,
         wrapper=wrapper,
@@ -142,6 +150,22 @@ def inspect_engine(engine: Any) -> LiveEngine:
         model=None if _is_pipeline(engine.module) else _model(engine, wrapper),
         hyperparameters=[{k: v for k, v in group.items() if k != "params"} for group in groups],
     )
+
+
+def _wrapper_of(optimizer: Any) -> str:
+    """Return the name of DeepSpeed's class around an optimizer; "" without one."""
+    known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in {*PARTITIONED, *WHOLE, OFFLOAD}]
+    return known[0] if known and (known[0] == OFFLOAD or has_optimizer(optimizer)) else ""
+
+
+def has_optimizer(optimizer: Any) -> bool:
+    """Return whether an engine trains; without an optimizer DeepSpeed keeps None, ``OFFLOAD`` or a wrapper of a dummy.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_configure_zero_optimizer``), runtime/bf16_optimizer.py.
+    """
+    if optimizer is None or type(optimizer).__name__ == OFFLOAD:
+        return False
+    return bool(getattr(optimizer, "using_real_optimizer", True))
 
 
 def version() -> str:
@@ -198,10 +222,10 @@ def _groups(optimizer: Any, wrapper: str) -> list[list[Any]]:
         return result
     if wrapper in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
         groups = optimizer.bit16_groups if wrapper == "DeepSpeedZeroOptimizer" else optimizer.bf16_groups
-    elif wrapper:
+    elif wrapper in WHOLE:
         groups = optimizer.fp16_groups
     else:
-        groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
+        groups = [group["params"] for group in optimizer.param_groups] if has_optimizer(optimizer) else []
     return [list(group) for group in groups]
 
 

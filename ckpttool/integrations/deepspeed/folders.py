@@ -105,8 +105,10 @@ class Folders:
         return self._met
 
     def source(self, folder: str) -> Storage:
-        """Return the storage to read a folder from."""
-        return confined(self.storage, folder, self._storage_options)
+        """Return the storage to read a folder from, which may be another than that of the root."""
+        same = scheme_of(folder) == scheme_of(self.root)
+        storage = self.storage if same else open_storage(folder, self._storage_options)
+        return confined(storage, folder, self._storage_options)
 
     def save(  # noqa: PLR0913  the arguments of ``CheckpointManager.save``
         self,
@@ -324,6 +326,21 @@ def why_not(storage: Storage, folder: str) -> str:
         if entry.is_dir and is_unfinished(storage, posixpath.join(folder, entry.name)):
             return f"was not committed: the save of {entry.name} did not finish"
     return "holds no whole checkpoint"
+
+
+def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
+    """Check that folders without a whole checkpoint hold no other kind of checkpoint, which a new run would replace.
+
+    Raises:
+        LayoutError: One holds weights, or a directory that is no unfinished save.
+    """
+    for folder in folders:
+        for entry in storage.listing(folder):
+            path = posixpath.join(folder, entry.name)
+            unfinished = entry.is_dir and (not storage.listing(path) or is_unfinished(storage, path))
+            if is_weights(entry.name) if not entry.is_dir else not unfinished:
+                problem = f"holds {entry.name}, but no checkpoint that can be resumed from"
+                raise LayoutError(folder, problem, "move the folder, or choose another output_dir to begin anew")
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
-from ckpttool.integrations.deepspeed.engine import version
+from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, version
 from ckpttool.integrations.deepspeed.load_native import native_files, own_experts
 
 if TYPE_CHECKING:
@@ -132,6 +133,12 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
     """Load only fp32 master weights, weights and buffers."""
     optimizer = live.optimizer
+    if live.wrapper == OFFLOAD:
+        optimizer.partition_all_parameters()
+        _broadcast_replicas(live, prepared.replicas)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        return
     if live.stage:
         if live.stage == 3:
             optimizer.checkpoint_event_prologue()
@@ -240,27 +247,44 @@ def _broadcast_replicas(live: LiveEngine, replicas: Replicas | None) -> None:
                     values = piece[low - start : high - start].view(getattr(torch, dtype.torch))
                     element = (low - current.start) // dtype.itemsize
                     for target in targets[current.name]:
-                        _copy_elements(target, element, values)
+                        target.copy(element, values)
                 if current.start + current.nbytes > end:
                     break
                 current = next(tensors, None)
 
 
-def _copy_elements(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
-    """Copy elements into a flattened tensor from element ``first`` on, cast to its dtype."""
-    if target.is_contiguous():
-        target.view(-1)[first : first + values.numel()].copy_(values)
-        return
-    whole = target.reshape(-1).clone()
-    whole[first : first + values.numel()] = values.to(whole.dtype)
-    target.copy_(whole.view(target.shape))
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor that holds a value, or a rank's partition of it."""
+
+    tensor: torch.Tensor
+    start: int = 0
+    """First element of the value that the tensor holds, flattened."""
+
+    def copy(self, first: int, values: torch.Tensor) -> None:
+        """Copy the elements of the value from ``first`` on, as far as the tensor holds them, cast to its dtype."""
+        low, high = max(first, self.start), min(first + values.numel(), self.start + self.tensor.numel())
+        if low >= high:
+            return
+        values = values[low - first : high - first]
+        if self.tensor.is_contiguous():
+            self.tensor.view(-1)[low - self.start : high - self.start].copy_(values)
+            return
+        whole = self.tensor.reshape(-1).clone()
+        whole[low - self.start : high - self.start] = values.to(whole.dtype)
+        self.tensor.copy_(whole.view(self.tensor.shape))
 
 
-def _targets_by_name(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
+def _targets_by_name(live: LiveEngine) -> dict[str, list[_Target]]:
     """Return the tensors of each replicated value: the parameter or buffer, and its fp32 master weights if any."""
-    targets = {name: [p.data] for name, p in live.parameters().items()}
-    targets |= {name: [b.data] for name, b in live.buffers().items()}
-    if live.wrapper not in {"FP16_Optimizer", "FP16_UnfusedOptimizer"}:
+    targets = {name: [_Target(b.data)] for name, b in live.buffers().items()}
+    for name, p in live.parameters().items():
+        if live.wrapper == OFFLOAD:
+            partition = p.ds_tensor.data
+            targets[name] = [_Target(partition, dist.get_rank(p.ds_process_group) * partition.numel())]
+        else:
+            targets[name] = [_Target(p.data)]
+    if live.wrapper not in WHOLE:
         return targets
     optimizer = live.optimizer
     names = {id(p): name for name, p in live.parameters().items()}
@@ -272,5 +296,5 @@ def _targets_by_name(live: LiveEngine) -> dict[str, list[torch.Tensor]]:
                 master = optimizer.fp32_groups_flat[number].data[at : at + p.numel()].view(p.shape)
             else:
                 master = optimizer.fp32_groups[number][position].data
-            targets[names[id(p)]].append(master)
+            targets[names[id(p)]].append(_Target(master))
     return targets

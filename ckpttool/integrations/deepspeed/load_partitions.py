@@ -56,7 +56,7 @@ def read_partitions(
     """
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
-    if live.stage:
+    if live.partitions_states:
         shape = shape_of(live)
         plans.append(plan_rank(fitted.checkpoint, shape, live.rank, tag=checkpoint.tag, fresh=fitted.fresh))
         notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
@@ -72,7 +72,7 @@ def read_partitions(
     first = min(total, live.rank * slice_bytes)
     own = bytearray(0 if options.dry_run else min(total, first + slice_bytes) - first)
     replicas = Replicas(tensors=tensors, nbytes=total, slice_bytes=slice_bytes, own=own)
-    nbytes = plans[0].nbytes_read if live.stage else 0
+    nbytes = plans[0].nbytes_read if live.partitions_states else 0
     nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in tensors)
     prepared = Prepared(
         method="planned",
@@ -95,7 +95,7 @@ def read_partitions(
             with VirtualFile(replica_plan, replica_plan.files[0], sources, memory=options.memory_bytes) as file:
                 file.seek(first)
                 file.readinto(own)
-        for target in plans[0].files if live.stage else ():
+        for target in plans[0].files if live.partitions_states else ():
             with VirtualFile(plans[0], target, sources, memory=options.memory_bytes) as file:
                 read.append(read_objects(file, options.allow))
         sources.check_unchanged()
@@ -119,10 +119,10 @@ def _with_partitions(
 
 
 def _replicated(live: LiveEngine, fitted: Fitted) -> dict[str, State]:
-    """Return the replicated state: buffers; below stage 3 also frozen parameters; without ZeRO all state."""
+    """Return the state that one rank reads for all: buffers; below stage 3 also frozen parameters; or all state."""
     replicated = dict(fitted.buffers)
     for p in fitted.checkpoint.parameters:
-        if (p.frozen and live.stage < 3) or not live.stage:
+        if (p.frozen and live.stage < 3) or not live.partitions_states:
             state = p.states.get(MASTER) or p.states.get(MODULE)
             if state is not None:
                 replicated[p.name] = state

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
+from ckpttool.integrations.deepspeed.engine import has_optimizer
 from ckpttool.integrations.deepspeed.load_native import read_native
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
 from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
@@ -45,6 +46,9 @@ def prepare(
     options = load_options(checkpoint, options)
     if checkpoint.thin and not options.weights_only:
         raise thin_error(checkpoint)
+    if not options.weights_only and live.optimizer is not None and not has_optimizer(live.optimizer):
+        problem = "cannot be resumed from: the engine has no optimizer"
+        raise PlanError(checkpoint.location, problem, "pass weights_only=True, or an optimizer to deepspeed.initialize")
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored
     for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:

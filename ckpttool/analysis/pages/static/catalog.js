@@ -19,13 +19,26 @@ views.catalog = (data, main) => {
   }
   const state = (e) =>
     (e.whole ? "whole" : "torn") + (e.latest ? ", latest" : "") + (e.link ? `, link to ${e.link}` : "");
-  const stepped = entries.filter((e) => e.step != null && !e.link).sort((a, b) => a.step - b.step);
+  /* A torn checkpoint may not tell its step: then its name does. */
+  const stepOf = new Map(entries.map((e, i) => [e, e.step ?? data.steps[i]]));
+  const stepped = entries
+    .filter((e) => stepOf.get(e) != null && !e.link)
+    .sort((a, b) => stepOf.get(a) - stepOf.get(b));
   if (stepped.length) {
-    const x = stepped.map((e) => e.step),
+    const x = stepped.map((e) => stepOf.get(e)),
       section = page.section("Over the steps");
     main.append(section);
+    const named = stepped.filter((e) => e.step == null).length;
+    if (named)
+      section.append(
+        page.el("p", { class: "hint" }, `The step of ${page.plural(named, "checkpoint")} is that of the name.`),
+      );
+    if (new Set(x).size === 1 && x.length > 1)
+      section.append(
+        page.el("p", { class: "hint" }, `All ${page.count(x.length)} checkpoints are of step ${page.count(x[0])}.`),
+      );
     const names = [...new Set(stepped.flatMap((e) => Object.keys(e.metrics)))].filter((n) =>
-      stepped.some((e) => Number.isFinite(e.metrics[n])),
+      stepped.some((e) => e.metrics[n] != null),
     );
     const first = names.find((n) => /loss/.test(n)) ?? names[0],
       holder = page.el("div");
@@ -35,7 +48,7 @@ views.catalog = (data, main) => {
         title: name,
         x,
         xTitle: "step",
-        series: [{ title: name, colour: page.PALETTE[0], values: stepped.map((e) => e.metrics[name]) }],
+        series: [{ title: name, colour: page.PALETTE[0], values: stepped.map((e) => e.metrics[name] ?? null) }],
       });
     };
     if (first !== undefined) {
@@ -56,6 +69,7 @@ views.catalog = (data, main) => {
                   .map((n, i) => page.el("option", { value: i, selected: n === first }, page.text(n, 80))),
               ),
             ),
+            names.length > 300 ? page.el("span", { class: "hint" }, `the first 300 of ${page.count(names.length)}`) : null,
           ),
         );
       section.append(holder);
@@ -77,23 +91,24 @@ views.catalog = (data, main) => {
               {
                 title: "torn",
                 colour: page.PALETTE[5],
-                dash: [4, 4],
+                loose: true,
                 values: stepped.map((e) => (e.whole ? null : e.nbytes)),
               },
             ]
           : []),
       ],
     });
-    if (stepped.filter((e) => e.modified).length > 1)
+    const dated = stepped.filter((e) => e.modified).sort((a, b) => a.modified - b.modified);
+    if (dated.length > 1)
       page.chart(pair[1], {
         title: "Steps over time",
         fromZero: true,
-        x: stepped.map((e) => e.modified ?? null),
+        x: dated.map((e) => e.modified),
         time: true,
         xTitle: "saved at (UTC)",
         height: 180,
         unit: (v) => page.count(v),
-        series: [{ title: "step", colour: page.PALETTE[0], values: x }],
+        series: [{ title: "step", colour: page.PALETTE[0], values: dated.map((e) => stepOf.get(e)) }],
       });
   }
   const most = page.largest(
@@ -146,6 +161,6 @@ views.catalog = (data, main) => {
       : []),
   ];
   main.append(
-    page.section("Checkpoints", page.table("Checkpoints, oldest first", columns, entries, { id: "entries" })),
+    page.section("Checkpoints", page.table("Checkpoints, by step", columns, entries, { id: "entries" })),
   );
 };

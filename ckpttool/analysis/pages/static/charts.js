@@ -1,7 +1,39 @@
 /* Charts over steps or layers, by uPlot, in the colours of the page. */
 page.charts = [];
 
-/* series: [{title, colour, values, dash}]; x: numbers; labels: texts of x, or null; log: a logarithmic axis. */
+/* What a chart has no place for, as a sentence; "" if it shows all values. A value that is not known is null. */
+page.leftOut = (series, log) => {
+  const values = series.flatMap((s) => s.values).filter((v) => v != null);
+  const odd = values.filter((v) => typeof v !== "number" || !Number.isFinite(v)).length,
+    low = log ? values.filter((v) => typeof v === "number" && Number.isFinite(v) && v <= 0).length : 0;
+  const parts = [
+    odd ? `${page.plural(odd, "value")} that ${odd === 1 ? "is" : "are"} NaN or infinite` : "",
+    low ? `${page.plural(low, "value")} of 0 or less, which a logarithmic axis has no place for` : "",
+  ].filter(Boolean);
+  return parts.length ? `Not in this chart: ${parts.join("; ")}.` : "";
+};
+
+/* The powers of ten around positive numbers; uPlot's own fail for very small ones. */
+page.decades = (low, high) => {
+  if (low == null || !(high > 0)) return [0.1, 10];
+  const from = Math.floor(Math.log10(low) + 1e-9),
+    to = Math.ceil(Math.log10(high) - 1e-9);
+  return [10 ** from, 10 ** Math.max(to, from + 1)];
+};
+page.logTicks = (low, high) => {
+  const from = Math.round(Math.log10(low)),
+    to = Math.round(Math.log10(high)),
+    step = Math.max(1, Math.ceil((to - from) / 8));
+  const ticks = [];
+  for (let k = from; k <= to; k += step) {
+    ticks.push(10 ** k);
+    if (to - from < 2 && k < to) ticks.push(2 * 10 ** k, 5 * 10 ** k);
+  }
+  return ticks;
+};
+
+/* series: [{title, colour, values, dash, loose}]; x: ascending numbers; labels: texts of x, or null; log: a logarithmic
+   axis; loose: points without a line. */
 page.chart = (
   parent,
   {
@@ -24,14 +56,21 @@ page.chart = (
     role: "img",
     "aria-label": `${title}; the table has the numbers`,
   });
-  parent.append(page.el("h3", {}, title), figure);
+  const missing = page.leftOut(series, log);
+  parent.append(page.el("h3", {}, title), figure, missing ? page.el("p", { class: "hint left-out" }, missing) : "");
+  const data = [
+    x,
+    ...series.map((s) =>
+      s.values.map((v) => (typeof v === "number" && Number.isFinite(v) && (!log || v > 0) ? v : null)),
+    ),
+  ];
+  const ends = [page.smallest(x), page.largest(x)];
+  // All points at one place: an axis without extent shows nothing.
+  const around = time ? 3600 : 1;
   let plot = null;
   const draw = () => {
     const soft = page.css("--soft"),
       line = page.css("--line");
-    const decades = log
-      ? (u, splits) => splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null))
-      : (u, splits) => splits;
     const onPanel = (colour) => (page.dark() && colour === "#0072b2" ? "#4ea5e6" : colour);
     const axis = {
       stroke: soft,
@@ -39,17 +78,18 @@ page.chart = (
       ticks: { stroke: line },
       font: "12px system-ui, sans-serif",
     };
+    const write = page.fitter(axis.font);
     plot?.destroy();
     figure.replaceChildren();
     plot = new uPlot(
       {
         width: Math.max(240, figure.clientWidth - 24),
         height,
-        padding: [10, labels ? 52 : 16, 0, 0],
+        padding: [10, labels ? 64 : 40, 0, labels ? 20 : 0],
         scales: {
-          x: { time, range: x.length === 1 ? [x[0] - 1, x[0] + 1] : undefined },
+          x: { time, range: ends[0] === ends[1] ? [ends[0] - around, ends[1] + around] : undefined },
           y: log
-            ? { distr: 3 }
+            ? { distr: 3, range: (u, low, high) => page.decades(low, high) }
             : {
                 range: (u, low, high) => {
                   const room = (high - low || Math.abs(high) || 1) * 0.06;
@@ -80,9 +120,8 @@ page.chart = (
           },
           {
             ...axis,
-            grid: { ...axis.grid, filter: decades },
-            ticks: { ...axis.ticks, filter: decades },
-            size: 74,
+            ...(log ? { splits: (u, _, low, high) => page.logTicks(low, high) } : {}),
+            size: (u, values) => Math.max(50, 18 + page.largest((values ?? []).map((v) => write.width(v ?? "")), 0)),
             values: (u, at) => at.map((v) => (v == null ? "" : unit(v))),
           },
         ],
@@ -98,20 +137,25 @@ page.chart = (
                     ? new Date(v * 1000).toISOString().slice(0, 19).replace("T", " ")
                     : page.count(v),
           },
-          ...series.map((s) => ({
+          ...series.map((s, k) => ({
             label: page.text(s.title, 60),
             stroke: onPanel(s.colour),
             width: 2,
             dash: s.dash,
             spanGaps: true,
-            points: { show: points && x.length < 200, size: 7, fill: onPanel(s.colour) },
+            paths: s.loose ? () => null : undefined,
+            points: {
+              show: points && (s.loose || ends[0] === ends[1] || data[k + 1].filter((v) => v != null).length < 200),
+              size: 7,
+              fill: onPanel(s.colour),
+            },
             value: (u, v) => (v == null ? "" : unit(v)),
           })),
         ],
         cursor: { y: false },
         tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
       },
-      [x, ...series.map((s) => s.values.map((v) => (typeof v === "number" && (!log || v > 0) ? v : null)))],
+      data,
       figure,
     );
     if (onpick)
@@ -125,39 +169,41 @@ page.chart = (
   return figure;
 };
 
-/* A small histogram of magnitudes: negative values to the left, positive to the right, small ones in the middle. */
+/* A small histogram of magnitudes: negative values to the left, positive to the right, small ones in the middle. One
+   path for each colour: a table may have thousands. */
 page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour = "#0072b2" } = {}) => {
-  const n = high - low + 1,
+  const n = Math.max(1, high - low + 1),
     bars = new Array(2 * n + 1).fill(0);
   for (const [e, negative, positive] of magnitudes) {
-    const at = Math.max(0, e - low);
+    const at = Math.min(n - 1, Math.max(0, e - low));
     bars[n - 1 - at] += negative;
     bars[n + 1 + at] += positive;
   }
   bars[n] = zeros;
   const most = page.largest(bars, 1),
     w = width / bars.length;
-  const svg = page.el("svg", {
-    width,
-    height,
-    role: "img",
-    "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high}`,
-  });
-  svg.append(page.el("rect", { x: n * w, y: 0, width: Math.max(w, 0.8), height, fill: page.css("--empty") }));
-  bars.forEach((count, i) => {
-    if (count) {
-      const h = Math.max(1, (count / most) * (height - 1));
-      svg.append(
-        page.el("rect", {
-          x: i * w,
-          y: height - h,
-          width: Math.max(0.8, w - 0.4),
-          height: h,
-          fill: i === n ? page.css("--soft") : colour,
-        }),
-      );
-    }
-  });
+  const path = (at) =>
+    at
+      .filter((i) => bars[i])
+      .map((i) => {
+        const h = Math.max(1, (bars[i] / most) * (height - 1));
+        return `M${(i * w).toFixed(1)} ${height}v${-h.toFixed(1)}h${Math.max(0.8, w - 0.4).toFixed(1)}V${height}z`;
+      })
+      .join("");
+  const svg = page.el(
+    "svg",
+    {
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high + 1}`,
+    },
+    page.el("path", { d: `M${n * w} 0h${Math.max(w, 0.8)}V${height}h${-Math.max(w, 0.8)}z`, class: "zero" }),
+    page.el("path", { d: path([...bars.keys()].filter((i) => i !== n)), fill: colour }),
+    page.el("path", { d: path([n]), class: "zeros" }),
+  );
   return svg;
 };
 

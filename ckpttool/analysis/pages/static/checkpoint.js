@@ -10,7 +10,7 @@ views.checkpoint = (data, main) => {
     [
       "parameters",
       sum(c.parameters) < 1e6 ? page.count(sum(c.parameters)) : page.short(sum(c.parameters)),
-      `${page.count(count(c.parameters))} tensors${frozen.length ? `, ${page.count(count(frozen))} frozen` : ""}`,
+      `${page.plural(count(c.parameters), "tensor")}${frozen.length ? `, ${page.count(count(frozen))} frozen` : ""}`,
     ],
     ["files", page.count(data.counts.files), page.size(c.nbytes)],
     [

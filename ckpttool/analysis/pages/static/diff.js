@@ -1,50 +1,33 @@
 /* The page of a comparison: which layers changed, and by how much. */
 views.diff = (data, main) => {
-  const { a, b, equal, tensors, notes } = data.diff,
-    { layers } = data;
-  const different = tensors.filter((t) => t.kind !== "equal");
+  const { a, b, equal, tensors, notes, kinds, cells } = data.diff,
+    of = (kind) => kinds[kind] ?? 0,
+    different = data.diff.count - of("equal");
   page.head(
-    equal ? "equal" : `${page.count(different.length)} of ${page.count(tensors.length)} tensors differ`,
+    equal ? "equal" : `${page.count(different)} of ${page.plural(data.diff.count, "tensor")} differ`,
     `a: ${a} — b: ${b}`,
     [
-      ["tensors", page.count(tensors.length)],
-      ["different", page.count(different.length)],
-      ["values differ", page.count(tensors.filter((t) => t.kind === "values").length)],
-      ["shapes differ", page.count(tensors.filter((t) => t.kind === "shape").length)],
-      ["only in a", page.count(tensors.filter((t) => t.kind === "only in a").length)],
-      ["only in b", page.count(tensors.filter((t) => t.kind === "only in b").length)],
+      ["tensors", page.count(data.diff.count)],
+      ["different", page.count(different)],
+      ["values differ", page.count(of("values"))],
+      ["shapes differ", page.count(of("shape"))],
+      ["only in a", page.count(of("only in a"))],
+      ["only in b", page.count(of("only in b"))],
     ],
   );
   main.append(...notes.map((n) => page.el("p", { class: "note" }, page.text(n, 2000))));
   const numeric = (v) => (v === "inf" ? Infinity : v === "nan" ? NaN : v);
-  const numel = (t) => (t.shapes[0] ?? t.shapes[1] ?? []).reduce((p, n) => p * n, 1);
   const measures = {
-    max_abs: ["largest difference", (t) => numeric(t.max_abs), Math.max, 0],
-    max_rel: ["largest difference relative to b", (t) => numeric(t.max_rel), Math.max, 0],
-    share: ["share of the elements that differ", null, null, 0],
+    max_abs: "largest difference",
+    max_rel: "largest difference relative to b",
+    share: "share of the elements that differ",
   };
-  const states = [...new Set(tensors.map((t) => t.state))],
-    names = [...new Set(layers)];
-  const cells = new Map();
-  tensors.forEach((t, i) => {
-    const key = JSON.stringify([layers[i], t.state]);
-    if (!cells.has(key)) cells.set(key, []);
-    cells.get(key).push(t);
-  });
+  const states = [...new Set(cells.map((c) => c.state))],
+    names = [...new Set(cells.map((c) => c.layer))],
+    found = new Map(cells.map((c) => [JSON.stringify([c.layer, c.state]), c]));
   const value = (measure) => (layer, state) => {
-    const held = cells.get(JSON.stringify([layer, state]));
-    if (!held) return null;
-    const odd = held.find((t) => t.kind !== "equal" && t.kind !== "values");
-    if (odd) return odd.kind;
-    if (measure === "share")
-      return (
-        held.reduce((s, t) => s + t.differing, 0) /
-        Math.max(
-          1,
-          held.reduce((s, t) => s + numel(t), 0),
-        )
-      );
-    return held.reduce((most, t) => Math.max(most, measures[measure][1](t)), 0);
+    const cell = found.get(JSON.stringify([layer, state]));
+    return cell ? (cell.odd ?? numeric(cell[measure])) : null;
   };
   const holder = page.el("div"),
     search = page.el("input", {
@@ -56,8 +39,10 @@ views.diff = (data, main) => {
   const draw = (measure) =>
     holder.replaceChildren(
       page.heat(
-        `By layer and state: ${measures[measure][0]}. Dark is little, bright is much, on a logarithmic scale.`,
-        names.slice(0, 1500),
+        `By layer and state: ${measures[measure]}. Dark is little, bright is much, on a logarithmic scale.${
+          data.diff.layers > names.length ? ` The first ${page.count(names.length)} of ${page.count(data.diff.layers)} layers.` : ""
+        }`,
+        names,
         states,
         value(measure),
         {
@@ -82,7 +67,7 @@ views.diff = (data, main) => {
           page.el(
             "select",
             { id: "measure", onchange: (e) => draw(e.target.value) },
-            Object.entries(measures).map(([k, [title]]) => page.el("option", { value: k }, title)),
+            Object.entries(measures).map(([k, title]) => page.el("option", { value: k }, title)),
           ),
         ),
       ),
@@ -108,7 +93,7 @@ views.diff = (data, main) => {
     {
       title: "max abs",
       right: true,
-      value: (t) => numeric(t.max_abs),
+      value: (t) => (t.kind === "equal" || t.kind === "values" ? numeric(t.max_abs) : Infinity),
       cell: (t) => (t.kind === "values" ? page.number(t.max_abs, 3) : ""),
     },
     {
@@ -118,7 +103,9 @@ views.diff = (data, main) => {
       cell: (t) => (t.kind === "values" ? page.number(t.max_rel, 3) : ""),
     },
   ];
-  const table = page.table("Tensors; those that differ most come first", columns, tensors, {
+  const left = data.diff.count - tensors.length,
+    rest = left ? `; the other ${page.count(left)} differ less, and diff --json prints them` : "";
+  const table = page.table(`Tensors; those that differ most come first${rest}`, columns, tensors, {
     id: "tensors",
     limit: 300,
     sort: [6, true],

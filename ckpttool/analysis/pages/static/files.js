@@ -64,7 +64,7 @@ page.Files = class {
         page.el(
           "details",
           {},
-          page.el("summary", {}, `All ${page.count(this.files.length)} files`),
+          page.el("summary", {}, this.files.length === 1 ? "The file" : `All ${page.count(this.files.length)} files`),
           page.table(
             "Files",
             columns,
@@ -96,7 +96,7 @@ page.Files = class {
     return {
       children: [...kinds].flatMap(([kind, indices]) =>
         many
-          ? [{ title: `${kind}: ${page.count(indices.length)} files`, children: leaves(indices) }]
+          ? [{ title: `${kind}: ${page.plural(indices.length, "file")}`, children: leaves(indices) }]
           : indices.map((i) => ({ title: this.files[i].name, children: leaves([i]) })),
       ),
     };
@@ -120,8 +120,9 @@ page.Files = class {
       width,
       height,
       viewBox: `0 0 ${width} ${height}`,
-      role: "img",
-      "aria-label": "Treemap: the area of a box is the number of bytes; the table below has the numbers",
+      role: "group",
+      "aria-label":
+        "Treemap: the area of a box is the number of bytes; the table below has the numbers. Arrow keys go from box to box",
     });
     const defs = page.el("defs");
     const hatch = page.el(
@@ -156,6 +157,7 @@ page.Files = class {
         );
       for (const leaf of node.leaves()) if (leaf !== node) svg.append(this.leaf(leaf, node, fit));
     }
+    page.oneStop(svg);
     this.figure.replaceChildren(svg);
   }
 
@@ -173,7 +175,6 @@ page.Files = class {
     };
     const g = page.el("g", {
       class: "leaf",
-      tabindex: "0",
       role: "img",
       "aria-label": `${page.text(node.data.title)}, ${title}: ${page.size(leaf.value)}`,
       onpointermove: tell,

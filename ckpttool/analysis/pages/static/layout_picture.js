@@ -162,12 +162,15 @@ page.LayoutPicture = class {
     g.textBaseline = "top";
     g.fillStyle = g.strokeStyle = colour;
     g.lineWidth = 1;
+    let free = panel.x; // where the next label may begin
     for (let at = Math.ceil(from / step) * step; at <= from + span * 1.0001; at += step) {
       const x = panel.x + ((at - from) / span) * panel.w;
       g.fillRect(Math.min(x, panel.x + panel.w - 1), y - 4, 1, 4);
       const text = layout.axis === "model" ? page.short(at, step) : page.size(at, step),
         wide = g.measureText(text).width;
-      if (x + wide / 2 <= panel.x + panel.w + 6) g.fillText(text, Math.max(panel.x, x - wide / 2), y + 3);
+      const left = Math.max(panel.x, Math.min(x - wide / 2, panel.x + panel.w - wide));
+      if (left >= free) g.fillText(text, left, y + 3);
+      free = left + wide + 6;
     }
   }
 

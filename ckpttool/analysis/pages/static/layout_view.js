@@ -120,7 +120,7 @@ page.LayoutView = class extends page.LayoutPicture {
           },
         },
         title,
-        page.el("small", {}, `${page.size(nbytes)}, ${files.length} files`),
+        page.el("small", {}, `${page.size(nbytes)}, ${page.plural(files.length, "file")}`),
       );
       return button;
     });
@@ -445,7 +445,7 @@ page.LayoutView = class extends page.LayoutPicture {
       ];
       const about = [
         tensors.shape[t].length || tensors.count[t] === 1 ? page.shape(tensors.shape[t]) : "",
-        `${page.count(tensors.numel[t])} elements`,
+        page.plural(tensors.numel[t], "element"),
         ...layout.marks(t),
         ...layout.tied(t).map((n) => `tied to ${page.text(n, 80)}`),
       ]
@@ -464,7 +464,7 @@ page.LayoutView = class extends page.LayoutPicture {
         ),
         page.table(`All places of ${page.text(tensors.name[t], 120)}`, columns, places, { limit: 200, id: "places" }),
       );
-      page.say(`${page.text(tensors.name[t])}: ${places.length} places`);
+      page.say(`${page.text(tensors.name[t])}: ${page.plural(places.length, "place")}`);
     }
     this.draw();
   }

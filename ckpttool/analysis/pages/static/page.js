@@ -3,14 +3,16 @@
 const views = {};
 const page = {};
 
+/* Text with what cannot be seen escaped: controls, marks of direction, tags, fillers, spaces other than " ". */
 page.text = (value, limit = 240) => {
-  let text = String(value).replace(
-    /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g,
-    (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"),
-  );
+  let text = String(value).replace(/[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]|[^\S ]/gu, (c) => {
+    const code = c.codePointAt(0).toString(16);
+    return code.length > 4 ? "\\U" + code.padStart(8, "0") : "\\u" + code.padStart(4, "0");
+  });
   if (limit && text.length > limit) text = text.slice(0, limit / 2 - 1) + " … " + text.slice(-(limit / 2 - 2));
   return text;
 };
+page.plural = (n, one, many = one + "s") => `${page.count(n)} ${n === 1 ? one : many}`;
 
 page.el = (tag, attributes = {}, ...children) => {
   const svg =
@@ -130,7 +132,9 @@ page.tip = (() => {
   };
 })();
 
-/* A table whose columns sort: columns are {title, right, value(row), cell(row)}. Of a long one the first rows are shown. */
+/* A table whose columns sort: columns are {title, right, value(row), cell(row)}. Of a long one the first rows are shown;
+   the others are added some at a time, so that the page never stands still. */
+page.CHUNK = 400;
 page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = {}) => {
   const state = { rows, sort: sort ? sort[0] : -1, down: sort ? sort[1] : false, limit };
   const body = page.el("tbody");
@@ -154,7 +158,26 @@ page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = 
           ),
         ),
   );
-  const more = page.el("p", { class: "hint" });
+  const rowOf = (row) =>
+    page.el(
+      "tr",
+      {},
+      columns.map((c) =>
+        page.el("td", { class: c.right ? "right" : c.name ? "name" : null }, c.cell ? c.cell(row) : c.value(row)),
+      ),
+    );
+  const more = page.el("p", { class: "hint more", role: "status" });
+  const all = page.el(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        state.limit = Infinity;
+        draw();
+      },
+    },
+    "Show all",
+  );
   const draw = () => {
     let shown = state.rows;
     if (state.sort >= 0) {
@@ -170,37 +193,21 @@ page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = 
         ? h.setAttribute("aria-sort", state.down ? "descending" : "ascending")
         : h.removeAttribute("aria-sort"),
     );
-    body.replaceChildren(
-      ...shown.slice(0, state.limit).map((row) =>
-        page.el(
-          "tr",
-          {},
-          columns.map((c) => {
-            const made = c.cell ? c.cell(row) : c.value(row);
-            return page.el("td", { class: c.right ? "right" : c.name ? "name" : null }, made);
-          }),
-        ),
-      ),
-    );
-    const left = shown.length - state.limit;
-    more.replaceChildren();
-    if (left > 0)
-      more.append(
-        `${page.count(left)} more rows. `,
-        page.el(
-          "button",
-          {
-            type: "button",
-            onclick: () => {
-              state.limit = shown.length;
-              draw();
-            },
-          },
-          "Show all",
-        ),
-      );
+    body.replaceChildren();
+    clearTimeout(state.due);
+    const add = () => {
+      const first = body.rows.length,
+        end = Math.min(state.limit, shown.length);
+      body.append(...shown.slice(first, Math.min(end, first + (first ? page.CHUNK / 2 : page.CHUNK))).map(rowOf));
+      const left = shown.length - body.rows.length;
+      more.replaceChildren();
+      if (body.rows.length < end) {
+        more.append(`Adding ${page.plural(left, "more row")} …`);
+        state.due = setTimeout(add);
+      } else if (left > 0) more.append(`${page.plural(left, "more row")}. `, all);
+    };
+    add();
   };
-  draw();
   const table = page.el(
     "table",
     {},
@@ -208,6 +215,7 @@ page.table = (caption, columns, rows, { limit = 400, id = null, sort = null } = 
     page.el("thead", {}, page.el("tr", {}, heads)),
     body,
   );
+  draw();
   const root = page.el(
     "div",
     { id },
@@ -259,6 +267,24 @@ page.onredraw = (draw, node) => {
     later();
   });
   return later;
+};
+
+/* One tab stop for all boxes of a picture: arrow keys go from box to box, Home and End to the first and the last. */
+page.oneStop = (svg) => {
+  const boxes = [...svg.querySelectorAll(".leaf")];
+  boxes.forEach((box, i) => {
+    box.setAttribute("tabindex", i ? "-1" : "0");
+    box.addEventListener("keydown", (e) => {
+      const to = { ArrowRight: i + 1, ArrowDown: i + 1, ArrowLeft: i - 1, ArrowUp: i - 1, Home: 0, End: boxes.length - 1 }[
+        e.key
+      ];
+      if (to === undefined || e.ctrlKey || e.metaKey || e.altKey) return;
+      e.preventDefault();
+      const next = boxes[Math.min(boxes.length - 1, Math.max(0, to))];
+      boxes.forEach((each) => each.setAttribute("tabindex", each === next ? "0" : "-1"));
+      next.focus();
+    });
+  });
 };
 
 page.canvas = (canvas, height) => {

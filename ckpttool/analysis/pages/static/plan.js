@@ -1,12 +1,14 @@
 /* The page of a dry run: what would move from which file to which. */
 views.plan = (data, main) => {
-  const { report, moves, sources, targets } = data;
+  const { report, moves, sources, targets, files } = data,
+    known = new Set(targets),
+    made = files.filter(([name]) => !known.has(name));
   const short = (path) => path.split("/").at(-1);
   page.head(data.title, `A dry run: nothing was written. ${report.out} would be made.`, [
     ["read", page.size(report.nbytes_read), "with comparisons"],
     ["written", page.size(report.nbytes_written)],
     ["files read", page.count(sources.length)],
-    ["files written", page.count(targets.length)],
+    ["files written", page.count(files.length), made.length ? `${page.count(made.length)} without tensors of the source` : ""],
     ["moves", page.count(moves.length)],
   ]);
   main.append(...(report.notes ?? []).map((n) => page.el("p", { class: "note" }, page.text(n, 2000))));
@@ -119,7 +121,6 @@ views.plan = (data, main) => {
     const box = (d, b, i, x, isLeft) => {
       const g = page.el("g", {
         class: "leaf",
-        tabindex: "0",
         role: "img",
         "aria-label": `${page.text(d.name)}: ${page.size(d.nbytes)}`,
         onpointermove: (e) => {
@@ -154,10 +155,28 @@ views.plan = (data, main) => {
     };
     left.forEach((d, i) => box(d, l[i], i, 0, true));
     right.forEach((d, i) => box(d, r[i], i, width - node, false));
+    page.oneStop(svg);
     figure.replaceChildren(svg);
   };
   page.onredraw(draw, figure);
   draw();
+  const copied = new Map(targets.map((name, i) => [name, totals[1][i]]));
+  const written = [
+    { title: "file", name: true, value: (f) => f[0] },
+    { title: "size", right: true, value: (f) => f[1], cell: (f) => page.count(f[1]) },
+    {
+      title: "read for it",
+      right: true,
+      value: (f) => copied.get(f[0]) ?? 0,
+      cell: (f) => (copied.has(f[0]) ? page.count(copied.get(f[0])) : "made without tensors of the source"),
+    },
+  ];
+  main.append(
+    page.section(
+      "Files that would be written",
+      page.table("Size of each file, and bytes of tensors that are read for it", written, files, { id: "written", limit: 300 }),
+    ),
+  );
   const columns = [
     { title: "read from", name: true, value: (m) => sources[m[0]], cell: (m) => short(sources[m[0]]) },
     { title: "written to", name: true, value: (m) => targets[m[1]] },

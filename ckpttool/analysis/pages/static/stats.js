@@ -1,101 +1,216 @@
-/* The page of statistics: norms by layer, the distribution of every tensor, and a series over several steps. */
-views.stats = (data, main) => {
-  const { layers } = data,
-    runs = data.series,
-    last = runs.at(-1),
-    tensors = last.tensors;
-  const odd = tensors.filter((t) => t.nan || t.inf),
-    number = (v) => (typeof v === "number" ? v : null);
-  const states = [...new Set(tensors.map((t) => t.state))],
-    names = [...new Set(layers)];
-  page.head(last.tag, `${data.about}. ${last.location}`, [
-    ["tensors", page.count(new Set(tensors.map((t) => t.name)).size)],
-    ["values", page.short(tensors.reduce((s, t) => s + t.numel, 0))],
-    ["states", page.count(states.length), states.join(", ")],
-    ["NaN", page.count(tensors.reduce((s, t) => s + t.nan, 0))],
-    ["infinite", page.count(tensors.reduce((s, t) => s + t.inf, 0))],
-    [
-      "zeros",
-      `${page.number(
-        (100 * tensors.reduce((s, t) => s + t.zeros, 0)) /
-          Math.max(
-            1,
-            tensors.reduce((s, t) => s + t.numel, 0),
-          ),
-        3,
-      )} %`,
-    ],
-    ["step", last.step == null ? "" : page.count(last.step), runs.length > 1 ? `${runs.length} checkpoints` : ""],
-  ]);
-  if (odd.length)
-    main.append(
+/* The page of statistics: norms by layer, the distribution of every tensor, and a series over several checkpoints. */
+page.Stats = class {
+  constructor(data, main) {
+    this.main = main;
+    this.data = data;
+    this.runs = data.series;
+    this.last = this.runs.at(-1);
+    this.tensors = this.last.tensors;
+    this.states = [...new Set(this.runs.flatMap((r) => r.tensors.map((t) => t.state)))];
+    this.layers = [...new Set(this.last.layers)];
+    this.counts = new Map(this.tensors.map((t, i) => [t, this.last.counts[i] ?? 1]));
+  }
+
+  /* Norms of integers and booleans, such as positions and masks, say nothing. */
+  static floating(t) {
+    return /^(F|BF|C)\d/.test(t.dtype);
+  }
+
+  static norm(held) {
+    return held.length ? Math.sqrt(held.reduce((s, t) => s + Number(t.norm) ** 2, 0)) : null;
+  }
+
+  static odd(run) {
+    return run.tensors.filter((t) => t.nan || t.inf);
+  }
+
+  colour(state) {
+    return page.PALETTE[this.states.indexOf(state) % 8];
+  }
+
+  series(values) {
+    return this.states.map((state, k) => ({
+      title: state,
+      colour: this.colour(state),
+      dash: [[], [6, 3], [2, 3], [8, 3, 2, 3]][k % 4],
+      values: values(state),
+    }));
+  }
+
+  head() {
+    const { runs, last, tensors, states } = this,
+      sum = (value) => tensors.reduce((s, t) => s + value(t), 0),
+      all = (key) => runs.reduce((s, run) => s + run.tensors.reduce((n, t) => n + t[key], 0), 0),
+      several = runs.length > 1;
+    const inRuns = (key) =>
+      several ? `in ${runs.filter((run) => run.tensors.some((t) => t[key])).length} of ${runs.length} checkpoints` : "";
+    const of = several ? `of ${last.tag}` : "";
+    page.head(
+      several ? `${runs.length} checkpoints` : last.tag,
+      several ? `${runs.map((r) => r.tag).join(", ")}. ${last.location}` : `${this.data.about}. ${last.location}`,
+      [
+        ["tensors", page.count(this.data.tensors), of],
+        ["values", page.short(sum((t) => t.numel)), of],
+        ["states", page.count(states.length), states.join(", ")],
+        ["NaN", page.count(all("nan")), inRuns("nan")],
+        ["infinite", page.count(all("inf")), inRuns("inf")],
+        ["zeros", `${page.number((100 * sum((t) => t.zeros)) / Math.max(1, sum((t) => t.numel)), 3)} %`, of],
+        ["step", last.step == null ? "" : page.count(last.step), several && last.step != null ? of : ""],
+      ],
+    );
+  }
+
+  notes() {
+    const told = this.runs.flatMap((run) => {
+      const odd = page.Stats.odd(run);
+      if (!odd.length) return [];
+      const names = odd.slice(0, 5).map((t) => page.text(`${t.name} (${t.state})`, 100));
+      const what = `${page.plural(odd.length, "tensor has", "tensors have")} values that are NaN or infinite`;
+      const where = this.runs.length > 1 ? `${page.text(run.tag, 100)}: ` : "";
+      const rest = odd.length > 5 ? `, … (${page.count(odd.length - 5)} more)` : "";
+      return [
+        page.el(
+          "p",
+          { class: "note bad" },
+          `${where}${what}, which norms, means and extremes leave out: ${names.join(", ")}${rest}`,
+        ),
+      ];
+    });
+    if (this.data.folded)
+      told.push(
+        page.el(
+          "p",
+          { class: "note" },
+          "There are so many tensors that those of similar names and one type are one row. stats --json prints each.",
+        ),
+      );
+    if (told.length > 20) told.splice(20, Infinity, page.el("p", { class: "note bad" }, "More checkpoints have such."));
+    return told;
+  }
+
+  byLayer() {
+    const { layers, last } = this,
+      held = new Map();
+    last.tensors.forEach((t, i) => {
+      if (!page.Stats.floating(t)) return;
+      const key = JSON.stringify([last.layers[i], t.state]);
+      held.set(key, [...(held.get(key) ?? []), t]);
+    });
+    const of = (layer, state) => page.Stats.norm(held.get(JSON.stringify([layer, state])) ?? []);
+    const shown = layers.filter((layer) => this.states.some((state) => of(layer, state) !== null));
+    if (!shown.length) return;
+    const section = page.section("Norm by layer"),
+      whole = this.tensors.filter((t) => !page.Stats.floating(t)).length;
+    this.main.append(section); // a chart asks for its width
+    page.chart(section, {
+      title: `Euclidean norm of each layer, by state${this.runs.length > 1 ? `, of ${page.text(last.tag, 80)}` : ""}`,
+      x: shown.map((_, i) => i),
+      labels: shown,
+      log: true,
+      series: this.series((state) => shown.map((layer) => of(layer, state))),
+      xTitle: "layer",
+    });
+    if (whole)
+      section.append(
+        page.el("p", { class: "hint" }, `Norms leave out ${page.plural(whole, "tensor")} of integers or booleans.`),
+      );
+    const columns = [
+      { title: "layer", name: true, value: (i) => i, cell: (i) => shown[i] },
+      ...this.states.map((state) => ({
+        title: state,
+        right: true,
+        value: (i) => of(shown[i], state) ?? -1,
+        cell: (i) => page.number(of(shown[i], state), 5),
+      })),
+    ];
+    section.append(
       page.el(
-        "p",
-        { class: "note bad" },
-        `${odd.length} tensors have values that are not finite: ${odd
-          .slice(0, 5)
-          .map((t) => page.text(`${t.name} (${t.state})`, 100))
-          .join(", ")}${odd.length > 5 ? ", …" : ""}`,
+        "details",
+        {},
+        page.el("summary", {}, "The norms as a table"),
+        page.table("Euclidean norm of each layer, by state", columns, [...shown.keys()], { id: "norms" }),
       ),
     );
-  const norm = (held) => Math.sqrt(held.reduce((s, t) => s + t.norm ** 2, 0));
-  const norms = (run) =>
-    states.map((state, k) => {
-      const sums = new Map(names.map((n) => [n, []]));
-      run.tensors.forEach((t, i) => {
-        if (t.state === state) sums.get(run.layers[i])?.push(t);
-      });
-      return {
-        title: state,
-        colour: page.PALETTE[k % 8],
-        dash: [[], [6, 3], [2, 3], [8, 3, 2, 3]][k % 4],
-        values: names.map((n) => (sums.get(n).length ? norm(sums.get(n)) : null)),
-      };
-    });
-  const section = page.section("Norm by layer");
-  main.append(section);
-  page.chart(section, {
-    title: "Euclidean norm of each layer, by state",
-    x: names.map((_, i) => i),
-    labels: names,
-    log: true,
-    series: norms(last),
-    xTitle: "layer",
-  });
-  if (runs.length > 1) {
-    const over = page.section("Over the steps"),
-      x = runs.map((r, i) => r.step ?? i);
-    main.append(over);
+  }
+
+  /* How the checkpoints are told apart: by their steps, or, if these are unknown or equal, in the given order. */
+  axis() {
+    const { runs } = this;
+    return this.data.stepped
+      ? { x: runs.map((r) => r.step), xTitle: "step" }
+      : {
+          x: runs.map((_, i) => i),
+          xTitle: "checkpoint",
+          labels: runs.map((r, i) => `${i + 1}: ${r.location.split("/").filter(Boolean).at(-1) ?? r.tag}`),
+        };
+  }
+
+  overSteps() {
+    const { runs, data } = this,
+      over = page.section(data.stepped ? "Over the steps" : "Over the checkpoints");
+    this.main.append(over);
+    if (!data.stepped)
+      over.append(
+        page.el("p", { class: "hint" }, "The checkpoints have no steps of their own: they are in the given order."),
+      );
+    const whole = (run, state) =>
+      page.Stats.norm(run.tensors.filter((t) => t.state === state && page.Stats.floating(t)));
     page.chart(over, {
       title: "Norm of the whole model, by state",
-      x,
+      ...this.axis(),
       log: true,
-      xTitle: "step",
-      series: states.map((state, k) => ({
-        title: state,
-        colour: page.PALETTE[k % 8],
-        values: runs.map((r) => {
-          const held = r.tensors.filter((t) => t.state === state);
-          return held.length ? norm(held) : null;
-        }),
-      })),
+      series: this.series((state) => runs.map((run) => whole(run, state))),
     });
-    const holder = page.el("div"),
-      unique = [...new Set(tensors.map((t) => t.name))];
+    const count = (run, key) => run.tensors.reduce((n, t) => n + t[key], 0);
+    const columns = [
+      { title: "checkpoint", name: true, value: (i) => i, cell: (i) => runs[i].tag },
+      { title: "location", name: true, value: (i) => runs[i].location },
+      {
+        title: "step",
+        right: true,
+        value: (i) => runs[i].step ?? -1,
+        cell: (i) => (runs[i].step == null ? "" : page.count(runs[i].step)),
+      },
+      ...this.states.map((state) => ({
+        title: `norm of ${state}`,
+        right: true,
+        value: (i) => whole(runs[i], state) ?? -1,
+        cell: (i) => page.number(whole(runs[i], state), 5),
+      })),
+      ...[
+        ["nan", "NaN"],
+        ["inf", "infinite"],
+      ].map(([key, title]) => ({
+        title,
+        right: true,
+        value: (i) => count(runs[i], key),
+        cell: (i) => page.count(count(runs[i], key)),
+      })),
+    ];
+    over.append(page.table("The checkpoints in numbers", columns, [...runs.keys()], { id: "checkpoints" }));
+    this.oneTensor(over);
+  }
+
+  oneTensor(over) {
+    const { runs } = this,
+      holder = page.el("div"),
+      names = [...new Set(runs.flatMap((r) => r.tensors.map((t) => t.name)))];
     const one = (name) => {
+      const held = runs.map((r) => new Map(r.tensors.filter((t) => t.name === name).map((t) => [t.state, t])));
+      const states = this.states.filter((state) => held.some((tensors) => tensors.has(state)));
       holder.replaceChildren();
       page.chart(holder, {
         title: page.text(name, 200),
-        x,
+        ...this.axis(),
         log: true,
-        xTitle: "step",
-        series: states.map((state, k) => ({
+        series: states.map((state) => ({
           title: `norm of ${state}`,
-          colour: page.PALETTE[k % 8],
-          values: runs.map((r) => number(r.tensors.find((t) => t.name === name && t.state === state)?.norm ?? null)),
+          colour: this.colour(state),
+          values: held.map((tensors) => tensors.get(state)?.norm ?? null),
         })),
       });
     };
+    const options = names.map((n, i) => page.el("option", { value: i }, page.text(n, 100)));
     over.append(
       page.el(
         "div",
@@ -104,63 +219,98 @@ views.stats = (data, main) => {
           "label",
           {},
           "tensor",
-          page.el(
-            "select",
-            { id: "tensor", onchange: (e) => one(unique[e.target.value]) },
-            unique.slice(0, 3000).map((n, i) => page.el("option", { value: i }, page.text(n, 100))),
-          ),
+          page.el("select", { id: "tensor", onchange: (e) => one(names[e.target.value]) }, options),
         ),
       ),
       holder,
     );
-    one(unique[0]);
+    one(names[0]);
   }
-  const ends = new Map(
-    states.map((state) => {
-      const held = tensors.filter((t) => t.state === state).flatMap((t) => t.magnitudes.map(([e]) => e));
-      return [state, [Math.max(-40, page.smallest(held, 0)), page.largest(held, -1)]];
-    }),
-  );
-  const rms = (t) => t.norm / Math.sqrt(Math.max(1, t.numel - t.nan - t.inf));
-  const columns = [
-    { title: "tensor", name: true, value: (t) => t.name },
-    { title: "state", value: (t) => t.state },
-    { title: "type", value: (t) => page.dtype(t.dtype) },
-    {
-      title: "− large … 0 … + large",
-      value: () => 0,
-      cell: (t) =>
-        page.sketch(t.magnitudes, t.zeros, ...ends.get(t.state), { colour: page.PALETTE[states.indexOf(t.state) % 8] }),
-    },
-    { title: "elements", right: true, value: (t) => t.numel, cell: (t) => page.count(t.numel) },
-    ...["min", "max", "mean", "norm"].map((k) => ({
-      title: k,
-      right: true,
-      value: (t) => number(t[k]) ?? -Infinity,
-      cell: (t) => page.number(t[k], 4),
-    })),
-    { title: "rms", right: true, value: rms, cell: (t) => page.number(rms(t), 4) },
-    ...["zeros", "nan", "inf"].map((k) => ({
-      title: k === "nan" ? "NaN" : k,
-      right: true,
-      value: (t) => t[k],
-      cell: (t) => (t[k] ? page.count(t[k]) : ""),
-    })),
-  ];
-  const table = page.table(
-    "Each tensor. The sketch counts the values by powers of two: negative to the left, positive to the right, zeros in the middle",
-    columns,
-    tensors,
-    { id: "tensors", limit: 150 },
-  );
-  const search = page.el("input", {
-    type: "search",
-    id: "search",
-    placeholder: "search: *.mlp.*",
-    oninput: () => {
-      const pattern = page.glob(search.value);
-      table.update(pattern ? tensors.filter((t) => pattern.test(t.name)) : tensors);
-    },
-  });
-  main.append(page.section("Tensors", page.el("div", { class: "tools" }, page.el("label", {}, "find", search)), table));
+
+  table() {
+    const { tensors } = this,
+      number = (v) => (typeof v === "number" ? v : null),
+      scale = (t) => `${t.state}${page.Stats.floating(t) ? "" : " (integers)"}`;
+    const ends = new Map();
+    for (const t of tensors) {
+      const [low, high] = ends.get(scale(t)) ?? [Infinity, -Infinity];
+      const held = t.magnitudes.map(([e]) => e);
+      ends.set(scale(t), [page.smallest(held, low), page.largest(held, high)]);
+    }
+    for (const [key, [low, high]] of ends)
+      ends.set(key, high < low ? [0, 0] : [Math.max(low, high - 60), high, low < high - 60]);
+    const told = [...ends].map(
+      ([key, [low, high, more]]) => `${key} from 2^${low} to 2^${high + 1}${more ? " (smaller ones in the inner bars)" : ""}`,
+    );
+    const rms = (t) => t.norm / Math.sqrt(Math.max(1, t.numel - t.nan - t.inf));
+    const columns = [
+      { title: "tensor", name: true, value: (t) => t.name },
+      ...(this.data.folded
+        ? [{ title: "tensors", right: true, value: (t) => this.counts.get(t), cell: (t) => page.count(this.counts.get(t)) }]
+        : []),
+      { title: "state", value: (t) => t.state },
+      { title: "type", value: (t) => page.dtype(t.dtype) },
+      {
+        title: "− large … 0 … + large",
+        value: () => 0,
+        cell: (t) => {
+          const [low, high] = ends.get(scale(t));
+          return [
+            page.sketch(t.magnitudes, t.zeros, low, high, { colour: this.colour(t.state) }),
+            page.el(
+              "small",
+              { class: "scale", "aria-hidden": "true" },
+              [`−2^${high + 1}`, `±2^${low}`, `2^${high + 1}`].map((text) => page.el("span", {}, text)),
+            ),
+          ];
+        },
+      },
+      { title: "elements", right: true, value: (t) => t.numel, cell: (t) => page.count(t.numel) },
+      ...["min", "max", "mean", "norm"].map((k) => ({
+        title: k,
+        right: true,
+        value: (t) => number(t[k]) ?? -Infinity,
+        cell: (t) => page.number(t[k], 4),
+      })),
+      { title: "rms", right: true, value: rms, cell: (t) => page.number(rms(t), 4) },
+      ...["zeros", "nan", "inf"].map((k) => ({
+        title: k === "nan" ? "NaN" : k,
+        right: true,
+        value: (t) => t[k],
+        cell: (t) => (t[k] ? page.count(t[k]) : ""),
+      })),
+    ];
+    const of = this.runs.length > 1 ? ` of ${page.text(this.last.tag, 80)}` : "";
+    const about =
+      "The sketch counts the values by powers of two: negative to the left, positive to the right, zeros in the middle; " +
+      `its fullest bar is full. The tensors of one state share a scale: ${told.join("; ")}.` +
+      (this.data.rounded ? " Counts in the sketches have two digits." : "");
+    const table = page.table(`Each tensor${of}`, columns, tensors, { id: "tensors", limit: 150 });
+    const search = page.el("input", {
+      type: "search",
+      id: "search",
+      placeholder: "search: *.mlp.*",
+      oninput: () => {
+        const pattern = page.glob(search.value);
+        table.update(pattern ? tensors.filter((t) => pattern.test(t.name)) : tensors);
+      },
+    });
+    this.main.append(
+      page.section(
+        "Tensors",
+        page.el("p", { class: "hint" }, document.createTextNode(page.text(about, 2000))),
+        page.el("div", { class: "tools" }, page.el("label", {}, "find", search)),
+        table,
+      ),
+    );
+  }
+};
+
+views.stats = (data, main) => {
+  const stats = new page.Stats(data, main);
+  stats.head();
+  main.append(...stats.notes());
+  stats.byLayer();
+  if (data.series.length > 1) stats.overSteps();
+  stats.table();
 };

@@ -1,0 +1,101 @@
+"""What all pages share: paper, names that hide something, one tab stop for a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ckpttool as api
+from ckpttool.analysis.pages.checkpoint import checkpoint_page
+from ckpttool.analysis.pages.stats import stats_page
+from ckpttool.messages import printable
+from tests.cli.command import ckpttool
+from tests.pages.test_catalog_page import _entry, _page
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.pages.browser import Opened
+
+    Open = Callable[..., Opened]
+
+PAPER = 700
+"""Pixels between the margins of a sheet of A4."""
+ESCAPED = "\u00ad\u034f\u061c\u115f\u17b4\u180e\u200b\u202e\u2028\u2800\u3164\ufe0f\ufeff\uffa0\U000e0041\U000e0100"
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats", "diff", "ls"])
+def test_nothing_is_cut_on_paper(command: str, opened: Open, tmp_path: Path) -> None:
+    name = source("pipeline-zero1-pp2-tp2-bf16")
+    if command == "inspect":
+        data = checkpoint_page(api.inspect(name))
+    elif command == "stats":
+        checkpoint = api.inspect(name)
+        found = api.stats(name, optimizer=True)
+        data = stats_page([(checkpoint, found), (checkpoint, found)])
+    elif command == "ls":
+        data = _page(*(_entry(f"global_step{i}", i, 1e9 + i, problem="is missing " * 9, whole=False) for i in range(9)))
+    else:
+        assert ckpttool("diff", name, source("megatron-zero1-tp2-dp2-bf16"), "--html", tmp_path / "d.html").code == 1
+        data = (tmp_path / "d.html").read_bytes()
+    page = opened(data)
+    page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    page.page.set_viewport_size({"width": PAPER, "height": 1000})
+    page.page.emulate_media(media="print")
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    wide = page.run(
+        "(paper) => [...document.querySelectorAll('table, canvas, svg, .facts, .note')]"
+        ".filter((e) => e.getClientRects().length && e.getBoundingClientRect().right > paper + 1)"
+        ".map((e) => `${e.tagName} ${e.id} ${e.getBoundingClientRect().right}`)",
+        PAPER,
+    )
+    assert wide == []
+    sketches = page.run("[...document.querySelectorAll('td svg')].map((e) => [e.clientWidth, e.viewBox.baseVal.width])")
+    assert all(scaled > 0 and whole > 0 for scaled, whole in sketches)  # a view box scales, no part is left out
+    broken = page.run(
+        """[...document.querySelectorAll('td.right')].filter((e) => {
+          const range = document.createRange();
+          range.selectNodeContents(e);
+          return e.childElementCount === 0 && !e.innerText.includes(' ') && range.getClientRects().length > 1;
+        }).map((e) => e.innerText)"""
+    )
+    assert broken == []
+    page.sound()
+
+
+def test_the_page_and_the_terminal_show_what_cannot_be_seen(opened: Open) -> None:
+    page = opened(checkpoint_page(api.inspect(source("zero2-dp2-bf16"))))
+    for character in ESCAPED:
+        code = ord(character)
+        known = f"a\\u{code:04x}b" if code > 0xFF else f"a\\x{code:02x}b"
+        known = f"a\\U{code:08x}b" if code > 0xFFFF else known
+        assert printable(f"a{character}b") == known
+        assert page.run("page.text", f"a{character}b") == known.replace("\\x", "\\u00")
+    for text in ("Größe 重み é 🙂 x̂", "model.layers.0"):
+        assert printable(text) == page.run("page.text", text) == text
+    page.sound()
+
+
+def test_a_treemap_is_one_tab_stop_with_arrow_keys(opened: Open) -> None:
+    page = opened(checkpoint_page(api.inspect(source("zero3-dp4-bf16"))))
+    leaves = page.run("document.querySelectorAll('svg .leaf').length")
+    assert leaves > 3
+    assert page.run("document.querySelectorAll('svg .leaf[tabindex=\"0\"]').length") == 1
+    page.page.focus("svg .leaf[tabindex='0']")
+    place = "[...document.querySelectorAll('svg .leaf')].indexOf(document.activeElement)"
+    for key, at in (
+        ("ArrowRight", 1),
+        ("ArrowDown", 2),
+        ("ArrowLeft", 1),
+        ("End", leaves - 1),
+        ("ArrowRight", leaves - 1),
+        ("Home", 0),
+    ):
+        page.page.keyboard.press(key)
+        assert page.run(place) == at
+    page.page.keyboard.press("Tab")
+    assert page.run(place) == -1
+    page.sound()

@@ -1,0 +1,178 @@
+"""The page of statistics: series without steps, odd values, many tensors, and sketches that tell their scale."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import ckpttool as api
+from ckpttool.analysis.pages.stats import MAX_ENTRIES, stats_page
+from ckpttool.analysis.stats import TensorStats
+from tests.cli.command import ckpttool
+from tests.pages import synthetic
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from tests.pages.browser import Opened
+
+    Open = Callable[..., Opened]
+
+ZERO2 = source("zero2-dp2-bf16")
+
+
+def _facts(page: Opened) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = page.run(
+        "Object.fromEntries([...document.querySelectorAll('.facts div')].map((d) => {"
+        "const [key, ...rest] = d.innerText.split('\\n'); return [key, rest]; }))"
+    )
+    return found
+
+
+def _random(names: Iterable[tuple[str, tuple[int, ...]]], states: Sequence[str]) -> list[TensorStats]:
+    """Statistics as of weights and moments of a large model: forty exponents, counts without any order."""
+    draw = np.random.default_rng(0)
+    found = []
+    for name, shape in names:
+        numel = math.prod(shape)
+        for state in states:
+            counts = zip(range(-38, 2), *draw.integers(0, numel // 80 + 1, (2, 40)).tolist(), strict=True)
+            low, high, mean, norm = np.abs(draw.standard_normal(4)).tolist()
+            found.append(TensorStats(name, state, "F32", shape, numel, -low, high, mean, norm, 0, 0, 0, tuple(counts)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layers", "hidden", "experts"), [(64, 80, 8192, 0), (1024, 100, 28_000, 0), (64, 61, 7168, 256)]
+)
+def test_the_page_of_a_large_model_is_small(ranks: int, layers: int, hidden: int, experts: int, opened: Open) -> None:
+    shapes = synthetic.shapes_of(layers, hidden, experts)
+    found = _random(shapes.items(), ("weights", "exp_avg", "exp_avg_sq"))
+    checkpoint = synthetic.large(ranks, 1, 64)
+    data = stats_page([(checkpoint, found)])
+    assert len(data) < 1_000_000
+    page = opened(data)
+    rows = page.run(
+        "JSON.parse(JSON.stringify(page.charts.length)) && document.querySelectorAll('#tensors tbody tr').length"
+    )
+    assert rows == 150
+    assert ("are one row" in page.text("main")) == (len(found) > MAX_ENTRIES)
+    assert _facts(page)["values"] == [page.run("page.short", sum(t.numel for t in found))]
+    page.sound()
+
+
+def test_folded_statistics_are_those_of_all_elements(opened: Open) -> None:
+    values = {f"model.layers.{i}.{n}.weight": np.arange(1.0, 5.0) * (i + 1) for i in range(3) for n in ("up", "down")}
+    values["model.layers.1.up.weight"][0] = 0
+    found = [
+        TensorStats(n, "weights", "F32", v.shape, v.size, v.min(), v.max(), v.mean(), float(np.linalg.norm(v)),
+                    int((v == 0).sum()), 0, 0, tuple((int(math.log2(x)), 0, 1) for x in v if x))
+        for n, v in values.items()
+    ]  # fmt: skip
+    page = opened(stats_page([(synthetic.large(2, 1, 64), found)], max_entries=4))
+    rows = page.run(
+        "[...document.querySelectorAll('#tensors tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
+    )
+    assert [row[0] for row in rows] == [f"model.layers.{i}.*" for i in range(3)]
+    for i, row in enumerate(rows):
+        held = np.concatenate([v for n, v in values.items() if n.startswith(f"model.layers.{i}.")])
+        assert (row[1], row[5]) == ("2", "8")
+        shown = [float(text) for text in row[6:10]]
+        assert shown == pytest.approx([held.min(), held.max(), held.mean(), np.linalg.norm(held)], rel=1e-3)
+        assert row[11] == ("1" if i == 1 else "")
+    page.sound()
+
+
+def _weights(path: Path, **tensors: Any) -> Path:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    path.mkdir()
+    safetensors.save_file(tensors, str(path / "model.safetensors"))
+    return path
+
+
+def test_sources_without_steps_keep_their_order_and_get_none(opened: Open, tmp_path: Path) -> None:
+    paths = [_weights(tmp_path / name, w=np.full(4, value, np.float32)) for name, value in (("b", 3), ("a", 1))]
+    assert ckpttool("stats", *paths, "--each", "--html", tmp_path / "page.html").code == 0
+    page = opened(tmp_path / "page.html")
+    assert page.run("page.charts[1].plot().data") == [[0, 1], [6, 2]]
+    labels = page.run("page.charts[1].plot().root.querySelector('.u-legend').innerText")
+    assert "step" not in labels
+    assert page.run("[...document.querySelectorAll('#checkpoints tbody tr')].map((r) => r.cells[2].innerText)") == [
+        "",
+        "",
+    ]
+    assert "step" not in _facts(page)
+    page.sound()
+
+
+def test_steps_of_their_own_are_an_axis_in_ascending_order(opened: Open) -> None:
+    found = api.stats(ZERO2)
+    runs = [(synthetic.made([], [], ranks=1, step=step, tag=f"s{step}"), found) for step in (30, 10, 20)]
+    page = opened(stats_page(runs))
+    assert page.run("page.charts[1].plot().data[0]") == [10, 20, 30]
+    page.sound()
+
+
+def test_odd_values_of_every_checkpoint_are_told(opened: Open, tmp_path: Path) -> None:
+    odd = np.array([1, math.nan, math.inf, math.nan], np.float32)
+    paths = [
+        _weights(tmp_path / "first", w=odd, v=np.ones(3, np.float32)),
+        _weights(tmp_path / "second", w=np.ones(4, np.float32), v=np.ones(3, np.float32)),
+    ]
+    assert ckpttool("stats", *paths, "--each", "--html", tmp_path / "page.html").code == 0
+    page = opened(tmp_path / "page.html")
+    facts = _facts(page)
+    assert facts["NaN"] == ["2", "in 1 of 2 checkpoints"]
+    assert facts["infinite"] == ["1", "in 1 of 2 checkpoints"]
+    notes = page.run("[...document.querySelectorAll('.note.bad')].map((n) => n.innerText)")
+    assert len(notes) == 1
+    assert "first" in notes[0]
+    assert "w (weights)" in notes[0]
+    assert "leave out" in notes[0]
+    page.sound()
+
+
+def test_a_sketch_tells_its_scale_and_small_values_break_nothing(opened: Open, tmp_path: Path) -> None:
+    path = _weights(
+        tmp_path / "m", tiny=np.array([1e-30, -1e-28], np.float32), count=np.arange(2000), mask=np.ones(3, bool)
+    )
+    assert ckpttool("stats", path, "--html", tmp_path / "page.html").code == 0
+    page = opened(tmp_path / "page.html")
+    labels = page.run(
+        "Object.fromEntries([...document.querySelectorAll('#tensors tbody tr')].map("
+        "(r) => [r.cells[0].innerText, r.querySelector('svg').getAttribute('aria-label')]))"
+    )
+    low, high = math.floor(math.log2(1e-30)), math.floor(math.log2(1e-28))
+    assert labels["tiny"] == f"values by magnitude, from 2 to the {low} to 2 to the {high + 1}"
+    assert labels["count"] == labels["mask"] == "values by magnitude, from 2 to the 0 to 2 to the 11"
+    assert f"weights from 2^{low} to 2^{high + 1}" in page.run("document.querySelector('main').innerText")
+    page.sound()
+
+
+def test_thousands_of_rows_are_added_some_at_a_time(opened: Open) -> None:
+    found = _random([(f"t{i}.weight", (100,)) for i in range(1_900)], ["weights"])
+    page = opened(stats_page([(synthetic.large(2, 1, 64), found)]))
+    counted = page.run(
+        """async () => {
+          const rows = () => document.querySelectorAll('#tensors tbody tr').length;
+          const start = rows();
+          document.querySelector('#tensors .more button').click();
+          const first = rows();
+          while (rows() < 1900) await new Promise((done) => setTimeout(done, 5));
+          return [start, first];
+        }"""
+    )
+    assert counted[0] == 150
+    assert counted[1] < 1000
+    page.page.click("#tensors th:first-child button")  # sorted while all are shown
+    page.run(
+        "(async () => { while (document.querySelectorAll('#tensors tbody tr').length < 1900)"
+        " await new Promise((done) => setTimeout(done, 5)); })()"
+    )
+    assert page.run("document.querySelector('#tensors .more').innerText") == ""
+    page.sound()
