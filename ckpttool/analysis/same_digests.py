@@ -9,8 +9,9 @@ from ckpttool.errors import LayoutError
 from ckpttool.model.selection import WEIGHTS, Content, contents
 
 if TYPE_CHECKING:
-    from ckpttool.model import Checkpoint
-    from ckpttool.targets.weights import WeightSelection
+    from collections.abc import Mapping
+
+    from ckpttool.model import Checkpoint, State
 
 HINT = "a disk or memory may be failing: try again, and report it if it stays"
 
@@ -34,14 +35,23 @@ def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: i
     return found.weights
 
 
-def same_weights(checkpoint: Checkpoint, selection: WeightSelection, written: Checkpoint, jobs: int | None) -> str:
+def same_weights(
+    checkpoint: Checkpoint, selected: Mapping[str, tuple[State, str]], written: Checkpoint, jobs: int | None
+) -> str:
     """Check that selected weights and output have the same digest; returns it.
+
+    Args:
+        checkpoint: The source.
+        selected: The state of each tensor of the source, and the type that was written, by name.
+        written: The output.
+        jobs: Threads.
 
     Raises:
         LayoutError: They differ.
     """
-    selected = [Content(w.name, WEIGHTS, w.state) for w in selection.weights]
-    expected = digest_of(checkpoint, selected, dtypes={w.name: w.dtype for w in selection.weights}, jobs=jobs)
+    contents_of_source = [Content(name, WEIGHTS, state) for name, (state, _) in selected.items()]
+    dtypes = {name: dtype for name, (_, dtype) in selected.items()}
+    expected = digest_of(checkpoint, contents_of_source, dtypes=dtypes, jobs=jobs)
     found = digest_of(written, contents(written), jobs=jobs)
     if expected != found:
         raise LayoutError(written.location, f"has the digest {found}, but the source has {expected}", HINT)

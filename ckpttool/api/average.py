@@ -284,7 +284,7 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
             if made.selection is None:
                 digest = same_digest(mean.checkpoint, written, directory, options.jobs)
             else:
-                digest = same_weights(mean.checkpoint, made.selection, written, options.jobs)
+                digest = same_weights(mean.checkpoint, made.selection.states, written, options.jobs)
 
     overflowed = 0
     work, needs = options.run_options(checks, workers), None

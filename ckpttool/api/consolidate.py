@@ -215,7 +215,7 @@ def _consolidate(
             if chosen.optimizer:
                 digest = same_digest(checkpoint, written, directory, options.jobs)
             else:
-                digest = same_weights(checkpoint, selection, written, options.jobs)
+                digest = same_weights(checkpoint, selection.states, written, options.jobs)
 
     overflowed = 0
     work, needs = options.run_options(checks, workers), None

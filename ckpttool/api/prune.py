@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from ckpttool.catalog.entries import Catalog
     from ckpttool.catalog.retention import Decision, Rules
+    from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.signing import Key
-    from ckpttool.lifecycle.thinning import Thinning, ThinOptions
     from ckpttool.storage import WritableStorage
     from ckpttool.units import Progress
 
@@ -98,7 +98,7 @@ def prune(  # noqa: PLR0913  public API
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
-    from ckpttool.lifecycle.thinning import ThinOptions
+    from ckpttool.catalog.thinning import ThinOptions
 
     return ThinOptions(
         dtype=rules.weights or "", jobs=options.jobs, memory=options.memory_bytes, key=key, grace=rules.grace_seconds
@@ -107,7 +107,7 @@ def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
 
 def _recover(storage: WritableStorage, found: Catalog, rules: Rules) -> bool:
     """Clear away what a killed run has left of thin checkpoints; return whether there was anything."""
-    from ckpttool.lifecycle.upkeep import finish_killed
+    from ckpttool.catalog.upkeep import finish_killed
 
     return finish_killed(storage, [e.path for e in found.entries if not e.link], grace=rules.grace_seconds)
 
@@ -116,8 +116,8 @@ def _planned(
     decisions: Sequence[Decision], options: ThinOptions, storage_options: Mapping[str, Any] | None
 ) -> tuple[list[Decision], list[Thinning]]:
     """Plan the thin checkpoints; those that cannot be written stay whole."""
+    from ckpttool.catalog.thinning import plan_thinning
     from ckpttool.formats import source_storage
-    from ckpttool.lifecycle.thinning import plan_thinning
 
     result, thinnings = [], []
     for decision in decisions:
@@ -136,7 +136,7 @@ def _thin(
     storage: WritableStorage, gone: list[str], thinnings: Sequence[Thinning], decisions: Sequence[Decision],
     options: ThinOptions, progress: Progress | None,
 ) -> None:  # fmt: skip
-    from ckpttool.lifecycle.thinning import thin
+    from ckpttool.catalog.thinning import thin
     from ckpttool.units import Meter
 
     meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)

@@ -46,6 +46,11 @@ class WeightSelection:
     aliases: Mapping[str, str]
     """Tied names of the written tensors: alias to the name it is stored under."""
 
+    @property
+    def states(self) -> dict[str, tuple[State, str]]:
+        """The state to read and the type to write, by name."""
+        return {weight.name: (weight.state, weight.dtype) for weight in self.weights}
+
 
 def select_weights(
     checkpoint: Checkpoint,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.restore_order import Candidate
 from ckpttool.catalog.retention import GRACE, Rules
+from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.rank_states import is_rank_state
@@ -21,7 +22,6 @@ from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
 from ckpttool.integrations.deepspeed.save_arguments import check_client_state, checked_metrics, checked_tag, versions
 from ckpttool.integrations.deepspeed.signals import SignalWatch
-from ckpttool.lifecycle.upkeep import maintain
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import agree_to_begin
 from ckpttool.saving.provenance import begin as begin_provenance

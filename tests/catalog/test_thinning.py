@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.analysis.same_digests import same_weights
+from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError
 from ckpttool.formats.zero.names import RUN_STATE
-from ckpttool.lifecycle.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.saving import files as saving_files
 from ckpttool.saving import planned
 from ckpttool.saving.coordination import Alone
@@ -34,7 +34,7 @@ from tests.truth import NAMES, source, truth
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-MODULE = "ckpttool.lifecycle.thinning"
+MODULE = "ckpttool.catalog.thinning"
 BF16 = ThinOptions(dtype="bf16", grace=0.0)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NATIVE = [name for name in NAMES if truth(name).stage is not None]

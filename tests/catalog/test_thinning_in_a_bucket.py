@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load
 
 import ckpttool
+from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.errors import CkptError
-from ckpttool.lifecycle.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.saving import planned
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import MANIFEST, THINNING, open_storage

@@ -7,10 +7,10 @@ import posixpath
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import directories
 from ckpttool.commit.marks import TakenError
 from ckpttool.errors import CkptError
-from ckpttool.lifecycle.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.messages import printable
 from ckpttool.storage import THINNING, is_linked
 

@@ -15,11 +15,11 @@ import ckpttool as api
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.catalog.trainer_runs import rotate
+from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import identity
 from ckpttool.commit.pins import Pin
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.lifecycle.upkeep import maintain
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
 from tests.cli.command import ckpttool

@@ -261,7 +261,7 @@ class _Work:
                 raise ChecksumError(posixpath.join(directory, name), problem, "a disk may be failing: try again")
         location = Location(self._checkpoint.root, directory, self._checkpoint.tag)
         written = read_safetensors(storage, location, sorted(n for n in sums if n.endswith(SUFFIX)))
-        return same_weights(self._checkpoint, self._plan.selection, written, self._options.jobs)
+        return same_weights(self._checkpoint, self._plan.selection.states, written, self._options.jobs)
 
     def _commit(self, manifest: Manifest, names: Mapping[str, Any]) -> None:
         self._check_ours()

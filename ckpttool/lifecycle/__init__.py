@@ -1,1 +1,0 @@
-"""The life of old checkpoints: thin them, pin them, and carry out what retention rules decide."""
