@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 COMMAND = "ckpttool convert "
 ZERO = f"{COMMAND}--to zero --world-size 2"
 UNIVERSAL = f"{COMMAND}--to universal"
+STATES = "ckpttool consolidate --to safetensors --optimizer"
+"""Writes whole optimizer states, as the universal format does."""
 
 
 def convert(root: Path, out: Path, name: str) -> Command:
-    """Our conversion; ``name`` is its command line but for the places."""
+    """Our conversion or export; ``name`` is its command line but for the places."""
     _, command, *options = name.split()
     return Command(name, [[CKPTTOOL, command, str(root), str(out), *options]], lambda: _clear(out), root)
 
@@ -55,7 +57,7 @@ def bench_stage(stage: int, scale: str, runs: int, peer_runs: int, workers: list
         )
         written = sum(f.stat().st_size for f in sample.rglob("*") if f.is_file())
         print(f"{written:,} bytes written")
-    commands = [convert(root, out, UNIVERSAL), *(peer(root, out, n) for n in workers)]
+    commands = [convert(root, out, UNIVERSAL), convert(root, out, STATES), *(peer(root, out, n) for n in workers)]
     title = "to universal, against DeepSpeed's converter"
     print_table(title, alternate(commands, peer_runs), UNIVERSAL, f"zero{stage} --to universal, peer")
     small = checkpoint(stage, "small") if scale == "large" else root
