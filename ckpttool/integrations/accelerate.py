@@ -43,6 +43,7 @@ from ckpttool.integrations.ray.run import current_run
 from ckpttool.integrations.replaced import replaced
 from ckpttool.integrations.scratch import scratch_directory, write_file
 from ckpttool.integrations.signatures import check_signatures
+from ckpttool.saving.coordination import RankError
 from ckpttool.storage import absolute_path
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class AcceleratorSaves:
         for candidate in found:
             try:
                 self._load(saves, candidate, load_kwargs, options)
-            except (PlanError, LinkError):
+            except (PlanError, LinkError, RankError):
                 raise
             except CkptError as error:
                 if input_dir is not None:
@@ -293,10 +294,13 @@ def prepare(
         allow: As for ``CheckpointManager``.
 
     Raises:
-        PlanError: This release of Accelerate has other methods, or the accelerator does not use DeepSpeed.
+        PlanError: This release of Accelerate has other methods, or the accelerator does not use DeepSpeed or was
+            prepared before.
     """
     release = f"accelerate {accelerate.__version__}"
     check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
+    if isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorSaves):
+        raise PlanError("Accelerator", "was prepared before", "use what the first prepare returned")
     if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
         raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
     saves = AcceleratorSaves(

@@ -49,11 +49,13 @@ from ckpttool.integrations.huggingface_hooks import (
     install,
     is_adapter,
     logged_numbers,
+    without_weights,
     write_small_files,
 )
 from ckpttool.integrations.ray.run import current_run
 from ckpttool.integrations.replaced import replaced
 from ckpttool.integrations.scratch import scratch_directory
+from ckpttool.saving.coordination import RankError
 from ckpttool.storage import LOCAL, absolute_path, is_url
 
 if TYPE_CHECKING:
@@ -146,14 +148,15 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def _folders(self, trainer: Any) -> Folders:
         """Return the saves of the Trainer's run: one object for each output directory."""
-        if self._saves is not None and (self._root is not None or self._output_dir == trainer.args.output_dir):
+        output_dir = trainer._get_output_dir(None)  # a subclass may choose another
+        if self._saves is not None and (self._root is not None or self._output_dir == output_dir):
             return self._saves
         if self._saves is not None:
             self.wait()
-        self._output_dir = trainer.args.output_dir
+        self._output_dir = output_dir
         root = self._root
         if root is None and current_run() is None:
-            root = os.path.abspath(trainer.args.output_dir)
+            root = os.path.abspath(output_dir)
         self._saves = Folders(
             root, async_save=self._async_save, timeout=self._timeout, allow=self._allow,
             storage_options=self._storage_options, on_save=self._note,
@@ -246,7 +249,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         def write_weights(save_dir: str, *_: Any, **__: Any) -> None:
             self._write_weights(trainer, engine, save_dir)
 
-        with replaced(engine, save_checkpoint=write_weights):
+        with replaced(engine, save_checkpoint=write_weights), without_weights(trainer):
             original(output_dir, _internal_call=_internal_call)
 
     def _write_weights(self, trainer: Any, engine: Any, output_dir: str) -> None:
@@ -282,9 +285,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             problem = "cannot save weights alone: save_only_model is on"
             raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
         saves, given = self._folders(trainer), resume_from_checkpoint
-        found = [
-            Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given, trainer.args.output_dir))
-        ]
+        found = [Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given))]
         if given is True and not found:
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
         token = LOADER.set(functools.partial(self._load, saves))
@@ -308,7 +309,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     self._resume = _Resume(checkpoint, directory)
                     adapt_state(directory, trainer.args, functools.partial(self._is_in_bucket, saves))
                     return run(directory)
-                except (PlanError, LinkError):
+                except (PlanError, LinkError, RankError):
                     raise  # it is sound but does not fit, or the user must decide: an older one does not help
                 except CkptError as error:
                     if self._resume is not None and error is not self._resume.failed:
@@ -325,7 +326,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _is_in_bucket(saves: Folders, name: str) -> bool:
         return saves.storage.remote and saves.storage.exists(posixpath.join(saves.root, name, "latest"))
 
-    def _find(self, saves: Folders, given: Any, output_dir: str) -> list[tuple[str, str, bool]]:
+    def _find(self, saves: Folders, given: Any) -> list[tuple[str, str, bool]]:
         """Return the checkpoints to try, best first, on the first rank."""
         newest = given is True or (not given and self._auto_resume)
         if not newest and not given:
@@ -333,7 +334,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         storage = saves.source(saves.root)
         listed = folders(storage, saves.root)
         if not newest:
-            folder = _given_folder(saves, os.fspath(given), output_dir)
+            folder = _given_folder(saves, os.fspath(given), self._output_dir)
             if not listed or folder != listed[0][1]:
                 found = candidates_in(saves.source(folder), folder)
                 if not found:

@@ -5,6 +5,7 @@ Source: transformers 4.57 and 5.23, trainer.py and integrations/deepspeed.py (``
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import posixpath
@@ -23,7 +24,7 @@ from ckpttool.integrations.signatures import check_signatures
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 STATE = "trainer_state.json"
 LOADER: ContextVar[Callable[[Any, str, bool], None] | None] = ContextVar("LOADER", default=None)
@@ -141,10 +142,32 @@ def write_small_files(
 
 def _save_without_weights(trainer: Any, output_dir: str) -> None:
     """Write configuration, tokenizer and arguments, as ``Trainer.save_model`` does, and no weights."""
-    # PEFT looks for all names; at ZeRO-3 the tensors are empty anyway.
-    weights = {name: torch.empty(0) for name in trainer.model.state_dict()} if is_adapter(trainer) else {}
-    trainer._save(output_dir, state_dict=weights)
+    with without_weights(trainer):
+        trainer._save(output_dir)
     remove_files(output_dir, is_weights)
+
+
+@contextlib.contextmanager
+def without_weights(trainer: Any) -> Iterator[None]:
+    """Context manager: let ``Trainer._save`` write all files but the weights."""
+    save = trainer._save
+
+    def save_rest(output_dir: str | None = None, state_dict: Any = None) -> None:
+        directory = trainer.args.output_dir if output_dir is None else output_dir
+        # PEFT looks for all names; at ZeRO-3 the tensors are empty anyway.
+        weights = {name: torch.empty(0) for name in trainer.model.state_dict()} if is_adapter(trainer) else {}
+        kept = {name for name in _names(directory) if not name.startswith("adapter_model")}
+        save(directory, state_dict=weights)
+        for name in _names(directory) if trainer.args.should_save else ():
+            if is_weights(name) and name not in kept:
+                os.unlink(os.path.join(directory, name))
+
+    with replaced(trainer, _save=save_rest):
+        yield
+
+
+def _names(directory: str) -> list[str]:
+    return os.listdir(directory) if os.path.isdir(directory) else []
 
 
 def adapt_state(directory: str, arguments: Any, is_in_bucket: Callable[[str], bool]) -> None:

@@ -219,6 +219,8 @@ def check_strategy() -> None:
 
 
 def _find(saves: Folders, folder: str) -> list[tuple[str, str, bool]]:
+    if not saves.source(folder).is_dir(folder):
+        raise LayoutError(folder, "does not exist", "pass newest_checkpoint(DIRECTORY) as ckpt_path")
     found = candidates_in(saves.source(folder), folder)
     if not found:
         raise LayoutError(folder, "holds no whole checkpoint", "pass newest_checkpoint(DIRECTORY) as ckpt_path")

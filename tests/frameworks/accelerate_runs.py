@@ -54,7 +54,7 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     set_seed(5)
     batch = GLOBAL_BATCH // job["world_size"]
     config = {
-        "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": job.get("accumulation", 1),
         "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 10},
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
@@ -66,6 +66,8 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     saves = prepare(accelerator, **job["prepare"]) if job.get("prepare") is not None else None
+    if job.get("twice"):
+        prepare(accelerator)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(job.get("dropout", 0.0)), torch.nn.Linear(WIDTH, WIDTH)
     )

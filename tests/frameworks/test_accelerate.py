@@ -57,6 +57,8 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     tear(directory / "automatic-again" / "checkpoints" / "checkpoint_5")
     add("automatic-again", 2, 1, automatic=True, load=None)
     add("revived", 3, 1, load=str(directory / "killed" / "checkpoint_0"))
+    add("twice", 2, 1, twice=True, fails=True)
+    add("accumulated", 2, 1, accumulation=2)  # the save comes after the third micro batch
     add("nothing", 2, 1, load=str(directory / "nowhere"), fails=True)
     return found | jobs.run()
 
@@ -126,3 +128,13 @@ def test_an_error_is_one_line(runs: dict[str, Any]) -> None:
     error = runs["nothing"]["error"]
     assert "nowhere does not exist" in error.replace(":", "")
     assert "\n" not in error
+
+
+def test_a_second_prepare_is_refused(runs: dict[str, Any]) -> None:
+    assert "Accelerator: was prepared before" in runs["twice"]["error"]
+
+
+def test_a_save_between_two_micro_batches_warns_once(runs: dict[str, Any]) -> None:
+    said = [line for line in runs["accumulated"]["told"] if "between two micro batches" in line]
+    assert len(said) == 1
+    assert not any("between two micro batches" in line for line in runs["plain2"]["told"])

@@ -51,6 +51,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     shutil.copytree(directory / "plain2" / "run", directory / "refused" / "run")
     tear(directory / "refused" / "run" / f"step={SAVED}.ckpt")
     add("empty", 2, 1, load="newest")
+    add("missing", 2, 1, load=str(directory / "nowhere.ckpt"), fails=True)
     for source, stage in TESTED:
         add(f"tested{source}-{stage}", stage, 2, load=saved[f"plain{source}"], precision="bf16-true", test=True)
     return found | jobs.run()
@@ -107,3 +108,7 @@ def test_weights_are_tested_without_an_optimizer(runs: dict[str, Any], saved: in
         outputs = outputs @ weights[f"net.{layer}.weight"].T + weights[f"net.{layer}.bias"]
     truth = (outputs - inputs.roll(1, 1)).square().mean()
     assert runs[f"tested{saved}-{stage}"]["tested"] == pytest.approx(float(truth), rel=0.01)
+
+
+def test_a_missing_checkpoint_is_named(runs: dict[str, Any]) -> None:
+    assert "nowhere.ckpt: does not exist" in runs["missing"]["error"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.storage import MANIFEST
@@ -57,7 +58,10 @@ def _first_jobs(jobs: Jobs, endpoint: str) -> None:
         "bucket", 2, 2, steps=4, save_steps=1, learning_rate=0.3, arguments=best, evaluate=True,
         callback={**bucket, "async_save": True}, environment=server.ENVIRONMENT,
     )  # fmt: skip
-    jobs.add("peft", 3, 2, peft=True, callback={"export_every": SAVED}, arguments={"save_total_limit": 5})
+    jobs.add(
+        "peft", 3, 2, peft=True, callback={"export_every": SAVED}, arguments={"save_total_limit": 5},
+        save_model=str(jobs.directory / "peft" / "run"),
+    )  # fmt: skip
     for number in KILLED:
         point = {**KILLS[number], "step": STEPS}
         jobs.add(f"killed{number}", 2 + number % 2, 2, kill=point, callback={"timeout": 5.0}, fails=True)
@@ -282,3 +286,17 @@ def test_adapters_are_resumed_and_exported(runs: dict[str, Any]) -> None:
     assert list(_rest(resumed).values()) == pytest.approx(list(_rest(whole).values()), rel=1e-5)
     names = {p.name for p in (runs["peft"]["out"] / "run" / f"checkpoint-{SAVED}").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+
+
+def test_save_model_writes_a_whole_adapter_and_nothing_else_changes(runs: dict[str, Any]) -> None:
+    run = runs["peft"]["out"] / "run"
+    saved = load_file(run / "adapter_model.safetensors")
+    committed = load_file(run / f"checkpoint-{SAVED}" / "adapter_model.safetensors")
+    assert saved.keys() == committed.keys()
+    assert any("lm_head" in name for name in saved)  # modules_to_save
+    truth = ckpttool.load_state_dict(run / f"checkpoint-{STEPS}", dtype="fp32")
+    for name, tensor in saved.items():
+        layer, _, kind = name.rpartition(".")
+        full = name if name in truth else f"{layer}.default.{kind}"
+        full = full if full in truth else f"{layer}.modules_to_save.default.{kind}"
+        assert torch.equal(tensor.float(), truth[full].to(tensor.dtype).float()), name

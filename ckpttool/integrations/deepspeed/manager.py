@@ -23,7 +23,7 @@ from ckpttool.integrations.deepspeed.report import SaveReport
 from ckpttool.integrations.deepspeed.save_arguments import check_client_state, checked_metrics, checked_tag, versions
 from ckpttool.integrations.deepspeed.signals import SignalWatch
 from ckpttool.saving.background import Background
-from ckpttool.saving.coordination import agree_to_begin
+from ckpttool.saving.coordination import RankError, agree_to_begin
 from ckpttool.saving.provenance import begin as begin_provenance
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
@@ -381,7 +381,7 @@ class CheckpointManager:
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout)
                 report = restore_engine(engine, checkpoint, options, agree)
-            except (PlanError, LinkError):
+            except (PlanError, LinkError, RankError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
                 if not fall_back:
