@@ -52,7 +52,7 @@ lowest:  ## run the quick tests with the lowest versions of all dependencies (PY
 
 # Two processes for two cores, and one for the tests of Ray, which wait most of the time.
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 coverage: $(READY)  ## measure branch coverage and show it (FILE=tests/...: of those tests; else of all but Ray's)
 	rm -f .coverage .coverage.*

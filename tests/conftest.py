@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import quick, sampling
+from tests.scheduling import FileScheduling
 from tests.storage import server
 from tests.truth import HERE
 
@@ -50,10 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for item in items if is_left_out(item)}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    if getattr(config.option, "loadgroup", False):
+    if hasattr(config, "workerinput"):
         items.sort(key=_rank)
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.location[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, and one of them all tests of Ray: their clusters would disturb each other."""
+    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def _rank(item: pytest.Item) -> int:
