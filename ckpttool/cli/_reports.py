@@ -14,7 +14,7 @@ from ckpttool.units import format_age, format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool import AverageReport, ConvertReport, CopyReport, TransferReport
+    from ckpttool import ApplyReport, AverageReport, ConvertReport, CopyReport, TransferReport
     from ckpttool.analysis.diff import Difference, DiffReport
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
@@ -43,7 +43,7 @@ def print_copy_report(report: CopyReport) -> None:
         f"{report.out}: {verb} {report.tensors} tensors, {report.elements:,} elements, parameters in {report.dtype}, "
         f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
     )
-    _print_written(report)
+    print_written(report)
 
 
 def print_average_report(report: AverageReport) -> None:
@@ -58,10 +58,10 @@ def print_average_report(report: AverageReport) -> None:
     )
     rows = [(s.location, _number(s.step), f"{s.weight:.6g}") for s in report.sources]
     print_table(["source", "step", "weight"], rows, right=["step", "weight"])
-    _print_written(report)
+    print_written(report)
 
 
-def _print_written(report: CopyReport | AverageReport) -> None:
+def print_written(report: CopyReport | AverageReport | ApplyReport) -> None:
     """Print the files, the tied names, the digest, the notes and the comparisons of a report."""
     print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in report.files], right=["size"])
     for alias, name in report.tied.items():

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ckpttool.dtypes import numpy_dtype
-from ckpttool.model.formulas import MERGED_ROWS, MergedWeight, ScaledSum, WeightedMean
+from ckpttool.dtypes import DTYPES, numpy_dtype
+from ckpttool.model.formulas import MERGED_ROWS, PATCH_BLOCK, MergedWeight, Patched, ScaledSum, WeightedMean
 from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ckpttool.model import State
-    from ckpttool.model.formulas import Formula, LowRankUpdate
+    from ckpttool.model.formulas import Formula, LowRankUpdate, Patch
 
 
 class Inputs(Protocol):
@@ -50,6 +50,10 @@ def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: Inputs) ->
         _merged_weight(formula, first, out, inputs)
     elif isinstance(formula, ScaledSum):
         _scaled_sum(formula, first, out, inputs)
+    elif isinstance(formula, Patched):
+        for at, values in inputs.runs(formula.base, first, len(out)):
+            out[at : at + len(values)] = values if values.dtype == out.dtype else cast(values, _name(out))
+        apply_patches(formula.patches, first, out, inputs)
     else:
         raise TypeError(f"no evaluation of {type(formula).__name__}")
 
@@ -113,6 +117,38 @@ def _merged_weight(formula: MergedWeight, first: int, out: NDArray[Any], inputs:
             out[:] = total[skip : skip + len(out)]
 
 
+def apply_patches(patches: Sequence[Patch], first: int, out: NDArray[Any], inputs: Inputs) -> None:
+    """Replace the elements of a tensor that patches change.
+
+    Args:
+        patches: The patches, in order.
+        first: Number of the first element in ``out``.
+        out: Elements of the tensor; changed in place, bit for bit.
+        inputs: Reads the patches.
+
+    Raises:
+        StorageError: Reading failed, or a source changed meanwhile.
+    """
+    last = first + len(out)
+    bits = out.view(f"u{out.itemsize}")
+    for patch in patches:
+        low, high = int(patch.starts[first // PATCH_BLOCK]), int(patch.starts[-(-last // PATCH_BLOCK)])
+        if low == high:
+            continue
+        indices = _whole_run(patch.indices, low, high - low, "indices", inputs)
+        begin, end = np.searchsorted(indices, [first, last])
+        values = _whole_run(patch.values, low + int(begin), int(end - begin), "values", inputs)
+        bits[indices[begin:end] - first] = values.view(bits.dtype)
+
+
+def _whole_run(state: State, first: int, count: int, name: str, inputs: Inputs) -> NDArray[Any]:
+    """Return elements of a state in order, in scratch memory of that name."""
+    out = inputs.scratch(name, count, state.dtype)
+    for at, values in inputs.runs(state, first, count):
+        out[at : at + len(values)] = values
+    return out
+
+
 def _delta(formula: MergedWeight, update: LowRankUpdate, top: int, bottom: int, inputs: Inputs) -> NDArray[np.float32]:
     """Return rows of the update, as the base weight has them."""
     a, b = inputs.whole(update.a, formula), inputs.whole(update.b, formula)
@@ -154,4 +190,4 @@ def _widened(values: NDArray[Any], accumulator: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _name(values: NDArray[Any]) -> str:
-    return {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[values.dtype.name]
+    return next(name for name, dtype in DTYPES.items() if dtype.numpy == values.dtype.name)

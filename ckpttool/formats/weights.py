@@ -16,6 +16,7 @@ from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
+from ckpttool.formats.delta_header import DELTA
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
 from ckpttool.formats.safetensors_states import states_in
@@ -165,6 +166,9 @@ def _read_files(
                 if METADATA in metadata:
                     problem = "holds the states of an optimizer, not weights"
                     raise LayoutError(path, problem, "pass the directory with the weights beside it")
+                if DELTA in metadata:
+                    problem = "holds the difference between two checkpoints, not weights"
+                    raise LayoutError(path, problem, "apply it to the checkpoint that it begins at")
                 saves[name] = metadata.get(SAVE)
                 aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}
             else:
@@ -178,12 +182,36 @@ def _read_files(
             if tensor in states:
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
-    checkpoint = Checkpoint(
+    checkpoint = checkpoint_of_weights(storage, location, kind.format, tuple(files), states, aliases)
+    if first_part is None or not saves:
+        return checkpoint
+    return with_optimizer(checkpoint, storage, first_part, saves)
+
+
+def checkpoint_of_weights(
+    storage: Storage,
+    location: Location,
+    name: str,
+    files: tuple[CheckpointFile, ...],
+    states: Mapping[str, State],
+    aliases: Mapping[str, str],
+) -> Checkpoint:
+    """Return the layout of a checkpoint that holds weights alone.
+
+    Args:
+        storage: Its storage.
+        location: Its directory.
+        name: Name of the format.
+        files: Its files.
+        states: The tensors by name.
+        aliases: Tied names.
+    """
+    return Checkpoint(
         storage=storage.spec,
         location=location.directory,
         root=location.root,
         tag=location.tag,
-        format=kind.format,
+        format=name,
         tells_buffers=False,
         stage=None,
         topology=Topology(),
@@ -197,11 +225,8 @@ def _read_files(
         buffers=tuple(Buffer(n, s) for n, s in states.items() if not DTYPES[s.dtype].floating),
         aliases=aliases,
         groups=(),
-        files=tuple(files),
+        files=files,
     )
-    if first_part is None or not saves:
-        return checkpoint
-    return with_optimizer(checkpoint, storage, first_part, saves)
 
 
 def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:

@@ -14,7 +14,7 @@ from ckpttool.targets.index import index_file
 from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.model import Checkpoint
     from ckpttool.plan import ConsistencyChecks
@@ -66,18 +66,13 @@ def safetensors_files(
     Raises:
         PlanError: A tensor has a name that the format cannot hold, or the header of a file is too large.
     """
-    for name in [*(w.name for w in selection.weights), *selection.aliases]:
-        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
-            problem = f"a tensor is named {brief(name, 200)}"
-            raise PlanError(
-                checkpoint.location, problem, "leave it out with exclude: safetensors cannot hold it", ("exclude",)
-            )
+    check_names(checkpoint.location, [*(w.name for w in selection.weights), *selection.aliases])
     shards = split_into_shards(selection.weights, max_shard_bytes)
     names = shard_names(stem, "safetensors", len(shards))
     files = []
     for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
         more = {**metadata, **(first if number == 0 else {})}
-        files.append(_file(builder, name, shard, selection, more))
+        files.append(safetensors_file(builder, name, shard, selection, more))
         if len(files[-1].literals[0][1]) > safetensors.MAX_HEADER_BYTES:
             problem = f"gives {name} a header of more than {safetensors.MAX_HEADER_BYTES:,} bytes"
             raise PlanError(checkpoint.location, problem, "choose a smaller max_shard_size", ("max_shard_size",))
@@ -86,9 +81,34 @@ def safetensors_files(
     return files
 
 
-def _file(
+def check_names(location: str, names: Iterable[str]) -> None:
+    """Refuse names that the format cannot hold.
+
+    Args:
+        location: The source, for errors.
+        names: Names of tensors.
+
+    Raises:
+        PlanError: There is one.
+    """
+    for name in names:
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            problem = f"a tensor is named {brief(name, 200)}"
+            raise PlanError(location, problem, "leave it out with exclude: safetensors cannot hold it", ("exclude",))
+
+
+def safetensors_file(
     builder: CopyBuilder, name: str, shard: Sequence[Weight], selection: WeightSelection, more: Mapping[str, str]
 ) -> TargetFile:
+    """Plan one file.
+
+    Args:
+        builder: Builds the copies of the plan.
+        name: Name of the file.
+        shard: Its tensors.
+        selection: Holds their tied names.
+        more: Further metadata.
+    """
     tensors = [safetensors.Tensor(w.name, w.dtype, w.state.shape) for w in shard]
     here = {w.name for w in shard}
     metadata = {**{a: n for a, n in selection.aliases.items() if n in here}, "format": "pt", **more}

@@ -88,6 +88,11 @@ class Destination:
         """Whether OUT is remote."""
         return self._remote is not None
 
+    @property
+    def scratch_directory(self) -> str | None:
+        """A directory on the file system of OUT for temporary files; None if OUT is remote."""
+        return staging.existing_parent(self.out) if self._remote is None else None
+
     def check_target(self, *, overwrite: bool | None) -> None:
         """Refuse an OUT that cannot or must not be written, before any work is done.
 
