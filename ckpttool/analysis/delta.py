@@ -301,9 +301,9 @@ def _both(sources: Sources, name: str, step: Step, before: str | None, advance: 
         result = cast(values, dtype)
         if before is not None:
             old.update(result)
+            advance(values.nbytes)
         if step.patches:
             result = result.copy() if result is values else result
             apply_patches(step.patches, at, result, patcher)
         new.update(result)
-        advance(values.nbytes)
     return (old.line if before is not None else b""), new.line
