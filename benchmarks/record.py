@@ -28,6 +28,7 @@ BENCHMARKS = {
     "consolidate": ["--runs", "7", "--peer-runs", "3"],
     "convert": ["--runs", "7", "--peer-runs", "3", "--workers", "2"],
     "average": ["--runs", "3"],
+    "delta": ["--runs", "3"],
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "7", "--rounds", "4"],
     "restore": ["--runs", "3"],

@@ -21,6 +21,7 @@ RUNS = {
     "average.py": [*ONCE, "--sources", "2"],
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
+    "delta.py": ONCE,
     "merge_lora.py": ONCE,
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],

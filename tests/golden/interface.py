@@ -98,12 +98,16 @@ def _outputs() -> dict[str, Any]:
             "unpin": [["unpin", runs / "global_step1"]],
             "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
             "average": [["average", ZERO2, OTHER, Path(temporary, "mean"), "--to", "safetensors"]],
+            "delta": [["delta", ZERO2, ZERO3, Path(temporary, "delta"), "--prove"]],
+            "apply": [["apply", ZERO2, Path(temporary, "delta"), Path(temporary, "applied")]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
         }
         with_json = {name for name in COMMANDS if "as_json" in {p.name for p in _command(name).params}}
         covered = {key.partition(" ")[0] for key in calls}
         assert covered == with_json, f"--json is not described for {with_json ^ covered}"
-        return {key: _merged([_schema(_run([*call, "--json"])) for call in calls[key]]) for key in sorted(calls)}
+        # In this order: some read what others wrote.
+        found = {key: _merged([_schema(_run([*call, "--json"])) for call in calls[key]]) for key in calls}
+        return {key: found[key] for key in sorted(found)}
 
 
 def _command(name: str) -> Any:
