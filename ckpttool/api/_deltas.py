@@ -42,12 +42,18 @@ def open_result(base: Checkpoint, states: Mapping[str, State], deltas: Sequence[
         LayoutError: A delta is damaged, or does not begin at the checkpoint before it.
         StorageError: A delta cannot be read.
     """
-    return apply_deltas(base, states, deltas, [_patches(delta) for delta in deltas])
+    # Memory for blocks of a tensor is only spent if one of its size is there.
+    limit = max((s.numel for held in (states, *(d.dense for d in deltas)) for s in held.values()), default=0)
+    return apply_deltas(base, states, deltas, [_patches(delta, limit) for delta in deltas])
 
 
-def _patches(delta: Delta) -> dict[str, Patch]:
+def _patches(delta: Delta, limit: int) -> dict[str, Patch]:
     with Sources(source_files(delta.checkpoint)) as sources:
         numels = {n: t.numel for n, t in delta.header.tensors.items() if n in delta.sparse}
+        for name, numel in numels.items():
+            if numel > limit:
+                problem = f"changes {name} of {numel:,} elements, more than any tensor before it has"
+                raise LayoutError(delta.path, problem, "apply the delta to the checkpoint that it was made from")
         found = {n: patch_of(sources, delta.path, n, pair, numels[n]) for n, pair in delta.sparse.items()}
         sources.check_unchanged()
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.api._common import check_prove, open_for
@@ -187,7 +187,8 @@ def _apply(a: Source, paths: Sequence[str | os.PathLike[str]], out: str, limit: 
         overflowed=overflowed,
         notes=(*map(str, base.notes), *base.remarks),
         digest=digest,
-        checks=None if options.dry_run or checks is None else checks.report,
+        # Files without checksums of their own were compared with the fingerprints.
+        checks=None if options.dry_run or checks is None else replace(checks.report, without=()),
         needs=needs,
     )
 
@@ -224,6 +225,6 @@ def _checked(base: Checkpoint, deltas: Sequence[Delta], options: Options) -> tup
 
 
 def _steps(found: int | None, expected: int | None) -> str:
-    if found is None or expected is None:
+    if found is None or expected is None or found == expected:
         return ""
     return f" (step {found:,}, not {expected:,})"

@@ -107,7 +107,7 @@ def open_checkpoint(
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
-    with opening(_factor(options)):
+    with opening(budget_factor(options)):
         checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
     # One listing detects files that changed meanwhile; local files are checked when they are read.
     if storage.remote and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
@@ -119,8 +119,15 @@ def open_checkpoint(
     return checkpoint
 
 
-def _factor(options: Mapping[str, Any] | None) -> float:
-    """Return the factor that multiplies the budget of an open."""
+def budget_factor(options: Mapping[str, Any] | None) -> float:
+    """Return the factor that multiplies the budget of an open.
+
+    Args:
+        options: As for ``open_checkpoint``.
+
+    Raises:
+        ArgumentError: It is not a number above 0.
+    """
     value = (options or {}).get(OPTION, 1)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ArgumentError(OPTION, f"is {brief(value)}, not a number above 0", "choose 1 or more")

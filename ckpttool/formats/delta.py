@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.budget import opening
 from ckpttool.containers import safetensors
 from ckpttool.errors import LayoutError
-from ckpttool.formats import source_paths, source_storage
+from ckpttool.formats import budget_factor, source_paths, source_storage
 from ckpttool.formats.delta_header import INDICES, MAKE_AGAIN, VALUES, parse_header
 from ckpttool.formats.locate import Location, refuse_unfinished
 from ckpttool.formats.safetensors_states import states_in
@@ -45,12 +45,12 @@ def open_delta(src: str | os.PathLike[str], options: Mapping[str, Any] | None, *
     path = posixpath.join(place, FILE) if storage.is_dir(place) else place
     if not unfinished:
         refuse_unfinished(storage, parent(path))
-    with opening(1), storage.open(path, ahead=True) as reader:
+    with opening(budget_factor(options)), storage.open(path, ahead=True) as reader:
         entries, metadata = safetensors.parse(reader)
         file = CheckpointFile(
             posixpath.basename(path), reader.nbytes, "weights", None, reader.version, container="safetensors"
         )
-    header = parse_header(metadata, path)
+        header = parse_header(metadata, path)
     states = states_in(entries, 0)
     directory = parent(path)
     location = Location(directory, directory, posixpath.basename(directory))

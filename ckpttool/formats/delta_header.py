@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.budget import MEMORY, spend
+from ckpttool.containers.safetensors import MAX_DIMENSIONS, MEMORY_OF_JSON
 from ckpttool.dtypes import DTYPES, TRAINING_DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.messages import brief
@@ -65,6 +67,7 @@ def parse_header(metadata: Mapping[str, str], path: str) -> DeltaHeader:
     """
     if DELTA not in metadata:
         raise LayoutError(path, "holds no delta that ckpttool wrote", "pass the output of delta")
+    spend(MEMORY, MEMORY_OF_JSON * len(metadata[DELTA]), path)
     try:
         data = json.loads(metadata[DELTA])
         version = data["version"]
@@ -101,9 +104,13 @@ def _end(value: Any) -> End:
 
 
 def _types(value: Any) -> dict[str, TensorType]:
-    return {
-        _text(name): TensorType(_one_of(t["dtype"], DTYPES), tuple(map(_size, t["shape"]))) for name, t in value.items()
-    }
+    return {_text(name): TensorType(_one_of(t["dtype"], DTYPES), _shape(t["shape"])) for name, t in value.items()}
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise ValueError(f"{brief(value)} is not a shape")
+    return tuple(map(_size, value))
 
 
 def _text(value: Any) -> str:

@@ -386,6 +386,15 @@ def _broken(_: Any, description: dict[str, Any]) -> None:
     description["tensors"] = {"x": {"dtype": "F32", "shape": [-1]}}
 
 
+def _huge(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> None:
+    name = _first(tensors, ".indices").removesuffix(".indices")
+    description["tensors"][name]["shape"] = [1 << 61, 1 << 61]
+
+
+def _deep(_: Any, description: dict[str, Any]) -> None:
+    next(iter(description["tensors"].values()))["shape"] = [1] * 100
+
+
 def _without(_: Any, description: dict[str, Any]) -> None:
     del description["ends"]
 
@@ -403,6 +412,8 @@ def _without(_: Any, description: dict[str, Any]) -> None:
         (_half, "which belongs to no tensor of its description"),
         (_newer, "is a delta of version 2; update ckpttool"),
         (_broken, "its description of the delta is damaged"),
+        (_huge, "elements, more than any tensor before it has"),
+        (_deep, "its description of the delta is damaged"),
         (_without, "its description of the delta is damaged"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
