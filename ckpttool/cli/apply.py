@@ -11,7 +11,7 @@ from ckpttool.cli import _options as options
 
 @click.command(short_help="Apply deltas to a checkpoint.")
 @click.argument("a", type=click.Path())
-@click.argument("deltas", type=click.Path(), nargs=-1, required=True, metavar="DELTA...")
+@click.argument("deltas", type=click.Path(), nargs=-1, required=True, metavar="DELTAS...")
 @options.out_argument
 @options.tag_option
 @click.option("--max-shard-size", type=options.Size(), help="Split into files of at most this size.  [default: 5GB]")
@@ -26,9 +26,9 @@ from ckpttool.cli import _options as options
 @options.storage_option
 @options.debug_option
 def apply(a: str, deltas: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
-    """Apply each DELTA, in order, to the weights of A, and write the result to OUT as safetensors.
+    """Apply the DELTAS, in order, to A, and write the weights to OUT as safetensors.
 
-    A must have the weights that the first DELTA begins at, in any format; each DELTA must begin where the one before it
+    A must have the weights that the first of them begins at, in any format; each must begin where the one before it
     ends. This is checked before anything is written. OUT appears complete or not at all.
     """
     import ckpttool

@@ -161,7 +161,7 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout == ckpttool(*arguments[:-1], "-h").stdout
     assert done.stdout.startswith(f"Usage: ckpttool {name}".rstrip())
-    assert "..." not in re.sub(r"COMMAND \[ARGS\]\.\.\.|SRC\.\.\.|DELTA\.\.\.|exp_avg, \.\.\.", "", done.stdout), (
+    assert "..." not in re.sub(r"COMMAND \[ARGS\]\.\.\.|SRC\.\.\.|DELTAS\.\.\.|exp_avg, \.\.\.", "", done.stdout), (
         "a help text is cut"
     )
     assert (command.help or "").strip().endswith(".")
