@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import commits, read_manifest
+from ckpttool.commit.manifest import commits, is_thin, read_manifest
 from ckpttool.errors import CkptError, LinkError
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import is_of_tag
@@ -82,6 +82,11 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
     newest_first = sorted(ranked, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
     in_order += [c for _, c in newest_first if c.tag == named]
     return list(dict.fromkeys([*in_order, *(c for _, c in newest_first)]))
+
+
+def whole_first(storage: Storage, found: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
+    """Put thin checkpoints behind all others: a run cannot go on from one, only take its weights."""
+    return sorted(found, key=lambda one: one[2] and is_thin(storage, one[1]))
 
 
 def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> str:

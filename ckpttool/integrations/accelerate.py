@@ -25,7 +25,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 
-from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.restore_order import Candidate, whole_first
 from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folders, rotate, step_of_folder
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
@@ -36,7 +36,6 @@ from ckpttool.integrations.deepspeed.folders import (
     read_files,
     set_rng_of,
     was_within_epoch,
-    whole_first,
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.ray.run import current_run

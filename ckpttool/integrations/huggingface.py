@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import TrainerCallback
 
-from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.restore_order import Candidate, whole_first
 from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folder_name, folders, rotate
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
@@ -39,7 +39,6 @@ from ckpttool.integrations.deepspeed.folders import (
     is_static,
     read_files,
     set_rng_of,
-    whole_first,
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights

@@ -158,9 +158,9 @@ def without_weights(trainer: Any) -> Iterator[None]:
         weights = {name: torch.empty(0) for name in trainer.model.state_dict()} if is_adapter(trainer) else {}
         kept = {name for name in _names(directory) if not name.startswith("adapter_model")}
         save(directory, state_dict=weights)
-        for name in _names(directory) if trainer.args.should_save else ():
-            if is_weights(name) and name not in kept:
-                os.unlink(os.path.join(directory, name))
+        written = [name for name in _names(directory) if is_weights(name) and name not in kept]
+        if trainer.args.should_save:
+            LOCAL.delete([os.path.join(directory, name) for name in written])
 
     with replaced(trainer, _save=save_rest):
         yield

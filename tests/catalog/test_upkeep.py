@@ -13,6 +13,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.restore_order import whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.catalog.trainer_runs import rotate
 from ckpttool.catalog.upkeep import maintain
@@ -329,7 +330,6 @@ def test_locked_files_of_a_failed_prune_name_what_was_done(
 
 
 def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(root: Path) -> None:
-    from ckpttool.integrations.deepspeed.folders import whole_first  # imports torch
 
     api.prune(root, keep_last=2, thin="bf16")
     api.pin(root / "step2", why="not asked for here")

@@ -20,7 +20,6 @@ import torch
 
 from ckpttool.catalog.restore_order import Candidate, candidates
 from ckpttool.catalog.trainer_runs import trainer_commits
-from ckpttool.commit.manifest import is_thin
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError
 from ckpttool.formats.sidecars import PATTERNS
@@ -39,7 +38,7 @@ from ckpttool.storage import connect, local_path, open_storage, scheme_of
 from ckpttool.storage.confined import confined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
     from ckpttool.model import Checkpoint
@@ -326,11 +325,6 @@ def candidates_in(storage: Storage, folder: str) -> list[tuple[str, str, bool]]:
     if not found:
         LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is passed over"))
     return [(tag, path, committed) for tag, path, committed in found]
-
-
-def whole_first(storage: Storage, found: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
-    """Put thin checkpoints behind all others: a run cannot go on from one, only take its weights."""
-    return sorted(found, key=lambda one: one[2] and is_thin(storage, one[1]))
 
 
 def why_not(storage: Storage, folder: str) -> str:
