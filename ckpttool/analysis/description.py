@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.messages import hide_secrets
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from ckpttool.model import Checkpoint, State
 
 MAX_VALUES = 100_000
@@ -154,12 +157,18 @@ class _Plain:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {self(k if isinstance(k, str) else str(k)): self(v) for k, v in value.items() if self.left > 0}
+            found = {self(k if isinstance(k, str) else str(k)): self(v) for k, v in self._affordable(value.items())}
+            return found if len(found) == len(value) or self.left > 0 else {**found, "...": "..."}
         if isinstance(value, list | tuple | set | frozenset):
-            return [self(v) for v in value if self.left > 0]
+            listed = [self(v) for v in self._affordable(value)]
+            return listed if len(listed) == len(value) else [*listed, "..."]
         if isinstance(value, Opaque):
             return self._opaque(value)
         return f"<{type(value).__name__}>"
+
+    def _affordable(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield items as long as the budget lasts."""
+        return itertools.takewhile(lambda _: self.left > 0, items)
 
     def _opaque(self, value: Opaque) -> Any:
         described: dict[str, Any] = {"class": value.qualified_name}
@@ -168,7 +177,7 @@ class _Plain:
         if value.stated:
             described["state"] = self(value.state)
         if value.items:
-            described["items"] = [[self(k), self(v)] for k, v in value.items if self.left > 0]
+            described["items"] = [[self(k), self(v)] for k, v in self._affordable(value.items)]
         if value.appended:
             described["appended"] = self(value.appended)
         return described

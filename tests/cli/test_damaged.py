@@ -110,7 +110,7 @@ UNREADABLE = [
     Case("latest names what is gone", ZERO2, lambda c: (c / "latest").write_text("global_step9"),
          "latest", "names 'global_step9', which is not there; choose one with --tag: global_step3"),
     Case("latest names a very long tag", ZERO2, lambda c: (c / "latest").write_text("x" * 100_000),
-         "latest", "which is not there; choose one with --tag: global_step3"),
+         "latest", "does not name a tag; choose one with --tag: global_step3"),
     Case("latest is empty", ZERO2, lambda c: (c / "latest").write_text(""),
          "latest", "does not name a tag; choose one with --tag: global_step3"),
     Case("latest leads out of the root", ZERO2, lambda c: (c / "latest").write_text("../../x"),
