@@ -47,7 +47,7 @@ INT32_ELEMENTS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints."""
+    """The differences between two checkpoints."""
 
     changes: tuple[Change, ...]
     """The tensors that differ, in the order of the second checkpoint."""
@@ -123,7 +123,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was found of one tensor."""
+    """The comparison of one tensor."""
 
     sums: tuple[bytes, bytes]
     """Its parts of both fingerprints; empty where a checkpoint lacks it."""
