@@ -25,6 +25,8 @@ STDOUT = "-"
 """The name that stands for the standard output."""
 BEGIN = b"<!doctype html>"
 """First bytes of a page."""
+UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+"""Units of ``keep_for`` and their seconds."""
 MAX_FILES = 2_000
 """Maximum number of files in the page of a directory that cannot be opened."""
 
@@ -129,16 +131,13 @@ def _files_below(paths: Sequence[str], storage_options: Mapping[str, Any] | None
     return found
 
 
-def page_of_catalog(
-    found: Catalog, *, keep_last: int | None = None, keep_every: int | None = None, keep_best: str | None = None
-) -> bytes:
+def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
     """Build the page of the checkpoints under a root.
 
     Args:
         found: The checkpoints.
-        keep_last: As for ``prune``: the page shows what that would keep.
-        keep_every: As for ``prune``.
-        keep_best: As for ``prune``.
+        rules: ``keep_last``, ``keep_every``, ``keep_best``, ``keep_for``, ``thin`` and ``thin_every`` of ``prune``: the
+            page shows what that would keep, thin and remove. None for no such rule.
 
     Raises:
         ArgumentError: A rule is malformed.
@@ -146,13 +145,16 @@ def page_of_catalog(
     """
     from ckpttool.analysis.description import as_plain
     from ckpttool.analysis.pages import page
-    from ckpttool.catalog.retention import Rules, decide
+    from ckpttool.catalog.retention import RULES, Rules, decide
 
-    given = {"keep-last": keep_last, "keep-every": keep_every, "keep-best": keep_best}
-    rules = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
-    decisions = decide(found.entries, Rules(keep_last, keep_every, keep_best), root=found.root) if rules else []
+    given = {name: rules[name] for name in RULES if rules.get(name) is not None}
+    decisions = decide(found.entries, Rules(*map(given.get, RULES)), root=found.root) if given else []
+    if isinstance(seconds := given.get("keep_for"), int | float):
+        unit, length = next(((u, n) for u, n in UNITS if seconds % n == 0), ("s", 1))
+        given["keep_for"] = f"{seconds / length:g}{unit}"
+    shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
     steps = [None if entry.order[0] < 0 else entry.order[0] for entry in found.entries]
-    data = {"catalog": as_plain(found), "steps": steps, "rules": rules, "decisions": as_plain(decisions)}
+    data = {"catalog": as_plain(found), "steps": steps, "rules": shown, "decisions": as_plain(decisions)}
     return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)
 
 

@@ -181,17 +181,39 @@ def html_option(function: F) -> F:
     )(function)
 
 
+RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")
+"""Options of ``retention_options``."""
+
+
 def retention_options(function: F) -> F:
-    """Add ``--keep-last``, ``--keep-every`` and ``--keep-best``."""
-    function = click.option(
-        "--keep-best",
-        metavar="METRIC",
-        help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three smallest).",
-    )(function)
-    function = click.option(
-        "--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K."
-    )(function)
-    return click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest.")(function)
+    """Add the retention rules, RETENTION."""
+    rules = (
+        click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest."),
+        click.option(
+            "--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K."
+        ),
+        click.option(
+            "--keep-best",
+            metavar="METRIC",
+            help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three "
+            "smallest).",
+        ),
+        click.option("--keep-for", type=Duration(), metavar="AGE", help="Keep those younger than AGE: 7d, 12h, 30min."),
+        click.option(
+            "--thin",
+            type=click.Choice(["bf16", "fp32"]),
+            help="Keep the weights of those that no rule keeps, in this type; only their optimizer states go.",
+        ),
+        click.option(
+            "--thin-every",
+            type=click.IntRange(min=1),
+            metavar="K",
+            help="Thin only those whose step is a multiple of K, and remove the others.  [default type: bf16]",
+        ),
+    )
+    for rule in reversed(rules):
+        function = rule(function)
+    return function
 
 
 def page_of(given: dict[str, Any], as_json: bool, *others: str) -> dict[str, Any]:

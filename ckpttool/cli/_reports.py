@@ -169,7 +169,7 @@ def print_catalog(found: Catalog) -> None:
             _number(entry.world_size),
             _number(entry.step),
             format_size(entry.nbytes),
-            "" if entry.modified is None else format_age(now - entry.modified),
+            "" if entry.saved is None else format_age(now - entry.saved),
             _state(entry),
         )
         for entry in found.entries

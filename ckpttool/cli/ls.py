@@ -20,13 +20,13 @@ def ls(root: str, as_json: bool, **given: Any) -> None:
     """List the checkpoints in the directory ROOT, sorted by step: ranks, size, age, complete or torn.
 
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint. With --html,
-    --keep-last, --keep-every and --keep-best show what prune would keep; nothing is removed.
+    the rules show what prune would keep, thin and remove; nothing is changed.
     """
     import ckpttool
     from ckpttool.cli._output import print_json
     from ckpttool.cli._reports import print_catalog, write_page
 
-    rules = ("keep_last", "keep_every", "keep_best")
+    rules = options.RETENTION
     page = options.page_of(given, as_json, *rules)
     options.check_page(page, given)
     found = ckpttool.ls(root, **options.chosen(given))

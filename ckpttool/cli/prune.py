@@ -12,18 +12,6 @@ from ckpttool.cli import _options as options
 @click.command(short_help="Remove the checkpoints that no rule keeps, or their optimizer states.")
 @click.argument("root", type=click.Path())
 @options.retention_options
-@click.option("--keep-for", type=options.Duration(), metavar="AGE", help="Keep those younger than AGE: 7d, 12h, 30min.")
-@click.option(
-    "--thin",
-    type=click.Choice(["bf16", "fp32"]),
-    help="Keep the weights of those that no rule keeps, in this type; only their optimizer states go.",
-)
-@click.option(
-    "--thin-every",
-    type=click.IntRange(min=1),
-    metavar="K",
-    help="Thin only those whose step is a multiple of K, and remove the others.  [default type: bf16]",
-)
 @click.option(
     "--torn", is_flag=True, help="Remove incomplete and uncommitted checkpoints that no save writes any more."
 )
@@ -52,9 +40,8 @@ def prune(root: str, as_json: bool, **given: Any) -> None:
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_decisions
 
-    rules = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")
-    if not given["torn"] and all(given[rule] is None for rule in rules):
-        flags = ", ".join(f"--{rule.replace('_', '-')}" for rule in rules)
+    if not given["torn"] and all(given[rule] is None for rule in options.RETENTION):
+        flags = ", ".join(f"--{rule.replace('_', '-')}" for rule in options.RETENTION)
         raise click.UsageError(f"say what to keep: {flags}; or what goes: --torn")
     if given["keep_best"] is not None:
         try:

@@ -10,6 +10,7 @@ import pytest
 import ckpttool as api
 from ckpttool.api._pages import page_of_catalog
 from ckpttool.catalog.entries import Catalog, CatalogEntry
+from ckpttool.commit.pins import Pin
 from tests.cli.command import ckpttool
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 def _entry(name: str, step: int | None, modified: float | None, **more: Any) -> CatalogEntry:
     given: dict[str, Any] = {
         "name": name, "path": f"/run/{name}", "format": "zero", "stage": 2, "world_size": 2, "step": step,
-        "nbytes": 1000, "modified": modified, "whole": True, "problem": None, "latest": False, "link": None,
-        "metrics": {},
+        "nbytes": 1000, "modified": modified, "saved": modified, "whole": True, "problem": None, "latest": False,
+        "link": None, "metrics": {},
     }  # fmt: skip
     return CatalogEntry(**(given | more))
 
@@ -94,4 +95,26 @@ def test_the_page_says_which_values_no_chart_has(opened: Open) -> None:
     page = opened(_page(*(_entry(f"s{i}", i, 1e9 + i, metrics={"loss": loss}) for i, loss in enumerate(losses))))
     assert _chart(page, "loss")[1] == [1.0, None, None, 0.5]
     assert page.text(".left-out") == "Not in this chart: 2 values that are NaN or infinite."
+    page.sound()
+
+
+def test_pins_and_thin_checkpoints_are_named(opened: Open) -> None:
+    pin = Pin("ana", 1e9, "the paper's <run>")
+    thin = _entry("b", 20, 9e9, format="thin", stage=None, thin="bf16", saved=2e9)
+    page = opened(_page(_entry("a", 10, 1e9, pin=pin), thin, _entry("c", 30, 3e9)))
+    first, second, _ = page.run("() => [...document.querySelectorAll('#entries tbody tr')].map((r) => r.innerText)")
+    assert "pinned by ana: the paper's <run>" in first
+    assert "thin bf16" in second
+    assert "2033-05-18" in second  # the time of the save, not that of the thinning
+    assert _chart(page, "Steps over time")[0] == [1e9, 2e9, 3e9]
+    page.sound()
+
+
+def test_rules_that_thin_are_told_apart_from_those_that_remove(opened: Open) -> None:
+    entries = tuple(_entry(f"s{step}", step, 1e9 + step, path=f"/run/s{step}") for step in (10, 15, 20, 30))
+    data = page_of_catalog(Catalog("/run", entries, ()), keep_last=1, thin_every=10, keep_for=7 * 86400.0)
+    page = opened(data)
+    assert "--keep-last 1 --keep-for 7d --thin-every 10" in page.text("#entries thead")
+    rows = page.run("() => [...document.querySelectorAll('#entries tbody tr')].map((r) => r.lastChild.innerText)")
+    assert [row.split(":")[0] for row in rows] == ["thinned to bf16", "goes", "thinned to bf16", "stays"]
     page.sound()

@@ -10,15 +10,20 @@ views.catalog = (data, main) => {
     ["checkpoints", page.count(entries.length), `${page.count(whole.length)} whole`],
     ["size", page.size(total)],
     ["latest", latest ? latest.name : "none", latest?.step == null ? "" : `step ${page.count(latest.step)}`],
-    ["last saved", entries.some((e) => e.modified) ? date(page.largest(entries.map((e) => e.modified ?? 0))) : ""],
+    ["last saved", entries.some((e) => e.saved) ? date(page.largest(entries.map((e) => e.saved ?? 0))) : ""],
     ["retention", data.rules ? `frees ${page.size(gone.reduce((sum, d) => sum + d.entry.nbytes, 0))}` : "", data.rules],
   ]);
   main.append(...problems.map((p) => page.el("p", { class: "note bad" }, page.text(p, 2000))));
   function date(seconds) {
     return new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ");
   }
+  const pinned = (e) => (e.pin ? `, pinned${e.pin.who ? ` by ${e.pin.who}` : ""}: ${e.pin.why}` : "");
   const state = (e) =>
-    (e.whole ? "whole" : "torn") + (e.latest ? ", latest" : "") + (e.link ? `, link to ${e.link}` : "");
+    page.text(
+      (e.whole ? "whole" : "torn") + (e.latest ? ", latest" : "") + pinned(e) + (e.link ? `, link to ${e.link}` : ""),
+      600,
+    );
+  const kind = (e) => (e.stage != null ? `ZeRO-${e.stage}` : e.thin != null ? `thin ${e.thin}` : (e.format ?? ""));
   /* A torn checkpoint may not tell its step: then its name does. */
   const stepOf = new Map(entries.map((e, i) => [e, e.step ?? data.steps[i]]));
   const stepped = entries
@@ -98,12 +103,12 @@ views.catalog = (data, main) => {
           : []),
       ],
     });
-    const dated = stepped.filter((e) => e.modified).sort((a, b) => a.modified - b.modified);
+    const dated = stepped.filter((e) => e.saved).sort((a, b) => a.saved - b.saved);
     if (dated.length > 1)
       page.chart(pair[1], {
         title: "Steps over time",
         fromZero: true,
-        x: dated.map((e) => e.modified),
+        x: dated.map((e) => e.saved),
         time: true,
         xTitle: "saved at (UTC)",
         height: 180,
@@ -124,11 +129,11 @@ views.catalog = (data, main) => {
   const columns = [
     { title: "checkpoint", name: true, value: (e) => e.name },
     { title: "step", right: true, value: (e) => e.step ?? -1, cell: (e) => (e.step == null ? "" : page.count(e.step)) },
-    { title: "format", value: (e) => (e.stage == null ? (e.format ?? "") : `ZeRO-${e.stage}`) },
+    { title: "format", value: kind },
     { title: "ranks", right: true, value: (e) => e.world_size ?? 0, cell: (e) => e.world_size ?? "" },
     { title: "", value: () => "", cell: bar },
     { title: "size", right: true, value: (e) => e.nbytes, cell: (e) => page.size(e.nbytes) },
-    { title: "saved (UTC)", value: (e) => e.modified ?? 0, cell: (e) => (e.modified ? date(e.modified) : "") },
+    { title: "saved (UTC)", value: (e) => e.saved ?? 0, cell: (e) => (e.saved ? date(e.saved) : "") },
     {
       title: "state",
       value: state,
@@ -151,7 +156,7 @@ views.catalog = (data, main) => {
                 ? page.el(
                     "span",
                     { class: "words" },
-                    page.el("b", {}, d.keep ? "stays" : "goes"),
+                    page.el("b", {}, !d.keep ? "goes" : d.thin ? `thinned to ${d.thin}` : "stays"),
                     `: ${page.text(d.reason, 400)}`,
                   )
                 : "";
