@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ckpttool.dtypes import DTYPES, numpy_dtype
+from ckpttool.execution.products import product
 from ckpttool.model.formulas import MERGED_ROWS, PATCH_BLOCK, MergedWeight, Patched, ScaledSum, WeightedMean
 from ckpttool.plan.casts import cast
 
@@ -152,7 +153,7 @@ def _whole_run(state: State, first: int, count: int, name: str, inputs: Inputs) 
 def _delta(formula: MergedWeight, update: LowRankUpdate, top: int, bottom: int, inputs: Inputs) -> NDArray[np.float32]:
     """Return rows of the update, as the base weight has them."""
     a, b = inputs.whole(update.a, formula), inputs.whole(update.b, formula)
-    delta: NDArray[np.float32] = a[:, top:bottom].T @ b.T if formula.transposed else b[top:bottom] @ a
+    delta = product(a[:, top:bottom].T, b.T) if formula.transposed else product(b[top:bottom], a)
     delta *= np.float32(update.scaling)
     return delta
 
