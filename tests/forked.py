@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "TORCHDYNAMO_DISABLE": "1",  # compiling Muon takes minutes
+    "MKL_CBWR": "COMPATIBLE",  # otherwise a tensor's address changes the last bits of a loss on AMD's processors
 }
 """What torch and DeepSpeed read when they are imported."""
 SECONDS = 600
