@@ -6,8 +6,7 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_path
-from ckpttool.errors import CkptError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, StorageError
 from ckpttool.formats import source_paths
 from ckpttool.storage import local_path, open_storage, parent, without_credentials
 
@@ -44,10 +43,11 @@ def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] 
 
     if out == STDOUT:
         return
-    check_path("out", out)
+    if not out:
+        raise ArgumentError("html", "is an empty name", "name a file, such as page.html")
     storage, shown = open_storage(out, storage_options), without_credentials(local_path(out))
     if out.endswith("/") or storage.is_dir(shown):
-        raise StorageError(shown, "is a directory", f"name a file in it: {shown.rstrip('/')}/page.html")
+        raise StorageError(shown, "is a directory", "name a file, such as page.html")
     if not storage.remote and not storage.is_dir(parent(shown)):
         raise StorageError(shown, "cannot be written: its directory does not exist", f"create {parent(shown)} first")
     check_file(out, overwrite=overwrite, options=storage_options)
@@ -107,8 +107,19 @@ def page_of_source(
     except CkptError:
         if report is None or not report.findings:
             raise
-        return damaged_page(report, _files_below(source_paths(src), storage_options)), report
+        directories = _directories(src, tag, storage_options)
+        shown = replace(report, location=without_credentials(local_path(directories[0])))
+        return damaged_page(shown, _files_below(directories, storage_options)), report
     return checkpoint_page(checkpoint, report), report
+
+
+def _directories(src: Source, tag: str | None, storage_options: Mapping[str, Any] | None) -> list[str]:
+    """Return the directory of a tag if a source has it, or else all directories of the source."""
+    paths = source_paths(src)
+    if tag is None:
+        return paths
+    tags = [f"{path.rstrip('/')}/{tag}" for path in paths]
+    return [path for path in tags if open_storage(path, storage_options).is_dir(local_path(path))] or paths
 
 
 def _files_below(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> list[tuple[str, int]]:

@@ -1,4 +1,7 @@
-"""The layout of a checkpoint as a map in the terminal: a line for each rank, coloured or lettered by layer."""
+"""The layout of a checkpoint as a map in the terminal: a line for each rank, coloured or lettered by layer.
+
+A terminal with few colours gets coloured letters.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,13 @@ def print_map(checkpoint: Checkpoint) -> None:
                 print_line(f"({hidden[key]:,} more ranks are not drawn)")
     print_line("")
     _print_legend(told, width, colored=colored)
+
+
+def _shows_all_colors() -> bool:
+    """Return whether the terminal shows 16 million colours: of 256 or 16, neighbouring layers may get the same one."""
+    from rich.console import Console
+
+    return Console().color_system == "truecolor"
 
 
 def _state_title(told: dict[str, Any], number: int, state: str) -> str:
@@ -151,12 +161,13 @@ def _print_cells(label: str, cells: list[int | None], layers: int, *, colored: b
     from rich.console import Console
     from rich.text import Text
 
+    blocks = _shows_all_colors()
     line = Text(f"{label}  ")
     for cell in cells:
         if cell is None or cell < 0:
-            line.append("░" if cell == -1 else " ", style="bright_black")
+            line.append(("░" if blocks else PADDING) if cell == -1 else " ", style="bright_black")
         else:
-            line.append("█", style=_color(cell, layers))
+            line.append("█" if blocks else _letter(cell, layers), style=_color(cell, layers))
     Console(highlight=False).print(line, soft_wrap=True)
 
 
@@ -182,7 +193,7 @@ def _print_legend(told: dict[str, Any], width: int, *, colored: bool) -> None:
     """Print which letter or colour is which layer."""
     layers = told["layers"]
     padded = any(told["rows"]["padding"])
-    if colored:
+    if colored and _shows_all_colors():
         _print_colors(layers, width, padded=padded)
         return
     each = _shared(len(layers))

@@ -249,8 +249,8 @@ def print_diff_report(report: DiffReport) -> None:
             )
             for d in different
         ]
-        right = ["elements", "max abs", "max rel"]
-        print_table(["tensor", "state", "differs in", "a", "b", "elements", "max abs", "max rel"], rows, right=right)
+        right = ["differing", "max abs", "max rel"]
+        print_table(["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"], rows, right=right)
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
     retyped = sum(1 for d in report.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])

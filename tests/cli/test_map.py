@@ -89,6 +89,15 @@ def test_the_map_has_colours_in_a_terminal() -> None:
     assert "█" not in without
 
 
+@pytest.mark.parametrize("kind", ["xterm-256color", "vt100"])
+def test_a_terminal_with_few_colours_gets_letters(kind: str) -> None:
+    shown = _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map", TERM=kind, COLORTERM="")
+    assert "█" not in shown
+    assert re.search(r"\x1b\[[\d;]+m[a-k]", shown)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown).replace("\r", "")
+    assert plain == _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1").replace("\r", "")
+
+
 def test_statistics_have_a_histogram_in_a_wide_terminal() -> None:
     wide = _in_terminal(160, "stats", source("zero2-dp2-bf16"))
     row = next(line for line in wide.splitlines() if line.startswith("embed.weight"))

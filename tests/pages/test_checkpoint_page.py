@@ -354,7 +354,23 @@ def test_the_page_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     assert ckpttool("inspect", source("zero3-dp4-bf16"), "--html", out, "--overwrite").code == 0
     assert out.read_bytes() != first
     assert remains(tmp_path) == ["page.html"]
-    assert "is an empty name" in ckpttool("inspect", source("zero2-dp2-bf16"), "--html", "").error
+    error = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", "").error
+    assert error == "Error: --html: is an empty name; name a file, such as page.html"
+    assert ckpttool("inspect", source("zero2-dp2-bf16"), "--html", tmp_path).error.endswith("such as page.html")
+
+
+def test_the_page_of_a_torn_tag_shows_the_files_of_the_tag(opened: Open, tmp_path: Path) -> None:
+    from tests.pages.test_other_pages import torn_run
+
+    root = torn_run(tmp_path)
+    (torn,) = (entry for entry in api.ls(root).entries if not entry.whole)
+    out = tmp_path / "page.html"
+    assert ckpttool("inspect", root, "--tag", torn.name, "--verify", "--html", out).code == 1
+    page = opened(out)
+    there = page.run("[...document.querySelectorAll('#files tbody tr')].map((r) => r.cells[0].textContent)")
+    assert sorted(there) == remains(root / torn.name)
+    assert f"{torn.path} cannot be opened" in page.page.title()
+    page.sound()
 
 
 def test_the_page_may_lie_in_a_bucket(s3: Bucket) -> None:

@@ -39,7 +39,7 @@ views.diff = (data, main) => {
   const draw = (measure) =>
     holder.replaceChildren(
       page.heat(
-        `By layer and state: ${measures[measure]}. Dark is little, bright is much, on a logarithmic scale.${
+        `By layer and state: ${measures[measure]}.${equal ? "" : " Dark is little, bright is much, on a logarithmic scale."}${
           data.diff.layers > names.length ? ` The first ${page.count(names.length)} of ${page.count(data.diff.layers)} layers.` : ""
         }`,
         names,
@@ -85,7 +85,7 @@ views.diff = (data, main) => {
     { title: "a", value: (t) => shape(t, 0) },
     { title: "b", value: (t) => shape(t, 1) },
     {
-      title: "elements",
+      title: "differing elements",
       right: true,
       value: (t) => t.differing,
       cell: (t) => (t.kind === "values" ? page.count(t.differing) : ""),
@@ -105,7 +105,7 @@ views.diff = (data, main) => {
   ];
   const left = data.diff.count - tensors.length,
     rest = left ? `; the other ${page.count(left)} differ less, and diff --json prints them` : "";
-  const table = page.table(`Tensors; those that differ most come first${rest}`, columns, tensors, {
+  const table = page.table(`Tensors${equal ? "" : "; those that differ most come first"}${rest}`, columns, tensors, {
     id: "tensors",
     limit: 300,
     sort: [6, true],
