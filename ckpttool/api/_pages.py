@@ -159,7 +159,7 @@ def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
     from ckpttool.catalog.retention import RULES, Rules, decide
 
     given = {name: rules[name] for name in RULES if rules.get(name) is not None}
-    decisions = decide(found.entries, Rules(*map(given.get, RULES)), root=found.root) if given else []
+    decisions = decide(found.entries, Rules(*(rules.get(name) for name in RULES[:-1])), root=found.root) if given else []
     if isinstance(seconds := given.get("keep_for"), int | float):
         unit, length = next(((u, n) for u, n in UNITS if seconds % n == 0), ("s", 1))
         given["keep_for"] = f"{seconds / length:g}{unit}"

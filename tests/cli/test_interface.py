@@ -20,6 +20,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.cli import COMMANDS, _output, cli
+from ckpttool.cli._options import RETENTION
 from ckpttool.cli._errors import with_flags
 from ckpttool.errors import ArgumentError, CkptError, PlanError
 from tests import damage
@@ -180,7 +181,7 @@ def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     printing |= {"html", "verify", "each"}  # pages
     function = python_inspect.signature(getattr(api, {"extract": "extract_to_file"}.get(name, name))).parameters
     printing |= {"overwrite"} - set(function)  # of a page
-    printing |= {"keep_last", "keep_every", "keep_best"} if name == "ls" else set()  # what the page of ls shows
+    printing |= set(RETENTION) if name == "ls" else set()  # what the page of ls shows
     printing |= {"no_check"}  # another way to say --check off
     printing |= {"follow_links", "open_budget"}  # other ways to say --storage-option follow_links=true
     command = {p.name for p in _command(name).params}
