@@ -159,7 +159,8 @@ def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
     from ckpttool.catalog.retention import RULES, Rules, decide
 
     given = {name: rules[name] for name in RULES if rules.get(name) is not None}
-    decisions = decide(found.entries, Rules(*(rules.get(name) for name in RULES[:-1])), root=found.root) if given else []
+    fields: list[Any] = [rules.get(name) for name in RULES[:-1]]
+    decisions = decide(found.entries, Rules(*fields), root=found.root) if given else []
     if isinstance(seconds := given.get("keep_for"), int | float):
         unit, length = next(((u, n) for u, n in UNITS if seconds % n == 0), ("s", 1))
         given["keep_for"] = f"{seconds / length:g}{unit}"

@@ -20,8 +20,8 @@ import pytest
 
 import ckpttool as api
 from ckpttool.cli import COMMANDS, _output, cli
-from ckpttool.cli._options import RETENTION
 from ckpttool.cli._errors import with_flags
+from ckpttool.cli._options import RETENTION
 from ckpttool.errors import ArgumentError, CkptError, PlanError
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process
