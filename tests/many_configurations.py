@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 
+ADAPTER = "adapter"
+"""A model whose frozen embedding is also its projection, saved without frozen parameters as trainers save adapters."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One configuration."""
@@ -30,7 +34,7 @@ class Run:
     stage: int
     world_size: int
     model: str = "odd"
-    """"odd" (awkward shapes), "copies" (equal layers), "alike" (one value everywhere) or "conv"."""
+    """"odd" (awkward shapes), "copies" (equal layers), "alike" (one value everywhere), "conv" or ADAPTER."""
     dtype: str = "bf16"
     optimizer: str = "adamw"
     steps: int = 3
@@ -74,6 +78,7 @@ def _runs() -> list[Run]:
 
 
 RUNS = _runs()
+ADAPTER_RUNS = [Run(stage, 2, ADAPTER) for stage in (1, 2, 3)]
 
 
 def train_all(chosen: Sequence[Run], directory: Path) -> None:
@@ -119,7 +124,7 @@ def _train(run: Run, out: Path) -> None:
         loss = engine(_inputs(run)).float().square().mean()
         engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(out))
+    engine.save_checkpoint(str(out), exclude_frozen_parameters=run.model == ADAPTER)
     held = {key: tensor.detach().clone().contiguous() for key, tensor in common.live_tensors(engine).items()}
     if engine.global_rank == 0:
         save_file(held, str(out / "truth.safetensors"))
@@ -142,7 +147,7 @@ def _optimizer(run: Run, parameters: list[Any]) -> torch.optim.Optimizer:
 def _inputs(run: Run) -> torch.Tensor:
     import torch
 
-    if run.model == "odd":
+    if run.model in {"odd", ADAPTER}:
         return torch.arange(12).reshape(2, 6)
     shape = (2, 3, 8, 8) if run.model == "conv" else (4, 16)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[run.dtype]
@@ -159,6 +164,10 @@ def _model(kind: str) -> torch.nn.Module:
         return model
     if kind == "conv":
         return nn.Sequential(nn.Conv2d(3, 5, 3), nn.GroupNorm(5, 5), nn.Flatten(), nn.Linear(180, 7))
+    if kind == ADAPTER:
+        model = nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 8), nn.Linear(8, 13, bias=False))
+        model[2].weight = model[0].weight.requires_grad_(False)
+        return model
     block = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     model = nn.Sequential(*(copy.deepcopy(block) for _ in range(4)))
     if kind == "alike":

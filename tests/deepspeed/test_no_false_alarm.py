@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from tests import sampling
-from tests.many_configurations import RUNS, Run, train_all
+from tests.many_configurations import ADAPTER_RUNS, RUNS, Run, train_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.deepspeed
 
 
-TRAINED = sampling.some(RUNS, 28)
+TRAINED = [*sampling.some(RUNS, 28), *ADAPTER_RUNS]
 
 
 @pytest.fixture(scope="module")

@@ -175,8 +175,8 @@ def _recorded_ties(
         if not isinstance(alias, str) or not isinstance(name, str):
             raise file.fields.error("shared_params", "ties keys that are not names")
         ours, theirs = module.get(alias), module.get(name)
-        if excluded and ours is None and theirs is None and name not in known.trained:
-            continue  # the save left out both
+        if excluded and theirs is None and name not in known.trained and alias not in known.trained:
+            continue  # the save left out the frozen tensor, but DeepSpeed leaves its other names in the state dict
         if name not in known.stored:
             raise file.fields.error("shared_params", f"ties {brief(alias)} to {brief(name)}, which is not there")
         if alias in known.trained:
