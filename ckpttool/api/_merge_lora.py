@@ -13,12 +13,16 @@ from ckpttool.model.derived.lora import CONFIG, adapters_of, merge_lora
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.model import Checkpoint
 
 HEAD = "lm_head.weight"
 """The projection that ``tie_word_embeddings`` ties to the embedding."""
+
+
+EMBEDDINGS = ("embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings")
+"""Names of the module of the input embedding in transformers' models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +51,47 @@ def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequ
     """
     chosen = _chosen(checkpoint, [adapter] if isinstance(adapter, str) else adapter)
     configs = {name: _config(checkpoint, name, alone=len(adapters_of(checkpoint)) == 1) for name in chosen}
-    merged = merge_lora(checkpoint, base, configs)
     files = {} if base is None else {f.name: f for f in find_sidecars(connect(base.storage), base.root)}
     files |= {f.name: f for f in find_sidecars(connect(checkpoint.storage), checkpoint.root)}
+    architecture = _architecture(files)
+    _check_embedding(checkpoint, configs, architecture)
+    merged = merge_lora(checkpoint, base and _with_tied_head(base, architecture), configs)
     notes = [f"merged the adapters {', '.join(chosen)}, in this order"] if len(chosen) > 1 else []
     if HEAD in merged.added and "config.json" in files:
         files["config.json"] = _untied(files["config.json"])
-        notes.append(f"config.json says tie_word_embeddings: false, as {HEAD} was trained apart from the embedding")
+        notes.append(f"config.json says tie_word_embeddings: false, as {HEAD} and the embedding are not equal any more")
     return MergedSource(merged.checkpoint, tuple(files[name] for name in sorted(files)), tuple(notes))
+
+
+def _architecture(files: Mapping[str, SidecarFile]) -> str:
+    """Return the class of the model in ``config.json``; "" if there is none."""
+    try:
+        config = json.loads(files["config.json"].text or "") if "config.json" in files else None
+    except (ValueError, RecursionError):
+        return ""
+    found = config.get("architectures") if isinstance(config, dict) else None
+    return str(found[0]) if isinstance(found, list) and found else ""
+
+
+def _with_tied_head(base: Checkpoint, architecture: str) -> Checkpoint:
+    """Return the base model with the tie of HEAD, which safetensors of a causal language model do not tell.
+
+    Source: transformers 5, ``PreTrainedModel.tie_weights``: a head that is not stored is the input embedding.
+    """
+    names = {p.name for p in base.parameters} | {b.name for b in base.buffers}
+    embeddings = [name for name in names if name.split(".")[-2:-1] and name.split(".")[-2] in EMBEDDINGS]
+    if not architecture.endswith("ForCausalLM") or HEAD in names | base.aliases.keys() or len(embeddings) != 1:
+        return base
+    return replace(base, aliases={**base.aliases, HEAD: embeddings[0]})
+
+
+def _check_embedding(checkpoint: Checkpoint, configs: Mapping[str, Mapping[str, Any]], architecture: str) -> None:
+    """Refuse an embedding that was trained apart from the layers that an encoder-decoder model ties to it."""
+    saved = [module for config in configs.values() for module in config.get("modules_to_save") or ()]
+    trained = [module for module in saved if str(module).split(".")[-1] in EMBEDDINGS]
+    if trained and architecture.endswith("ForConditionalGeneration"):
+        problem = f"was trained with {trained[0]} in modules_to_save, which {architecture} ties to other layers"
+        raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
 
 
 def _chosen(checkpoint: Checkpoint, adapter: Sequence[str]) -> list[str]:

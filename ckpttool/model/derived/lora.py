@@ -42,6 +42,8 @@ MAX_PATTERN = 500
 """Maximum length of a pattern."""
 MAX_STARS = 4
 """Repetitions of any length, ``*``, in a pattern must be fewer."""
+SAME_BASE = ("gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base weights as they are; true and false do so too."""
 _UNSUPPORTED = (
     "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices", "arrow_config",
     "kasa_config", "velora_config", "monteclora_config", "alora_invocation_tokens",
@@ -117,6 +119,8 @@ def merge_lora(
     """
     for adapter, config in configs.items():
         _check_config(checkpoint, adapter, config)
+        if base is not None:
+            _check_initialisation(checkpoint, config)
     first = checkpoint if base is None else base
     combination = Combination([checkpoint] if base is None else [base, checkpoint])
     own = {n: combination.state(0 if base is None else 1, s) for n, s in _states(checkpoint).items()}
@@ -219,6 +223,18 @@ def _check_config(checkpoint: Checkpoint, adapter: str, config: Mapping[str, Any
     _check_patterns(checkpoint, config)
 
 
+def _check_initialisation(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter whose initialisation changed the base weights: it does not fit those of the base model.
+
+    Source: peft 0.21, ``LoraLayer.update_layer`` (``pissa_init``, ``olora_init``, ``corda_init``, ``loftq_init``, ...).
+    """
+    how = config.get("init_lora_weights")
+    if isinstance(how, str) and how.lower() not in SAME_BASE:
+        problem = f"has an adapter with init_lora_weights={brief(how)}, which changed the weights of the base model"
+        hint = "merge it with PEFT, or pass the checkpoint of the training run with its frozen weights"
+        raise PlanError(checkpoint.location, problem, hint)
+
+
 def _base_tensors(
     checkpoint: Checkpoint,
     base: Checkpoint | None,
@@ -241,23 +257,46 @@ def _base_tensors(
         tensors = {name: own[stored] for name, stored in parts.plain.items()}
         tensors |= {n: own[s] for n, s in parts.originals.items()}
     else:
-        if held:
+        if tied := [layer for layer in layers if f"{layer}.weight" in base.aliases]:
+            problem = f"has an adapter of {tied[0]}, whose weight the base model ties to another layer"
+            raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
+        if held and len(held) == len(layers):
             problem = f"holds the base weight of {held[0]} itself"
             raise PlanError(checkpoint.location, problem, "leave out base: two models may differ", ("base",))
         tensors = _states(base)
         whole = [m for config in configs.values() for m in config.get("modules_to_save") or ()]
         if unknown := [n for n in parts.plain if not _held(n, tensors, base) and not _is_in(n, whole)]:
             problem = f"holds {unknown[0]}, which the base model lacks"
-            hint = "give the model that it was trained on as base"
+            hint = (
+                "give the model that it was trained on as base; if it ties that tensor to another, merge it with PEFT"
+            )
             raise PlanError(checkpoint.location, problem, hint, ("base",))
-        _replace(tensors, {n: own[s] for n, s in parts.plain.items()}, base)
+        plain = {n: own[s] for n, s in parts.plain.items()}
+        apart = [
+            m for c in configs.values() if not c.get("ensure_weight_tying") for m in c.get("modules_to_save") or ()
+        ]
+        _untie(tensors, {n: s for n, s in plain.items() if _is_in(n, apart)}, base.aliases)
+        _replace(tensors, plain, base)
     saved = [adapter for adapter in configs if parts.saved.get(adapter)]
     if len(saved) > 1:
         problem = f"has modules_to_save in the adapters {' and '.join(saved)}, of which only one can be in the output"
         raise PlanError(checkpoint.location, problem, "choose one with adapter", ("adapter",))
     for adapter in saved:
-        _replace(tensors, {n: own[s] for n, s in parts.saved[adapter].items()}, base or checkpoint)
+        trained = {n: own[s] for n, s in parts.saved[adapter].items()}
+        if not configs[adapter].get("ensure_weight_tying"):
+            _untie(tensors, trained, _clean_aliases(base or checkpoint))
+        _replace(tensors, trained, base or checkpoint)
     return tensors
+
+
+def _untie(tensors: dict[str, State], trained: Mapping[str, State], aliases: Mapping[str, str]) -> None:
+    """Keep the weights of the base model under the other names of a tensor that was trained apart from them.
+
+    PEFT trains a copy of a module in ``modules_to_save``; what was tied to the module keeps the base weights.
+    """
+    for alias, name in aliases.items():
+        if name in trained and name in tensors and alias not in trained:
+            tensors.setdefault(alias, tensors[name])
 
 
 def _held(name: str, tensors: Mapping[str, State], base: Checkpoint) -> bool:
@@ -285,12 +324,13 @@ def _replace(tensors: dict[str, State], trained: Mapping[str, State], base: Chec
 
 def _aliases(checkpoint: Checkpoint, base: Checkpoint | None, tensors: Mapping[str, State]) -> dict[str, str]:
     """Return tied names of the result; a name with a tensor of its own is tied no more."""
-    known = checkpoint.aliases if base is None else base.aliases
-    cleaned = {}
-    for alias, name in known.items():
-        pair = [_clean(_plain(n)) for n in (alias, name)]
-        cleaned[pair[0]] = pair[1]
-    return {a: n for a, n in cleaned.items() if a not in tensors and n in tensors}
+    known = _clean_aliases(base or checkpoint)
+    return {a: n for a, n in known.items() if a not in tensors and n in tensors}
+
+
+def _clean_aliases(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the tied names as the base model has them."""
+    return {_clean(_plain(alias)): _clean(_plain(name)) for alias, name in checkpoint.aliases.items()}
 
 
 def _plain(name: str) -> str:

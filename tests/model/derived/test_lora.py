@@ -248,6 +248,49 @@ def test_projection_trained_apart_from_a_tied_embedding_is_not_tied_again(tmp_pa
     _assert_merged(tmp_path / "out", model)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=["embedding", "both", "adapter of the embedding"],
+)
+@pytest.mark.parametrize("saved_by", ["peft", "deepspeed"])
+def test_an_embedding_trained_apart_from_a_tied_projection(
+    saved_by: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    base = _llama(tied=True)
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, **options}, base)
+    if saved_by == "peft":
+        model.save_pretrained(tmp_path / "adapter")
+    else:
+        state = {n: t for n, t in model.state_dict().items() if "rotary" not in n}
+        (tmp_path / "adapter").mkdir()
+        torch.save(state, tmp_path / "adapter/pytorch_model.bin")  # torch.save keeps ties, as DeepSpeed does
+        model.peft_config["default"].save_pretrained(tmp_path / "adapter")
+        base.config.save_pretrained(tmp_path / "adapter")
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True,
+        base=tmp_path / "base" if saved_by == "peft" else None,
+    )  # fmt: skip
+    _assert_merged(tmp_path / "out", model)
+
+
+def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: Path) -> None:
+    base = _llama()
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": ["q_proj", "embed_tokens"]}, base)
+    model.save_pretrained(tmp_path / "adapter")
+    assert any("embed_tokens.base_layer" in n for n in load_file(tmp_path / "adapter/adapter_model.safetensors"))
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    _assert_merged(tmp_path / "out", model)
+
+
 # ------------------------------------------------------------------------------------------------- refusals
 
 
@@ -288,6 +331,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[
         ({"peft_type": "IA3"}, "has the PEFT method 'IA3' in adapter_config.json, not LORA"),
         ({"layer_replication": [[0, 1]]}, "was trained with layer_replication"),
         ({"lora_alpha": "a"}, "has no number lora_alpha"),
+        ({"init_lora_weights": "pissa_niter_4"}, "which changed the weights of the base model"),
+        ({"init_lora_weights": "olora"}, "which changed the weights of the base model"),
         ({"alpha_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in alpha_pattern of adapter_config.json, which is no number"),
         ({"alpha_pattern": {"q_proj[": 2}}, "has 'q_proj[' in alpha_pattern"),
         ({"alpha_pattern": {"q_proj": "2"}}, "has 'q_proj' in alpha_pattern"),
@@ -310,3 +355,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[
         "holds no LoRA adapter" in command("consolidate", base, tmp_path / "out", "--to", "torch", "--merge-lora").error
     )
     assert "--merge-lora: writes the merged model" in refused("--exclude-frozen", "--base", base)
+
+
+def test_adapter_of_a_tied_projection_is_refused(tmp_path: Path) -> None:
+    base = _llama(tied=True)
+    _save_base(base, tmp_path / "base")
+    _with_adapter({"r": 4, "target_modules": ["lm_head"]}, base).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ckpttool.CkptError, match="has an adapter of lm_head, whose weight the base model ties"):
+        ckpttool.consolidate(
+            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_embedding_trained_apart_in_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    base = T5ForConditionalGeneration(T5Config(vocab_size=53, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2))
+    _save_base(base, tmp_path / "base")
+    options = {"r": 4, "target_modules": ["q"], "modules_to_save": ["shared"]}
+    peft.get_peft_model(base, peft.LoraConfig(**options)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ckpttool.CkptError, match="was trained with shared in modules_to_save"):
+        ckpttool.consolidate(
+            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+        )
