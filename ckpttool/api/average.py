@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -37,6 +36,10 @@ if TYPE_CHECKING:
     from ckpttool.plan import CopyPlan
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
+
+_LEAST_WEIGHT, _LARGEST_WEIGHT = 1e-30, 1e30
+_WEIGHABLE = f"from {_LEAST_WEIGHT:g} to {_LARGEST_WEIGHT:g} in magnitude"
+_SCALE = "scale the weights: only their ratios matter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,21 @@ def _check_weights(weights: Sequence[float], count: int) -> None:
     if len(weights) != count:
         problem = f"has {len(weights)} numbers for {count} checkpoints"
         raise ArgumentError("weights", problem, "give one number for each checkpoint, in their order")
-    if not all(math.isfinite(w) for w in weights) or not sum(weights):
-        problem = f"is {brief(list(weights))}, whose sum is not a number other than 0"
+    shown = brief(list(weights))
+    for weight in weights:
+        if weight and not _can_weigh(weight):
+            raise ArgumentError("weights", f"is {shown}, with {weight!r}, which is neither 0 nor {_WEIGHABLE}", _SCALE)
+    total = sum(weights)
+    if not total:
+        problem = f"is {shown}, whose sum is not a number other than 0"
         raise ArgumentError("weights", problem, "the mean is the weighted sum divided by it: choose other weights")
+    if not _can_weigh(total):
+        raise ArgumentError("weights", f"is {shown}, whose sum {total!r} is not {_WEIGHABLE}", _SCALE)
+
+
+def _can_weigh(value: float) -> bool:
+    """Whether products with a value stay in the range of fp32, far from its limits."""
+    return _LEAST_WEIGHT <= abs(value) <= _LARGEST_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.errors import ArgumentError
 from ckpttool.model.derived.average import newest_of
 from ckpttool.model.derived.weighting import DECAYS, decay_weights, moving_average_weights
 from tests import sampling
@@ -274,6 +275,38 @@ def test_tied_tensor_that_another_source_holds_twice_is_refused(tmp_path: Path) 
 def test_wrong_arguments_are_refused_before_a_file_is_opened(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + message.replace("[", r"\[").replace(".", r"\.")):
         ckpttool.average(["a", "b"], "out", **{"to": "safetensors", **options})
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ([1e39, 1e39], "with 1e+39, which is neither 0 nor"),
+        ([1e38, 1e38], "with 1e+38, which is neither 0 nor"),
+        ([3e38, -1e38], "with 3e+38, which is neither 0 nor"),
+        ([1, 1e-46], "with 1e-46, which is neither 0 nor"),
+        ([1e-40, 1e-40], "with 1e-40, which is neither 0 nor"),
+        ([1, float("inf")], "with inf, which is neither 0 nor"),
+        ([1, float("nan")], "with nan, which is neither 0 nor"),
+        ([1e30, 1e30], "whose sum 2e+30 is not"),
+        ([1e-20, -1e-20 * (1 - 2**-52)], "whose sum 1.504632769052528e-36 is not"),
+    ],
+)
+def test_weights_near_the_limits_of_fp32_are_refused_before_a_file_is_opened(
+    weights: list[float], problem: str
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        ckpttool.average(["a", "b"], "out", to="safetensors", weights=weights)
+    assert f"{problem} from 1e-30 to 1e+30 in magnitude; scale the weights" in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 4e29, -1.0])
+def test_the_scale_of_the_weights_does_not_matter(scale: float, tmp_path: Path) -> None:
+    names = ["zero2-dp2-bf16", "zero2-dp3-bf16"]
+    ckpttool.average([source(n) for n in names], tmp_path / "out", to="safetensors", weights=[scale, scale])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, expected in _expected(names, [1, 1], torch.float32).items():
+        if name in found:
+            torch.testing.assert_close(found[name], expected)
 
 
 def test_one_checkpoint_named_twice_is_refused(tmp_path: Path) -> None:
