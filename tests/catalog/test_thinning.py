@@ -126,6 +126,25 @@ def test_diff_of_a_thin_checkpoint_and_its_source_shows_the_weights_alone(
     assert any("holds no optimizer states: only weights are compared" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_conversion_says_how_weights_alone_are_converted(
+    stage: int, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = checkpoint_copy("zero2-dp2-bf16")
+    _thin(path)
+    with pytest.raises(CkptError) as caught:
+        ckpttool.convert(path, tmp_path / "zero", to="zero", world_size=2, stage=stage)
+    assert "is thin: it does not record the trained parameters; consolidate it to safetensors and " in str(caught.value)
+    assert "with weights_only=True" in str(caught.value)
+    ckpttool.consolidate(path, tmp_path / "flat", to="safetensors")
+    ckpttool.convert(tmp_path / "flat", tmp_path / "zero", to="zero", world_size=2, stage=stage)
+    ckpttool.consolidate(tmp_path / "zero", tmp_path / "out", to="safetensors")
+    expected = _weights(tmp_path / "flat")
+    got = _weights(tmp_path / "out")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 def test_files_of_the_user_stay(checkpoint_copy: Callable[[str], Path]) -> None:
     location = Path(ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16")).location)
     (location / "notes.txt").write_text("mine")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 RELEASE = "0.19.8"
 """Version of DeepSpeed in the files if the source has none."""
 
+_OF_THIN = "consolidate it to safetensors and convert that, or load its weights into an engine with weights_only=True"
+
 
 def _one_group(checkpoint: Checkpoint) -> tuple[ParamGroup, ...]:
     """Return one group of all parameters for a weights-only source; else nothing."""
@@ -77,6 +79,8 @@ class TargetGroups:
     def _check(self) -> None:
         checkpoint = self.checkpoint
         if not any(self.names):
+            if checkpoint.thin:
+                raise PlanError(checkpoint.location, "is thin: it does not record the trained parameters", _OF_THIN)
             hint = "convert a checkpoint that was saved with its optimizer"
             raise PlanError(checkpoint.location, "does not record the trained parameters", hint)
         if checkpoint.nonpartitionable:
