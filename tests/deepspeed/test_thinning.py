@@ -72,6 +72,11 @@ def test_a_load_that_wants_more_says_so_in_one_line(job: dict[str, Any], done: P
     assert facts["untouched"]
     assert facts["none whole"].startswith(f"{root}: holds 2 checkpoints, and none can be restored; of the newest: ")
     assert "is thin" not in facts["none whole"]
+    assert facts["all thin"] == (
+        f"{root}-thin: holds a checkpoint, and none can be restored; of the newest: is thin: prune has removed its "
+        "optimizer states, and kept the weights; restore one from a copy, load the weights of a thin one with "
+        "ckpttool.load(engine, src, weights_only=True), or choose another root to begin anew"
+    )
     assert (facts["weights alone"], facts["restored"]) == ({}, "global_step2")
 
 

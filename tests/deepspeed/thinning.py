@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
         path.write_bytes(path.read_bytes()[:-1])
     torch.distributed.barrier()
     facts["none whole"] = told(lambda: ckpttool.CheckpointManager(root).restore(other.engine))
+    thin = root.with_name(f"{root.name}-thin")
+    if rank == 0:
+        shutil.copytree(root / "global_step2", thin / "global_step2")
+    torch.distributed.barrier()
+    facts["all thin"] = told(lambda: ckpttool.CheckpointManager(thin).restore(other.engine))
     again = ckpttool.CheckpointManager(root)
     facts["weights alone"] = again.restore(other.engine, weights_only=True)
     facts["restored"] = None if again.restored is None else again.restored.tag

@@ -371,13 +371,14 @@ class CheckpointManager:
         self.restored = None
         ranks, storage = self._agreeing_ranks(), self.source
         first: CkptError | None = None
+        thin = False
         for candidate in found:
             try:
                 checkpoint = open_together(
                     candidate.path, storage, partial(open_, storage, candidate.path), ranks, timeout=self._timeout
                 )
                 if checkpoint.thin and fall_back and not options.weights_only:
-                    first = first or thin_error(checkpoint)
+                    first, thin = first or thin_error(checkpoint), True
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout)
                 report = restore_engine(engine, checkpoint, options, agree)
@@ -395,9 +396,7 @@ class CheckpointManager:
             self.restored = report
             return dict(report.client_state)
         if first is not None:
-            count = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
-            problem = f"holds {count}, and none can be restored; of the newest: {first.problem}"
-            raise LayoutError(self.root, problem, "restore one from a copy, or choose another root to begin anew")
+            raise _none_restored(self.root, len(found), first, thin=thin)
         return None
 
     def preempted(self, *, reset: bool = False) -> bool:
@@ -490,6 +489,21 @@ def _skip_meeting() -> None:
         from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
         ranks_of_process_group(MEETING)
+
+
+def _none_restored(root: str, count: int, newest: CkptError, *, thin: bool) -> LayoutError:
+    """Return the error of a restore that went through all checkpoints.
+
+    Args:
+        root: The root.
+        count: Number of checkpoints there.
+        newest: Why the newest cannot be restored.
+        thin: Whether any of them is thin.
+    """
+    held = f"{count} checkpoints" if count > 1 else "a checkpoint"
+    problem = f"holds {held}, and none can be restored; of the newest: {newest.problem}"
+    weights = "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
+    return LayoutError(root, problem, f"restore one from a copy, {weights}or choose another root to begin anew")
 
 
 def _discard(value: object) -> None:
