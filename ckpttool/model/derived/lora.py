@@ -423,9 +423,12 @@ def _merged(
         problem = f"has an adapter of {name}, which is {base.dtype} in the base model"
         raise PlanError(checkpoint.location, problem, "give a model in fp32, bf16 or fp16 as base", ("base",))
     dora = [update for update in updates if update.magnitude is not None]
-    if dora and (len(updates) > 1 or transposed):
-        what = "several adapters, one of them DoRA," if len(updates) > 1 else "a DoRA adapter"
-        problem = f"has {what} of {name}"
+    if dora and len(updates) > 1:
+        problem = f"has several adapters, one of them DoRA, of {name}"
         hint = "choose one with adapter, or merge them with PEFT"
         raise PlanError(checkpoint.location, problem, hint, ("adapter",))
+    if dora and transposed:
+        what = "an embedding" if embedding else "a Conv1D (fan_in_fan_out)"
+        problem = f"has a DoRA adapter of {name}, which is {what}: that is not merged here"
+        raise PlanError(checkpoint.location, problem, "merge it with PEFT")
     return State(base.shape, "F32", Computed(base.numel), formula=MergedWeight(base, tuple(updates), transposed))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.errors import PlanError
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.model.derived.workers import PickledTasks
@@ -184,6 +185,30 @@ def test_conv1d_of_gpt2(tmp_path: Path) -> None:
         tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
     )
     _assert_merged(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (_gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+            "c_attn.weight, which is a Conv1D (fan_in_fan_out): that is not merged here; merge it with PEFT"),
+        (_llama, {"target_modules": ["embed_tokens"]},
+            "embed_tokens.weight, which is an embedding: that is not merged here; merge it with PEFT"),
+    ],
+    ids=["Conv1D", "embedding"],
+)  # fmt: skip
+def test_dora_on_other_layers_than_linear_ones_is_refused(
+    build: Any, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base = build()
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "use_dora": True, **options}, base)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(PlanError) as caught:
+        ckpttool.consolidate(
+            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+        )
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("case", ["LoRA", "DoRA", "embedding"])
