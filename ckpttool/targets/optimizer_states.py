@@ -13,6 +13,7 @@ from ckpttool.formats.optimizer_states import METADATA, STEM, VERSION
 from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.targets.safetensors import safetensors_files
 from ckpttool.targets.weights import Weight, WeightSelection
+from ckpttool.targets.zero.loss_scaler import scales_losses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +84,7 @@ def optimizer_files(
 def _description(checkpoint: Checkpoint, keys: list[str]) -> tuple[str, list[str]]:
     """Return the JSON text, and what it does not keep."""
     losses = [f"not kept: {name}, which belongs to no parameter" for name in checkpoint.nonpartitionable]
-    if checkpoint.loss_scaler is not None:
+    if scales_losses(checkpoint.loss_scaler):
         losses.append("not kept: the loss scale; a resumed fp16 run begins with a new one")
     described: dict[str, Any] = {
         "version": VERSION,

@@ -159,6 +159,18 @@ def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
         ckpttool.inspect(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "noted"),
+    [
+        ("zero2-dp2-fp16", True), ("zero0-dp2-fp16", True), ("zero2-dp2-bf16", False), ("zero3-dp2-fp32", False),
+        ("zero0-dp2-bf16", False), ("zero0-dp2-fp32", False),
+    ],
+)  # fmt: skip
+def test_a_loss_scale_that_is_not_kept_is_noted(name: str, noted: bool, tmp_path: Path) -> None:
+    notes = _export(name, tmp_path / "out").notes
+    assert ("not kept: the loss scale; a resumed fp16 run begins with a new one" in notes) == noted
+
+
 def test_weights_alone_have_no_optimizer_to_write(tmp_path: Path) -> None:
     ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "plain", to="safetensors")
     with pytest.raises(PlanError, match="holds no optimizer states"):

@@ -49,3 +49,15 @@ def is_dynamic(scaler: Opaque) -> bool:
     """Whether the loss scale is dynamic."""
     state = scaler.state
     return bool(state.get("dynamic")) if isinstance(state, dict) else False
+
+
+def scales_losses(scaler: object) -> bool:
+    """Whether a run has a loss scale: outside fp16, DeepSpeed saves a scaler whose scale is always 1.
+
+    Args:
+        scaler: State of the source's loss scaler, as pickled; None if it has none.
+    """
+    state = scaler.state if isinstance(scaler, Opaque) else scaler
+    if not isinstance(state, dict):
+        return scaler is not None
+    return bool(state.get("dynamic") or state.get("dynamic_loss_scale")) or state.get("cur_scale") != 1
