@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
-from ckpttool.units import parse_duration, parse_size
+from ckpttool.units import MAX_SECONDS, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,8 @@ def check_at_least(name: str, value: Any, least: int) -> None:
         ArgumentError: The value is neither.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ArgumentError(name, f"is {brief(value)}, not a whole number", f"choose {least} or more, or None")
+        problem = f"is {brief(value)}, not a whole number of at least {least}"
+        raise ArgumentError(name, problem, f"choose {least} or more, or None")
 
 
 def checked_duration(name: str, value: float | str | None) -> float | None:
@@ -49,7 +50,10 @@ def checked_duration(name: str, value: float | str | None) -> float | None:
     Raises:
         ArgumentError: The value is not a duration.
     """
-    return None if value is None else parse_duration(str(value), name)
+    if value is None:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_SECONDS
+    return parse_duration(f"{value:.6f}" if number else str(value), name)  # the text of a float may have an exponent
 
 
 def checked_size(name: str, value: int | str) -> int:

@@ -33,6 +33,9 @@ def parse_size(text: str, name: str = "size") -> int:
 
 _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
+MAX_SECONDS = 36500 * 86400
+"""The longest duration: a hundred years."""
+
 
 def parse_duration(text: str, name: str = "duration") -> float:
     """Return the seconds of "7d", "12h", "30min", "90s" or "90".
@@ -42,12 +45,16 @@ def parse_duration(text: str, name: str = "duration") -> float:
         name: Name of the argument, for the error.
 
     Raises:
-        ArgumentError: The text is not a duration.
+        ArgumentError: The text is not a duration, or is too long a one.
     """
     match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in _SECONDS:
         raise ArgumentError(name, f"is {brief(text)}, not a duration", "write 7d, 12h, 30min or a number of seconds")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > MAX_SECONDS:
+        longest = f"{MAX_SECONDS // 86400}d"
+        raise ArgumentError(name, f"is {brief(text)}, not a duration of at most {longest}", f"write {longest} or less")
+    return seconds
 
 
 def format_size(nbytes: float) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from ckpttool.arguments import checked_duration
 from ckpttool.errors import ArgumentError
-from ckpttool.units import format_size, parse_size
+from ckpttool.units import format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,25 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"^memory: is .*, not a size; write 5GB"):
         parse_size(text, "memory")
+
+
+@pytest.mark.parametrize("text", ["99999999999d", "36501d", "999999999999"])
+def test_a_duration_that_is_too_long_is_named_as_it_was_written(text: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        parse_duration(text, "keep_for")
+    assert str(caught.value) == f"keep_for: is {text!r}, not a duration of at most 36500d; write 36500d or less"
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("36500d", 36500 * 86400), ("4.1min", 246), ("0.00001s", 1e-5)])
+def test_a_duration_may_be_given_as_a_text_or_as_its_seconds(text: str, seconds: float) -> None:
+    assert checked_duration("keep_for", text) == pytest.approx(seconds)
+    assert checked_duration("keep_for", parse_duration(text)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 1e30, "soon", True, ()])
+def test_an_invalid_duration_is_refused(value: object) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"keep_for: is '{value}'")):
+        checked_duration("keep_for", value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_failed_save_restores_the_replaced_checkpoint(fails: bool, tmp_path: P
 
 @pytest.mark.parametrize("value", [1.5, True, 0, -1, "2"])
 def test_rules_that_make_no_sense(value: object) -> None:
-    with pytest.raises(ValueError, match="not a whole number"):
+    with pytest.raises(ValueError, match=f"is {value!r}, not a whole number of at least 1; choose 1 or more"):
         Rules(last=value)  # type: ignore[arg-type]
 
 

@@ -33,7 +33,7 @@ REFUSED = {
     "source": "ArgumentError: src: is a NoneType",
     "weights": "ArgumentError: src: is a NoneType",
     "into a dict": "cannot be loaded into a dict; pass a torch.nn.Module",
-    "keep last": "ArgumentError: keep_last: is 1.5, not a whole number",
+    "keep last": "ArgumentError: keep_last: is 1.5, not a whole number of at least 1",
     "signal": "ArgumentError: signals: has SIGKILL, which no program can handle",
 }
 
