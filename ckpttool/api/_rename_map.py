@@ -26,7 +26,7 @@ def read_rename_map(
 
     Raises:
         ArgumentError: The table is not one.
-        LayoutError: The file is not a JSON object of texts.
+        LayoutError: The file is not a JSON object of texts, or has a name twice.
         StorageError: The file cannot be read.
     """
     if table is None:
@@ -43,12 +43,27 @@ def read_rename_map(
             raise LayoutError(shown, f"has {reader.nbytes:,} bytes, too many for a table of names", "check the path")
         data = reader.read(0, reader.nbytes)
     try:
-        found = json.loads(data)
+        found = json.loads(data, object_pairs_hook=_without_duplicates)
+    except _DuplicateError as error:
+        raise LayoutError(shown, f"gives {brief(str(error))} two new names", "leave one of them out") from None
     except (ValueError, RecursionError):
         found = None
     if not _is_table(found):
         raise LayoutError(shown, "is not a JSON object of new names by old ones", 'write {"old": "new"}')
     result: Mapping[str, str] = found
+    return result
+
+
+class _DuplicateError(Exception):
+    """A JSON object has an entry twice; the text is its key."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise _DuplicateError(name)
+        result[name] = value
     return result
 
 

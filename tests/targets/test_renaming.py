@@ -167,13 +167,15 @@ def test_tied_name_that_becomes_its_owners_is_left_out(tmp_path: Path) -> None:
         (["--rename", "s/a/\\2/"], "which is no regular expression: invalid group reference 2"),
         (["--rename-map", "MAP"], "holds no layer.weight, which the table of new names lists; correct --rename-map"),
         (["--rename-map", "LIST"], "list.json: is not a JSON object of new names by old ones"),
+        (["--rename-map", "TWICE"], "twice.json: gives 'model.norm.weight' two new names; leave one of them out"),
         (["--rename-map", "none.json"], "none.json: does not exist"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_is_written(options: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text('{"layer.weight": "x"}')
     (tmp_path / "list.json").write_text('["layer.weight"]')
-    options = [{"MAP": str(tmp_path / "map.json"), "LIST": str(tmp_path / "list.json")}.get(o, o) for o in options]
+    (tmp_path / "twice.json").write_text('{"model.norm.weight": "a", "model.norm.weight": "b"}')
+    options = [str(tmp_path / f"{o.lower()}.json") if o in {"MAP", "LIST", "TWICE"} else o for o in options]
     error = command("consolidate", source(TRAINER), tmp_path / "out", "--to", "safetensors", *options).error
     assert message in error
     assert not (tmp_path / "out").exists()
