@@ -200,6 +200,7 @@ def _consolidate(
     check_prove(destination, options)
     workers = workers_for(options.ray, destination)
     chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.storage_options))
+    chosen.check()  # again, with the table of new names
     checkpoint, companions, notes = _open(src, destination, merge, options)
     made = plan_weight_files(checkpoint, chosen, destination.out, companions)
     plan, selection = made.plan, made.selection

@@ -58,9 +58,10 @@ class WeightChoice:
             raise ArgumentError("adapter_only", problem, hint, ("include", "exclude", "exclude_frozen", "to"))
         parse_renamings(self.rename)
         selects = self.include or self.exclude or self.exclude_frozen or self.adapter_only
-        if self.optimizer and (self.to != "safetensors" or self.weights != "masters" or selects or self.rename):
+        renames = self.rename or self.rename_map
+        if self.optimizer and (self.to != "safetensors" or self.weights != "masters" or selects or renames):
             problem = "writes the whole model with its own names, as safetensors, from the fp32 master weights"
-            others = ("to", "weights", "include", "exclude", "exclude_frozen", "adapter_only", "rename")
+            others = ("to", "weights", "include", "exclude", "exclude_frozen", "adapter_only", "rename", "rename_map")
             raise ArgumentError("optimizer", problem, f"leave out {', '.join(others[1:])}", others)
 
 

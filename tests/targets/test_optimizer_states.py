@@ -179,7 +179,14 @@ def test_weights_alone_have_no_optimizer_to_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"to": "torch"}, {"include": ["a*"]}, {"weights": "module"}, {"rename": ["module"]}]
+    "options",
+    [
+        {"to": "torch"},
+        {"include": ["a*"]},
+        {"weights": "module"},
+        {"rename": ["module"]},
+        {"rename_map": {"up.weight": "x"}},
+    ],
 )
 def test_a_part_of_the_model_has_no_optimizer(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="optimizer"):
