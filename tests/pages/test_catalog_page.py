@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,11 +91,74 @@ def test_a_torn_checkpoint_has_its_size_in_the_chart(opened: Open, tmp_path: Pat
     page.sound()
 
 
+def _losses(*losses: float | None) -> bytes:
+    """A page of one checkpoint for each loss; None has no loss."""
+    return _page(
+        *(_entry(f"s{i}", i, 1e9 + i, metrics={} if loss is None else {"loss": loss}) for i, loss in enumerate(losses))
+    )
+
+
 def test_the_page_says_which_values_no_chart_has(opened: Open) -> None:
-    losses = [1.0, math.nan, math.inf, 0.5]
-    page = opened(_page(*(_entry(f"s{i}", i, 1e9 + i, metrics={"loss": loss}) for i, loss in enumerate(losses))))
-    assert _chart(page, "loss")[1] == [1.0, None, None, 0.5]
-    assert page.text(".left-out") == "Not in this chart: 2 values that are NaN or infinite."
+    page = opened(_losses(1.0, math.nan, math.inf, 0.5, None, -math.inf))
+    assert _chart(page, "loss")[1] == [1.0, None, None, 0.5, None, None]
+    assert page.text(".left-out") == ("Not in this chart: NaN at step 1; infinite at steps 2, 5; no value at step 4.")
+    page.sound()
+
+
+def test_of_many_values_that_no_chart_has_five_are_named(opened: Open) -> None:
+    page = opened(_losses(1.0, *[math.nan] * 7, 2.0))
+    assert page.text(".left-out") == "Not in this chart: NaN at 7 steps: 1, 2, 3, 4, 5, ..." + "."
+    page.sound()
+
+
+def test_a_line_has_a_gap_where_a_value_is_left_out(opened: Open) -> None:
+    page = opened(_losses(1.0, 2.0, math.nan, 1.5, None, 0.5, 0.6))
+    gaps = page.run("page.charts.find((c) => c.title === 'loss').plot().series[1]._paths.gaps.length")
+    assert gaps == 2
+    page.sound()
+
+
+def test_a_point_between_gaps_is_drawn_in_a_long_chart(opened: Open) -> None:
+    page = opened(_losses(*[1.0] * 300, math.nan, 2.0, math.nan, *[1.0] * 300))
+    assert page.run("page.charts[0].plot().series[1].points.filter(page.charts[0].plot(), 1, false, null)") == [301]
+    assert page.run("!!page.charts[0].plot().series[1].points._paths")
+    page.sound()
+
+
+def test_the_numbers_of_a_metric_are_in_a_table(opened: Open) -> None:
+    page = opened(_losses(1.25, math.nan, None))
+    assert page.run("document.querySelector('figure.chart').getAttribute('aria-label')") == (
+        "loss; the table below has the numbers"
+    )
+    page.page.click(".numbers summary")
+    page.wait_for("document.querySelector('.numbers tbody tr')")
+    rows = page.run(
+        "[...document.querySelectorAll('.numbers tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
+    )
+    assert rows == [["0", "1.25"], ["1", "nan"], ["2", ""]]
+    names = page.run("[...document.querySelectorAll('figure.chart')].map((f) => f.getAttribute('aria-label'))")
+    captions = page.run("[...document.querySelectorAll('caption')].map((c) => c.innerText)")
+    assert all(name.split('"')[1] in captions for name in names if '"' in name)
+    page.sound()
+
+
+@pytest.mark.parametrize(
+    ("apart", "pattern"),
+    [
+        (10, r"02:4\d:\d0(\n2001-09-09)?"),
+        (3600, r"0\d:[03]0(\n2001-09-09)?"),
+        (7200, r"\d\d:00(\n2001-09-\d\d)?"),
+        (5 * 86400, r"2001-09-\d\d"),
+    ],
+)
+def test_times_are_written_as_in_iso_8601(apart: float, pattern: str, opened: Open) -> None:
+    start = 1e9 + 3600  # 2001-09-09 02:46:40
+    page = opened(_page(*(_entry(f"s{i}", i, start + i * apart) for i in range(5))))
+    shown = page.run("page.charts.find((c) => c.title === 'Steps over time').plot().axes[0]._values")
+    labels = [text for text in shown if text]
+    assert len(labels) >= 2
+    assert all(re.fullmatch(pattern, text) for text in labels)
+    assert "2001-09" in labels[0]
     page.sound()
 
 

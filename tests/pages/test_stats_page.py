@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -175,4 +176,53 @@ def test_thousands_of_rows_are_added_some_at_a_time(opened: Open) -> None:
         " await new Promise((done) => setTimeout(done, 5)); })()"
     )
     assert page.run("document.querySelector('#tensors .more').innerText") == ""
+    page.sound()
+
+
+def _norms(norms: dict[str, float]) -> list[TensorStats]:
+    """Statistics of tensors, each a layer, with these norms."""
+    return [
+        TensorStats(f"{name}.w", "weights", "F32", (4,), 4, 0.0, 1.0, 0.5, norm, 0, 0, 0, ((0, 0, 4),))
+        for name, norm in norms.items()
+    ]
+
+
+def _labels(page: Opened, at: int) -> list[str]:
+    """Labels of the vertical axis of a chart."""
+    found: list[str] = page.run("(at) => page.charts[at].plot().axes[1]._values", at)
+    return [text for text in found if text]
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-40, 1e39), (31.0, 2.4e39), (1e-9, 3.0), (1e-3, 9e5)])
+def test_a_logarithmic_axis_has_labels(low: float, high: float, opened: Open) -> None:
+    page = opened(stats_page([(synthetic.large(2, 1, 64), _norms({"a": low, "b": high}))]))
+    labels = _labels(page, 0)
+    assert 5 <= len(labels) <= 10
+    powers = [math.log10(float(text.replace(",", ""))) for text in labels]
+    assert len({round(b - a) for a, b in itertools.pairwise(powers)}) == 1
+    page.sound()
+
+
+def test_norms_that_hardly_change_are_not_a_flat_line(opened: Open) -> None:
+    runs = [
+        (synthetic.made([], [], ranks=1, step=step, tag=f"s{step}"), _norms({"a": norm}))
+        for step, norm in ((1, 31.03), (2, 30.98), (3, 30.9))
+    ]
+    page = opened(stats_page(runs))
+    low, high = page.run("(() => { const { y } = page.charts[1].plot().scales; return [y.min, y.max]; })()")
+    assert 30 < low < 30.9 < 31.03 < high < 32
+    labels = _labels(page, 1)
+    assert len(set(labels)) == len(labels) >= 3
+    page.sound()
+
+
+def test_the_numbers_of_one_tensor_are_in_a_table(opened: Open) -> None:
+    runs = [(synthetic.made([], [], ranks=1, step=s, tag=f"s{s}"), _norms({"a": 2.5 * s})) for s in (1, 2)]
+    page = opened(stats_page(runs))
+    page.page.click(".numbers summary")
+    page.wait_for("document.querySelector('.numbers tbody tr')")
+    rows = page.run(
+        "[...document.querySelectorAll('.numbers tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))"
+    )
+    assert rows == [["1", "2.5"], ["2", "5"]]
     page.sound()

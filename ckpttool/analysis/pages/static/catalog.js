@@ -85,6 +85,8 @@ views.catalog = (data, main) => {
     page.chart(pair[0], {
       title: "Size of the checkpoints",
       fromZero: true,
+      sparse: true,
+      table: "Checkpoints, by step",
       x,
       xTitle: "step",
       height: 180,
@@ -108,6 +110,7 @@ views.catalog = (data, main) => {
       page.chart(pair[1], {
         title: "Steps over time",
         fromZero: true,
+        table: "Checkpoints, by step",
         x: dated.map((e) => e.saved),
         time: true,
         xTitle: "saved at (UTC)",

@@ -1,39 +1,105 @@
 /* Charts over steps or layers, by uPlot, in the colours of the page. */
 page.charts = [];
 
-/* What a chart has no place for, as a sentence; "" if it shows all values. A value that is not known is null. */
-page.leftOut = (series, log) => {
-  const values = series.flatMap((s) => s.values).filter((v) => v != null);
-  const odd = values.filter((v) => typeof v !== "number" || !Number.isFinite(v)).length,
-    low = log ? values.filter((v) => typeof v === "number" && Number.isFinite(v) && v <= 0).length : 0;
-  const parts = [
-    odd ? `${page.plural(odd, "value")} that ${odd === 1 ? "is" : "are"} NaN or infinite` : "",
-    low ? `${page.plural(low, "value")} of 0 or less, which a logarithmic axis has no place for` : "",
-  ].filter(Boolean);
+/* The norm of a tensor all of whose values are NaN or infinite. */
+page.UNDEFINED = "undefined";
+
+/* Why a chart does not draw a value; "" if it does. */
+page.whyLeftOut = (v, log) => {
+  if (v == null) return "no value";
+  if (v === page.UNDEFINED) return "undefined (all values are NaN or infinite)";
+  const number = typeof v === "string" ? Number(v.replace(/inf(inity)?$/i, "Infinity")) : v;
+  if (Number.isNaN(number)) return "NaN";
+  if (!Number.isFinite(number)) return "infinite";
+  if (log && number <= 0) return `${number ? "less than 0" : "0"} (no place on a logarithmic axis)`;
+  return "";
+};
+
+/* The values that a chart does not draw and where they are, as a sentence; "" if it draws all. sparse: not every series
+   has a value everywhere. */
+page.leftOut = (series, log, places, noun, sparse) => {
+  const found = new Map();
+  for (const s of series)
+    s.values.forEach((v, i) => {
+      const why = v == null && sparse ? "" : page.whyLeftOut(v, log);
+      if (!why) return;
+      const place = series.length > 1 ? `${places(i)} (${s.title})` : places(i);
+      found.set(why, [...(found.get(why) ?? []), place]);
+    });
+  const parts = [...found].map(([why, at]) => {
+    const shown = at.slice(0, 5).map((place) => page.text(place, 80));
+    return at.length > 5
+      ? `${why} at ${page.count(at.length)} ${noun}s: ${shown.join(", ")}, ...`
+      : `${why} at ${noun}${at.length > 1 ? "s" : ""} ${shown.join(", ")}`;
+  });
   return parts.length ? `Not in this chart: ${parts.join("; ")}.` : "";
 };
 
-/* The powers of ten around positive numbers; uPlot's own fail for very small ones. */
-page.decades = (low, high) => {
-  if (low == null || !(high > 0)) return [0.1, 10];
-  const from = Math.floor(Math.log10(low) + 1e-9),
-    to = Math.ceil(Math.log10(high) - 1e-9);
-  return [10 ** from, 10 ** Math.max(to, from + 1)];
+/* Whether a logarithmic axis shows more of positive numbers than a linear one. */
+page.wantsLog = (series) => {
+  const values = series.flatMap((s) => s.values).filter((v) => typeof v === "number" && Number.isFinite(v) && v > 0);
+  return values.length > 0 && page.largest(values) / 20 > page.smallest(values);
 };
-page.logTicks = (low, high) => {
-  const from = Math.round(Math.log10(low)),
-    to = Math.round(Math.log10(high)),
-    step = Math.max(1, Math.ceil((to - from) / 8));
-  const ticks = [];
-  for (let k = from; k <= to; k += step) {
-    ticks.push(10 ** k);
-    if (to - from < 2 && k < to) ticks.push(2 * 10 ** k, 5 * 10 ** k);
+
+/* A logarithmic axis is a linear one of exponents: uPlot's own has no ticks if the range is above 1e17. */
+page.decades = (low, high) => {
+  if (low == null) return [-1, 1];
+  const from = Math.floor(low + 1e-9),
+    to = Math.ceil(high - 1e-9);
+  return [from, Math.max(to, from + 1)];
+};
+page.logTicks = (from, to) => {
+  const step = Math.max(1, Math.ceil((to - from) / 7)),
+    ticks = [];
+  for (let k = Math.ceil(from / step) * step; k <= to; k += step) {
+    ticks.push(k);
+    if (to - from <= 2 && k < to) ticks.push(k + Math.log10(2), k + Math.log10(5));
   }
   return ticks;
 };
 
-/* series: [{title, colour, values, dash, loose}]; x: ascending numbers; labels: texts of x, or null; log: a logarithmic
-   axis; loose: points without a line. */
+/* The number that a place on an axis of exponents stands for. */
+page.power = (k) => (Number.isInteger(k) && Math.abs(k) > 5 ? `1e${k}` : page.number(10 ** k, 4));
+
+/* A number with enough digits to tell it from another that is ``step`` away. */
+page.tick = (v, step = 0) => {
+  const digits = step && v ? Math.ceil(Math.log10(Math.abs(v) / step) - 1e-9) + 1 : 6;
+  return page.number(v, Math.min(15, Math.max(4, digits)));
+};
+
+/* Times in UTC, as precise as a step in seconds asks for; the date where it changes. */
+page.times = (at, step) => {
+  const day = (v) => new Date(v * 1000).toISOString().slice(0, 10),
+    clock = (v) => new Date(v * 1000).toISOString().slice(11, step < 1 ? 23 : step < 60 ? 19 : 16);
+  if (step >= 86400) return at.map(day);
+  return at.map((v, i) => (i && day(at[i - 1]) === day(v) ? clock(v) : `${clock(v)}\n${day(v)}`));
+};
+
+/* The points that no line reaches, because they have no neighbours. */
+page.lonePoints = (values) =>
+  [...values.keys()].filter((i) => values[i] != null && values[i - 1] == null && values[i + 1] == null);
+
+/* The numbers of a chart; its rows are made when it is opened. */
+page.numbersOf = (title, series, places, xTitle) => {
+  const shown = (v) => (v == null ? "" : page.tick(v));
+  const columns = [
+    { title: xTitle || "x", name: true, value: (i) => i, cell: places },
+    ...series.map((s) => ({
+      title: s.title,
+      right: true,
+      value: (i) => (typeof s.values[i] === "number" ? s.values[i] : -Infinity),
+      cell: (i) => shown(s.values[i]),
+    })),
+  ];
+  const details = page.el("details", { class: "numbers" }, page.el("summary", {}, "The numbers as a table"));
+  const fill = () => details.append(page.table(`${title}: the numbers`, columns, [...series[0].values.keys()]));
+  details.addEventListener("toggle", fill, { once: true });
+  return details;
+};
+
+/* series: [{title, colour, values, dash, loose}]; x: ascending numbers; labels: texts of x, or null; loose: points
+   without a line; sparse: see leftOut; wide: a logarithmic axis if the values differ much; table: the caption of a table
+   elsewhere in the page that has the numbers. */
 page.chart = (
   parent,
   {
@@ -42,28 +108,33 @@ page.chart = (
     labels = null,
     time = false,
     series,
-    log = false,
+    wide = false,
     height = 240,
-    unit = (v) => page.number(v, 4),
+    unit = page.tick,
     xTitle = "",
     points = true,
     onpick = null,
     fromZero = false,
+    sparse = false,
+    table = null,
   },
 ) => {
+  const log = wide && page.wantsLog(series),
+    places = (i) => (labels ? labels[i] : page.count(x[i]));
   const figure = page.el("figure", {
     class: "chart",
     role: "img",
-    "aria-label": `${title}; the table has the numbers`,
+    "aria-label": `${title}; ${table ? `the table "${table}"` : "the table below"} has the numbers`,
   });
-  const missing = page.leftOut(series, log);
-  parent.append(page.el("h3", {}, title), figure, missing ? page.el("p", { class: "hint left-out" }, missing) : "");
-  const data = [
-    x,
-    ...series.map((s) =>
-      s.values.map((v) => (typeof v === "number" && Number.isFinite(v) && (!log || v > 0) ? v : null)),
-    ),
-  ];
+  const missing = page.leftOut(series, log, places, xTitle || "point", sparse);
+  parent.append(
+    page.el("h3", {}, title),
+    figure,
+    missing ? page.el("p", { class: "hint left-out" }, document.createTextNode(missing)) : "",
+    table ? "" : page.numbersOf(title, series, places, xTitle),
+  );
+  const drawn = series.map((s) => s.values.map((v) => (page.whyLeftOut(v, log) ? null : v))),
+    data = [x, ...drawn.map((values) => (log ? values.map((v) => (v == null ? null : Math.log10(v))) : values))];
   const ends = [page.smallest(x), page.largest(x)];
   // All points at one place: an axis without extent shows nothing.
   const around = time ? 3600 : 1;
@@ -89,7 +160,7 @@ page.chart = (
         scales: {
           x: { time, range: ends[0] === ends[1] ? [ends[0] - around, ends[1] + around] : undefined },
           y: log
-            ? { distr: 3, range: (u, low, high) => page.decades(low, high) }
+            ? { range: (u, low, high) => page.decades(low, high) }
             : {
                 range: (u, low, high) => {
                   const room = (high - low || Math.abs(high) || 1) * 0.06;
@@ -115,14 +186,14 @@ page.chart = (
               ? (u, at) =>
                   at.map((v) => (Number.isInteger(v) && labels[v] !== undefined ? page.text(labels[v], 18) : ""))
               : time
-                ? undefined
+                ? (u, at, _, space, step) => page.times(at, step)
                 : (u, at) => at.map((v) => page.count(v)),
           },
           {
             ...axis,
             ...(log ? { splits: (u, _, low, high) => page.logTicks(low, high) } : {}),
             size: (u, values) => Math.max(50, 18 + page.largest((values ?? []).map((v) => write.width(v ?? "")), 0)),
-            values: (u, at) => at.map((v) => (v == null ? "" : unit(v))),
+            values: (u, at, _, space, step) => at.map((v) => (log ? page.power(v) : unit(v, step))),
           },
         ],
         series: [
@@ -142,14 +213,14 @@ page.chart = (
             stroke: onPanel(s.colour),
             width: 2,
             dash: s.dash,
-            spanGaps: true,
             paths: s.loose ? () => null : undefined,
             points: {
               show: points && (s.loose || ends[0] === ends[1] || data[k + 1].filter((v) => v != null).length < 200),
+              filter: (u, at, show) => (show ? null : page.lonePoints(data[at])),
               size: 7,
               fill: onPanel(s.colour),
             },
-            value: (u, v) => (v == null ? "" : unit(v)),
+            value: (u, v, _, i) => (v == null || i == null ? "" : unit(drawn[k][i])),
           })),
         ],
         cursor: { y: false },

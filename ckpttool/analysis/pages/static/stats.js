@@ -106,7 +106,9 @@ page.Stats = class {
       title: `Euclidean norm of each layer, by state${this.runs.length > 1 ? `, of ${page.text(last.tag, 80)}` : ""}`,
       x: shown.map((_, i) => i),
       labels: shown,
-      log: true,
+      wide: true,
+      sparse: true,
+      table: "Euclidean norm of each layer, by state",
       series: this.series((state) => shown.map((layer) => of(layer, state))),
       xTitle: "layer",
     });
@@ -158,7 +160,8 @@ page.Stats = class {
     page.chart(over, {
       title: "Norm of the whole model, by state",
       ...this.axis(),
-      log: true,
+      wide: true,
+      table: "The checkpoints in numbers",
       series: this.series((state) => runs.map((run) => whole(run, state))),
     });
     const count = (run, key) => run.tensors.reduce((n, t) => n + t[key], 0);
@@ -202,7 +205,7 @@ page.Stats = class {
       page.chart(holder, {
         title: page.text(name, 200),
         ...this.axis(),
-        log: true,
+        wide: true,
         series: states.map((state) => ({
           title: `norm of ${state}`,
           colour: this.colour(state),
