@@ -226,3 +226,69 @@ def test_the_numbers_of_one_tensor_are_in_a_table(opened: Open) -> None:
     )
     assert rows == [["1", "2.5"], ["2", "5"]]
     page.sound()
+
+
+def _tensor(name: str, magnitudes: dict[int, int], *, nan: int = 0, zeros: int = 0, norm: float = 1.0) -> TensorStats:
+    """Statistics of a tensor whose values, all positive, have these counted exponents."""
+    numel = sum(magnitudes.values()) + nan + zeros
+    counts = tuple((e, 0, n) for e, n in magnitudes.items())
+    return TensorStats(name, "weights", "F32", (numel,), numel, 0.0, 1.0, 0.5, norm, zeros, nan, 0, counts)
+
+
+def test_a_norm_of_no_finite_value_is_undefined_and_not_zero(opened: Open) -> None:
+    found = [
+        _tensor("a.w", {0: 4}, norm=2.0),
+        _tensor("z.w", {}, zeros=4, norm=0.0),
+        _tensor("n.w", {}, nan=4, norm=0.0),
+        _tensor("m.w", {}, nan=2, zeros=2, norm=0.0),
+        _tensor("b.w", {10: 4}, norm=2000.0),
+    ]
+    page = opened(stats_page([(synthetic.large(2, 1, 64), found)]))
+    assert page.text(".left-out") == (
+        "Not in this chart: 0 (no place on a logarithmic axis) at layers z, m; "
+        "undefined (all values are NaN or infinite) at layer n."
+    )
+    norms = page.run("[...document.querySelectorAll('#tensors tbody tr')].map((r) => r.cells[8].innerText)")
+    assert norms == ["2", "0", "undefined", "0", "2,000"]
+    page.sound()
+
+
+def test_older_checkpoints_have_undefined_norms_too(opened: Open) -> None:
+    odd, sound = [_tensor("a.w", {}, nan=4, norm=0.0)], [_tensor("a.w", {0: 4})]
+    runs = [(synthetic.made([], [], ranks=1, step=s, tag=f"s{s}"), t) for s, t in ((1, odd), (2, sound))]
+    page = opened(stats_page(runs))
+    assert page.run("page.charts[2].plot().data[1]") == [None, 1]
+    assert "undefined" in page.text("#checkpoints tbody tr")
+    page.sound()
+
+
+def _sketches(page: Opened) -> dict[str, str]:
+    found: dict[str, str] = page.run(
+        "Object.fromEntries([...document.querySelectorAll('#tensors tbody tr')].map("
+        "(r) => [r.cells[0].innerText, r.querySelector('svg').getAttribute('aria-label')]))"
+    )
+    return found
+
+
+def test_few_values_far_off_do_not_squeeze_the_sketches(opened: Open) -> None:
+    found = [_tensor("bulk", {-3: 50_000, 0: 50_000}), _tensor("far", {0: 100, 127: 5})]
+    page = opened(stats_page([(synthetic.large(2, 1, 64), found)]))
+    scale = "values by magnitude, from 2 to the -3 to 2 to the 1"
+    beyond = "5 values of magnitude 2^1 or more, in the outer bars"
+    assert _sketches(page) == {"bulk": scale, "far": f"{scale}; {beyond}"}
+    assert page.run("[...document.querySelectorAll('.sketch .beyond')].length") == 1
+    assert page.run("document.querySelector('#tensors td [title]').title") == beyond
+    assert "A triangle marks" in page.text("main")
+    page.sound()
+
+
+def test_tensors_that_differ_much_have_scales_of_their_own(opened: Open) -> None:
+    found = [_tensor("small", {-20: 50, -9: 50}), _tensor("large", {116: 50, 127: 50})]
+    page = opened(stats_page([(synthetic.large(2, 1, 64), found)]))
+    assert _sketches(page) == {
+        "small": "values by magnitude, from 2 to the -20 to 2 to the -8",
+        "large": "values by magnitude, from 2 to the 116 to 2 to the 128",
+    }
+    assert "Each tensor of weights has a scale of its own" in page.text("main")
+    assert "A triangle marks" not in page.text("main")
+    page.sound()

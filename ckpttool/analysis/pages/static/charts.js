@@ -240,6 +240,49 @@ page.chart = (
   return figure;
 };
 
+/* The most powers of two that a sketch shows, less one. */
+page.WIDEST = 60;
+
+/* The lowest and the highest of counted exponents; if they lie far apart, without those at each end that hold less than
+   0.1 % of all values. */
+page.bulk = (counts) => {
+  const exponents = [...counts.keys()].sort((p, q) => p - q);
+  if (!exponents.length) return [0, 0];
+  if (exponents.at(-1) - exponents[0] <= page.WIDEST) return [exponents[0], exponents.at(-1)];
+  const few = [...counts.values()].reduce((sum, n) => sum + n, 0) / 1000;
+  const end = (order) => {
+    let passed = 0;
+    return order.find((e) => (passed += counts.get(e)) >= few);
+  };
+  return [end(exponents), end([...exponents].reverse())];
+};
+
+/* How many values of a sketch lie outside of its range, as text; "" if none. */
+page.beyond = (magnitudes, low, high) => {
+  const sum = (held) => held.reduce((total, [, negative, positive]) => total + negative + positive, 0),
+    above = sum(magnitudes.filter(([e]) => e > high)),
+    below = sum(magnitudes.filter(([e]) => e < low));
+  return [
+    above ? `${page.plural(above, "value")} of magnitude 2^${high + 1} or more, in the outer bars` : "",
+    below ? `${page.plural(below, "value")} of magnitude less than 2^${low}, in the inner bars` : "",
+  ]
+    .filter(Boolean)
+    .join("; ");
+};
+
+/* Triangles in a sketch at the bars that hold values outside of its range. */
+page.edgeMarks = (magnitudes, low, high, width, bar) => {
+  const middle = width / 2;
+  const marks = magnitudes.flatMap(([e, negative, positive]) =>
+    e > high
+      ? [negative ? "M0 4l6 -4v8z" : "", positive ? `M${width} 4l-6 -4v8z` : ""]
+      : e < low
+        ? [negative ? `M${middle - bar} 4l-6 -4v8z` : "", positive ? `M${middle + bar} 4l6 -4v8z` : ""]
+        : [],
+  );
+  return [...new Set(marks)].join("");
+};
+
 /* A small histogram of magnitudes: negative values to the left, positive to the right, small ones in the middle. One
    path for each colour: a table may have thousands. */
 page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour = "#0072b2" } = {}) => {
@@ -261,21 +304,25 @@ page.sketch = (magnitudes, zeros, low, high, { width = 150, height = 26, colour 
         return `M${(i * w).toFixed(1)} ${height}v${-h.toFixed(1)}h${Math.max(0.8, w - 0.4).toFixed(1)}V${height}z`;
       })
       .join("");
+  const beyond = page.beyond(magnitudes, low, high),
+    marks = beyond ? page.edgeMarks(magnitudes, low, high, width, w) : "";
   const svg = page.el(
     "svg",
     {
+      class: "sketch",
       width,
       height,
       viewBox: `0 0 ${width} ${height}`,
       preserveAspectRatio: "none",
       role: "img",
-      "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high + 1}`,
+      "aria-label": `values by magnitude, from 2 to the ${low} to 2 to the ${high + 1}${beyond ? `; ${beyond}` : ""}`,
     },
     page.el("path", { d: `M${n * w} 0h${Math.max(w, 0.8)}V${height}h${-Math.max(w, 0.8)}z`, class: "zero" }),
     page.el("path", { d: path([...bars.keys()].filter((i) => i !== n)), fill: colour }),
     page.el("path", { d: path([n]), class: "zeros" }),
+    marks ? page.el("path", { d: marks, class: "beyond" }) : null,
   );
-  return svg;
+  return beyond ? page.el("span", { title: beyond }, svg) : svg;
 };
 
 /* A table of cells whose colour is a number: rows x columns; value(row, column) is null, a number or a text. */

@@ -8,6 +8,7 @@ page.Stats = class {
     this.tensors = this.last.tensors;
     this.states = [...new Set(this.runs.flatMap((r) => r.tensors.map((t) => t.state)))];
     this.layers = [...new Set(this.last.layers)];
+    this.numels = new Map(this.tensors.map((t) => [JSON.stringify([t.name, t.state]), t.numel]));
     this.counts = new Map(this.tensors.map((t, i) => [t, this.last.counts[i] ?? 1]));
   }
 
@@ -16,8 +17,23 @@ page.Stats = class {
     return /^(F|BF|C)\d/.test(t.dtype);
   }
 
-  static norm(held) {
-    return held.length ? Math.sqrt(held.reduce((s, t) => s + Number(t.norm) ** 2, 0)) : null;
+  /* The norm of several tensors: null of none, and undefined if none has a finite value. */
+  norm(held) {
+    if (!held.length) return null;
+    const defined = held.filter((t) => this.defined(t));
+    return defined.length ? defined.reduce((sum, t) => Math.hypot(sum, Number(t.norm)), 0) : page.UNDEFINED;
+  }
+
+  /* Whether a tensor has a finite value, or no value at all. Only the last checkpoint has the numbers of elements. */
+  defined(t) {
+    const odd = t.nan + t.inf;
+    if (!odd || Number(t.norm) > 0) return true;
+    return odd < (t.numel ?? this.numels.get(JSON.stringify([t.name, t.state])) ?? odd);
+  }
+
+  /* A number to sort by. */
+  static sortable(v) {
+    return typeof v === "number" ? v : -Infinity;
   }
 
   static odd(run) {
@@ -96,7 +112,7 @@ page.Stats = class {
       const key = JSON.stringify([last.layers[i], t.state]);
       held.set(key, [...(held.get(key) ?? []), t]);
     });
-    const of = (layer, state) => page.Stats.norm(held.get(JSON.stringify([layer, state])) ?? []);
+    const of = (layer, state) => this.norm(held.get(JSON.stringify([layer, state])) ?? []);
     const shown = layers.filter((layer) => this.states.some((state) => of(layer, state) !== null));
     if (!shown.length) return;
     const section = page.section("Norm by layer"),
@@ -121,7 +137,7 @@ page.Stats = class {
       ...this.states.map((state) => ({
         title: state,
         right: true,
-        value: (i) => of(shown[i], state) ?? -1,
+        value: (i) => page.Stats.sortable(of(shown[i], state)),
         cell: (i) => page.number(of(shown[i], state), 5),
       })),
     ];
@@ -156,7 +172,7 @@ page.Stats = class {
         page.el("p", { class: "hint" }, "The checkpoints have no steps of their own: they are in the given order."),
       );
     const whole = (run, state) =>
-      page.Stats.norm(run.tensors.filter((t) => t.state === state && page.Stats.floating(t)));
+      this.norm(run.tensors.filter((t) => t.state === state && page.Stats.floating(t)));
     page.chart(over, {
       title: "Norm of the whole model, by state",
       ...this.axis(),
@@ -177,7 +193,7 @@ page.Stats = class {
       ...this.states.map((state) => ({
         title: `norm of ${state}`,
         right: true,
-        value: (i) => whole(runs[i], state) ?? -1,
+        value: (i) => page.Stats.sortable(whole(runs[i], state)),
         cell: (i) => page.number(whole(runs[i], state), 5),
       })),
       ...[
@@ -209,7 +225,7 @@ page.Stats = class {
         series: states.map((state) => ({
           title: `norm of ${state}`,
           colour: this.colour(state),
-          values: held.map((tensors) => tensors.get(state)?.norm ?? null),
+          values: held.map((tensors) => this.norm([tensors.get(state)].filter(Boolean))),
         })),
       });
     };
@@ -230,22 +246,37 @@ page.Stats = class {
     one(names[0]);
   }
 
+  /* The range of exponents that the sketches of one scale share; null if it would be wider than 60 powers of two. */
+  ranges(scale) {
+    const held = new Map();
+    for (const t of this.tensors) {
+      const of = held.get(scale(t)) ?? new Map();
+      for (const [e, negative, positive] of t.magnitudes) of.set(e, (of.get(e) ?? 0) + negative + positive);
+      held.set(scale(t), of);
+    }
+    return new Map(
+      [...held].map(([key, counts]) => {
+        const [low, high] = page.bulk(counts);
+        return [key, high - low > page.WIDEST ? null : [low, high]];
+      }),
+    );
+  }
+
+  /* The range of the sketch of one tensor; it has at most 61 powers of two, and 8 at least: bars are no wider. */
+  static ownRange(magnitudes) {
+    const [low, high] = page.bulk(new Map(magnitudes.map(([e, negative, positive]) => [e, negative + positive])));
+    return [Math.max(Math.min(low, high - 7), high - page.WIDEST), high];
+  }
+
   table() {
     const { tensors } = this,
-      number = (v) => (typeof v === "number" ? v : null),
       scale = (t) => `${t.state}${page.Stats.floating(t) ? "" : " (integers)"}`;
-    const ends = new Map();
-    for (const t of tensors) {
-      const [low, high] = ends.get(scale(t)) ?? [Infinity, -Infinity];
-      const held = t.magnitudes.map(([e]) => e);
-      ends.set(scale(t), [page.smallest(held, low), page.largest(held, high)]);
-    }
-    for (const [key, [low, high]] of ends)
-      ends.set(key, high < low ? [0, 0] : [Math.max(low, high - 60), high, low < high - 60]);
-    const told = [...ends].map(
-      ([key, [low, high, more]]) => `${key} from 2^${low} to 2^${high + 1}${more ? " (smaller ones in the inner bars)" : ""}`,
-    );
-    const rms = (t) => t.norm / Math.sqrt(Math.max(1, t.numel - t.nan - t.inf));
+    const ranges = this.ranges(scale);
+    const rangeOf = (t) => ranges.get(scale(t)) ?? page.Stats.ownRange(t.magnitudes),
+      shared = [...ranges].filter(([, range]) => range).map(([key, [low, high]]) => `${key} from 2^${low} to 2^${high + 1}`),
+      own = [...ranges].filter(([, range]) => !range).map(([key]) => key);
+    const norm = (t) => (this.defined(t) ? t.norm : page.UNDEFINED),
+      rms = (t) => (this.defined(t) ? t.norm / Math.sqrt(Math.max(1, t.numel - t.nan - t.inf)) : page.UNDEFINED);
     const columns = [
       { title: "tensor", name: true, value: (t) => t.name },
       ...(this.data.folded
@@ -257,7 +288,7 @@ page.Stats = class {
         title: "− large … 0 … + large",
         value: () => 0,
         cell: (t) => {
-          const [low, high] = ends.get(scale(t));
+          const [low, high] = rangeOf(t);
           return [
             page.sketch(t.magnitudes, t.zeros, low, high, { colour: this.colour(t.state) }),
             page.el(
@@ -269,13 +300,16 @@ page.Stats = class {
         },
       },
       { title: "elements", right: true, value: (t) => t.numel, cell: (t) => page.count(t.numel) },
-      ...["min", "max", "mean", "norm"].map((k) => ({
-        title: k,
+      ...[
+        ...["min", "max", "mean"].map((k) => [k, (t) => (this.defined(t) ? t[k] : page.UNDEFINED)]),
+        ["norm", norm],
+        ["rms", rms],
+      ].map(([title, of]) => ({
+        title,
         right: true,
-        value: (t) => number(t[k]) ?? -Infinity,
-        cell: (t) => page.number(t[k], 4),
+        value: (t) => page.Stats.sortable(of(t)),
+        cell: (t) => page.number(of(t), 4),
       })),
-      { title: "rms", right: true, value: rms, cell: (t) => page.number(rms(t), 4) },
       ...["zeros", "nan", "inf"].map((k) => ({
         title: k === "nan" ? "NaN" : k,
         right: true,
@@ -286,7 +320,12 @@ page.Stats = class {
     const of = this.runs.length > 1 ? ` of ${page.text(this.last.tag, 80)}` : "";
     const about =
       "The sketch counts the values by powers of two: negative to the left, positive to the right, zeros in the middle; " +
-      `its fullest bar is full. The tensors of one state share a scale: ${told.join("; ")}.` +
+      "its fullest bar is full." +
+      (shared.length ? ` The tensors of one state share a scale: ${shared.join("; ")}.` : "") +
+      (own.length ? ` Each tensor of ${own.join(", ")} has a scale of its own: together they need too wide a one.` : "") +
+      (tensors.some((t) => page.beyond(t.magnitudes, ...rangeOf(t)))
+        ? " A triangle marks a bar that also counts values beyond the scale."
+        : "") +
       (this.data.rounded ? " Counts in the sketches have two digits." : "");
     const table = page.table(`Each tensor${of}`, columns, tensors, { id: "tensors", limit: 150 });
     const search = page.el("input", {
