@@ -47,10 +47,17 @@ class Opened:
         path: The file.
         scheme: "light" or "dark".
         width: Width of the window in pixels.
+        forced: Whether the reader's own colours replace those of the page.
     """
 
-    def __init__(self, browser: Any, path: Path, scheme: str = "light", width: int = 1280) -> None:
-        self.context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+    def __init__(
+        self, browser: Any, path: Path, scheme: str = "light", width: int = 1280, *, forced: bool = False
+    ) -> None:
+        self.context = browser.new_context(
+            color_scheme=scheme,
+            viewport={"width": width, "height": 900},
+            forced_colors="active" if forced else "none",
+        )
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         """Errors and warnings of the console, and errors that no script caught."""

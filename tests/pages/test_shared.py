@@ -11,6 +11,7 @@ from ckpttool.analysis.pages.checkpoint import checkpoint_page
 from ckpttool.analysis.pages.stats import stats_page
 from ckpttool.messages import printable
 from tests.cli.command import ckpttool
+from tests.pages import synthetic
 from tests.pages.test_catalog_page import _entry, _page
 from tests.truth import source
 
@@ -98,4 +99,18 @@ def test_a_treemap_is_one_tab_stop_with_arrow_keys(opened: Open) -> None:
         assert page.run(place) == at
     page.page.keyboard.press("Tab")
     assert page.run(place) == -1
+    page.sound()
+
+
+def test_colours_that_are_data_stay_where_a_reader_has_colours_of_their_own(opened: Open) -> None:
+    """Forced colours of the system would paint legends and bars in one colour."""
+    page = opened(checkpoint_page(synthetic.large(2, 2, 64)), forced=True)
+    assert page.run("matchMedia('(forced-colors: active)').matches")
+    for selector in (".bar", ".legend i"):
+        colours = page.run(
+            "(s) => [...document.querySelectorAll(s)].map((e) => { const { backgroundColor, backgroundImage } ="
+            " getComputedStyle(e); return backgroundColor + backgroundImage; })",
+            selector,
+        )
+        assert len(set(colours)) > 1 or "gradient" in colours[0], selector
     page.sound()
