@@ -446,3 +446,42 @@ def test_a_browser_shows_a_page_of_a_bucket(s3: Bucket, more: list[str]) -> None
     assert ckpttool("inspect", source("zero2-dp2-bf16"), "--html", s3.url("page.html"), *more).code == 0
     kind = s3.boto.head_object(Bucket=s3.name, Key="page.html")["ContentType"]
     assert kind == "text/html; charset=utf-8"
+
+
+LIT = """() => {
+  const { layout, view } = page.state, ratio = devicePixelRatio, g = view.canvas.getContext("2d");
+  const colours = new Set(view.paint.filter((_, r) => layout.match[layout.rows.tensor[r]]));
+  const { width, height } = view.canvas, { data } = g.getImageData(0, 0, width, height);
+  return view.places.flatMap((place) => place.lanes.flatMap((_, k) => place.panels.map((panel) => {
+    const y = Math.round((place.y + (k + 0.4) * place.pitch) * ratio);
+    const [from, to] = [Math.round(panel.x * ratio), Math.round((panel.x + panel.w) * ratio)];
+    let lit = 0;
+    for (let i = 4 * (y * width + from); i < 4 * (y * width + to); i += 4) {
+      const hex = "#" + [...data.slice(i, i + 3)].map((v) => v.toString(16).padStart(2, "0")).join("");
+      if (colours.has(hex)) lit += 1;
+    }
+    return lit;
+  })));
+}"""
+
+
+@pytest.mark.parametrize("pattern", ["t.29*", "t.7", "last"])
+def test_matches_too_narrow_to_draw_light_up_in_every_panel(pattern: str, opened: Open) -> None:
+    names = ["emb", *(f"t.{i}" for i in range(300)), "last"]
+    sizes = {"emb": 3_000_000, "last": 1000}
+    parameters, at = [], 0
+    for name in names:
+        numel = sizes.get(name, 3)
+        states = {key: State((numel,), "F32", synthetic.Shares(numel, 2, at + k * 8_000_000))
+                  for k, key in enumerate(synthetic.STATES)}  # fmt: skip
+        parameters.append(Parameter(name, (numel,), 0, states))
+        at += -(-numel // 2) * 4
+    files = [CheckpointFile(f"rank{r}", 24_000_000, "optimizer", r, "") for r in range(2)]
+    page = opened(checkpoint_page(synthetic.made(parameters, files, ranks=2)))
+    page.page.fill("#search", pattern)
+    page.wait_for("page.state.layout.match?.filter(Boolean).length < 12")
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    lit = page.run(LIT)
+    assert len(lit) == 6
+    assert min(lit) >= 2
+    page.sound()

@@ -174,60 +174,68 @@ page.LayoutPicture = class {
     }
   }
 
+  /* The extents of a lane. Those that a search found come last and have two pixels at least: no neighbour covers them. */
   drawLane(g, place, panel, lane, top, high) {
     const { layout } = this,
-      { rows } = layout,
-      cell = layout.cell(panel.s, lane);
-    const [a, b] = layout.zoom,
-      from = a * panel.total,
-      scale = panel.w / ((b - a) * panel.total),
-      model = layout.axis === "model";
-    const { theme } = this,
-      match = layout.match;
-    // Edges between pixels would let the background shine through between neighbours.
-    const ratio = devicePixelRatio || 1,
-      snap = (v) => Math.round(v * ratio) / ratio;
+      { match } = layout,
+      { row, n } = layout.cell(panel.s, lane),
+      found = [];
     g.save();
     g.beginPath();
     g.rect(panel.x, top, panel.w, high);
     g.clip();
-    for (let k = 0; k < cell.n; k++) {
-      const r = cell.row[k],
-        t = rows.tensor[r];
-      const x = panel.x + ((model ? cell.m[k] : cell.x[k]) - from) * scale;
-      const wide = (model ? cell.span[k] : cell.held[k]) * scale,
-        all = model ? wide : cell.all[k] * scale;
-      layout.drawn += rows.extents[r];
-      if (x + all < panel.x || x > panel.x + panel.w) {
-        layout.drawn -= rows.extents[r];
-        continue;
-      }
-      const hit = match && match[t],
-        left = snap(x),
-        right = snap(x + wide),
-        end = snap(x + all);
-      if (end === left && !hit) continue; // its pixel belongs to the next one
-      g.globalAlpha = match && !hit ? 0.13 : 1;
-      const w = Math.max(right - left, hit ? 2 : 0);
-      if (w > 0) {
-        g.fillStyle = this.paint[r];
-        g.fillRect(left, top, w, high);
-        if (w > 4 && high > 5) this.drawMarks(g, t, r, left, top, w, high);
-      }
-      if (end > right) {
-        for (const style of [theme.empty, this.patterns.padding]) {
-          g.fillStyle = style;
-          g.fillRect(right, top, end - right, high);
-        }
-      }
-      if (all > (high > 10 ? 3 : 14)) {
-        g.fillStyle = theme.page;
-        g.fillRect(end - 1, top, 1, high);
-      }
-      if (wide > 34 && high >= 14)
-        this.drawName(g, t, r, Math.max(x, panel.x), top, Math.min(x + wide, panel.x + panel.w), high);
+    for (let k = 0; k < n; k++) {
+      if (match?.[layout.rows.tensor[row[k]]]) found.push(k);
+      else this.drawExtent(g, panel, lane, k, top, high);
     }
+    for (const k of found) this.drawExtent(g, panel, lane, k, top, high);
     g.restore();
+  }
+
+  drawExtent(g, panel, lane, k, top, high) {
+    const { layout, theme } = this,
+      { rows, match } = layout,
+      cell = layout.cell(panel.s, lane),
+      r = cell.row[k],
+      t = rows.tensor[r];
+    const [a, b] = layout.zoom,
+      from = a * panel.total,
+      scale = panel.w / ((b - a) * panel.total),
+      model = layout.axis === "model";
+    // Edges between pixels would let the background shine through between neighbours.
+    const ratio = devicePixelRatio || 1,
+      snap = (v) => Math.round(v * ratio) / ratio;
+    const x = panel.x + ((model ? cell.m[k] : cell.x[k]) - from) * scale;
+    const wide = (model ? cell.span[k] : cell.held[k]) * scale,
+      all = model ? wide : cell.all[k] * scale;
+    if (x + all < panel.x || x > panel.x + panel.w) return;
+    layout.drawn += rows.extents[r];
+    const hit = match && match[t],
+      least = hit && wide > 0 ? 2 : 0;
+    const last = Math.floor((panel.x + panel.w) * ratio) / ratio - least,
+      left = least ? Math.max(Math.ceil(panel.x * ratio) / ratio, Math.min(snap(x), last)) : snap(x),
+      right = Math.max(snap(x + wide), left + least),
+      end = Math.max(snap(x + all), right);
+    if (end === left) return; // its pixel belongs to the next one
+    g.globalAlpha = match && !hit ? 0.13 : 1;
+    const w = right - left;
+    if (w > 0) {
+      g.fillStyle = this.paint[r];
+      g.fillRect(left, top, w, high);
+      if (w > 4 && high > 5) this.drawMarks(g, t, r, left, top, w, high);
+    }
+    if (end > right) {
+      for (const style of [theme.empty, this.patterns.padding]) {
+        g.fillStyle = style;
+        g.fillRect(right, top, end - right, high);
+      }
+    }
+    if (all > (high > 10 ? 3 : 14)) {
+      g.fillStyle = theme.page;
+      g.fillRect(end - 1, top, 1, high);
+    }
+    if (wide > 34 && high >= 14)
+      this.drawName(g, t, r, Math.max(x, panel.x), top, Math.min(x + wide, panel.x + panel.w), high);
   }
 
   drawMarks(g, t, r, x, top, w, high) {
