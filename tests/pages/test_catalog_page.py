@@ -38,7 +38,7 @@ def _page(*entries: CatalogEntry) -> bytes:
 
 def _chart(page: Opened, title: str) -> list[list[float | None]]:
     """What a chart is drawn from: positions, then the values of each series."""
-    found: list[list[float | None]] = page.run("(t) => page.charts.find((c) => c.title === t).plot().data", title)
+    found: list[list[float | None]] = page.run("(t) => page.charts.find((c) => c.title === t).data", title)
     return found
 
 

@@ -70,7 +70,7 @@ def test_the_life_of_a_run(scheme: str, opened: Open, run_root: Path, tmp_path: 
     assert all(d.reason in text for d, text in zip(decisions, told, strict=True))
     assert "torn" in _cells(page, "entries", 7)[2]
     assert page.run("page.charts.map((c) => c.title)").count("Size of the checkpoints") == 1
-    assert page.run("page.charts.every((c) => c.plot().data[0].length > 0)")
+    assert page.run("page.charts.every((c) => c.data[0].length > 0)")
     page.sound()
     assert remains(tmp_path)[0] == "ls.html"
 
@@ -169,7 +169,7 @@ def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
     assert page.run("document.querySelectorAll('#tensors svg').length") == len(found)
     held = page.run("JSON.parse(document.getElementById('data').textContent).series[0].tensors")
     assert held == json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)
-    norms = page.run("page.charts[0].plot().data")
+    norms = page.run("page.charts[0].data")
     floats = [t for t in found if t.dtype[0] in "FB" and t.dtype != "BOOL"]
     assert len(floats) < len(found)  # positions and masks have no norm
     layers = list(dict.fromkeys(t.name.partition(".")[0] for t in floats))
@@ -192,8 +192,8 @@ def test_a_series_over_steps(opened: Open, run_root: Path, tmp_path: Path) -> No
     tags = [run_root / "global_step10", run_root / "global_step20"]
     assert ckpttool("stats", *tags, "--each", "--html", out).code == 0
     page = opened(out, scheme="dark")
-    assert page.run("page.charts.map((c) => c.plot().data[0].length)")[1:] == [2, 2]
-    assert page.run("page.charts[1].plot().data[0]") == [0, 1]  # both copies are of step 3
+    assert page.run("page.charts.map((c) => c.data[0].length)")[1:] == [2, 2]
+    assert page.run("page.charts[1].data[0]") == [0, 1]  # both copies are of step 3
     page.page.select_option("#tensor", "3")
     page.sound()
     assert ckpttool("stats", *tags, "--each").code == 2

@@ -100,7 +100,7 @@ def test_sources_without_steps_keep_their_order_and_get_none(opened: Open, tmp_p
     paths = [_weights(tmp_path / name, w=np.full(4, value, np.float32)) for name, value in (("b", 3), ("a", 1))]
     assert ckpttool("stats", *paths, "--each", "--html", tmp_path / "page.html").code == 0
     page = opened(tmp_path / "page.html")
-    assert page.run("page.charts[1].plot().data") == [[0, 1], [6, 2]]
+    assert page.run("page.charts[1].data") == [[0, 1], [6, 2]]
     labels = page.run("page.charts[1].plot().root.querySelector('.u-legend').innerText")
     assert "step" not in labels
     assert page.run("[...document.querySelectorAll('#checkpoints tbody tr')].map((r) => r.cells[2].innerText)") == [
@@ -115,7 +115,7 @@ def test_steps_of_their_own_are_an_axis_in_ascending_order(opened: Open) -> None
     found = api.stats(ZERO2)
     runs = [(synthetic.made([], [], ranks=1, step=step, tag=f"s{step}"), found) for step in (30, 10, 20)]
     page = opened(stats_page(runs))
-    assert page.run("page.charts[1].plot().data[0]") == [10, 20, 30]
+    assert page.run("page.charts[1].data[0]") == [10, 20, 30]
     page.sound()
 
 
@@ -257,7 +257,7 @@ def test_older_checkpoints_have_undefined_norms_too(opened: Open) -> None:
     odd, sound = [_tensor("a.w", {}, nan=4, norm=0.0)], [_tensor("a.w", {0: 4})]
     runs = [(synthetic.made([], [], ranks=1, step=s, tag=f"s{s}"), t) for s, t in ((1, odd), (2, sound))]
     page = opened(stats_page(runs))
-    assert page.run("page.charts[2].plot().data[1]") == [None, 1]
+    assert page.run("page.charts[2].data[1]") == [None, 1]
     assert "undefined" in page.text("#checkpoints tbody tr")
     page.sound()
 

@@ -236,7 +236,7 @@ page.chart = (
   };
   page.onredraw(draw, figure);
   draw();
-  page.charts.push({ title, plot: () => plot });
+  page.charts.push({ title, data: [x, ...drawn], plot: () => plot });
   return figure;
 };
 
