@@ -17,8 +17,8 @@ from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
 from ckpttool.commit.pins import find_pin
-from ckpttool.errors import CkptError
-from ckpttool.storage import is_half_removed, is_linked, walk
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.storage import is_gone, is_half_removed, is_linked, walk
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -69,12 +69,20 @@ def folders(storage: Storage, root: str) -> list[tuple[int, str]]:
 def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
     """Return the whole checkpoints of a run, oldest first. Tensor bytes are not read.
 
+    A folder that another process removes meanwhile, as Ray Train does with old checkpoints, is none of them.
+
     Raises:
         StorageError: A folder cannot be read.
     """
     found = []
     for step, folder in folders(storage, root):
-        for candidate in candidates(storage, folder)[:1]:
+        try:
+            best = candidates(storage, folder)[:1]
+        except StorageError as error:
+            if not is_gone(storage, error):
+                raise
+            continue
+        for candidate in best:
             number, attempt = 0, ""
             if candidate.committed:
                 try:

@@ -17,7 +17,7 @@ from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import CkptError, LayoutError, PlanError, StorageError
 from ckpttool.messages import brief
-from ckpttool.storage import MANIFEST, walk
+from ckpttool.storage import MANIFEST, is_gone, walk
 from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
@@ -136,14 +136,22 @@ def commits(storage: Storage, root: str) -> list[str]:
 
 
 def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator[str]:
-    """Yield the directories below a root that may be tags; descends into directories without files."""
+    """Yield the directories below a root that may be tags; descends into directories without files.
+
+    Passes over a directory that another process removes meanwhile.
+    """
     for entry in storage.listing(root) if depth and storage.is_dir(root) else []:
         if not entry.is_dir or entry.name.startswith("."):
             continue
         directory = posixpath.join(root, entry.name)
         if leads_out(storage, directory):
             continue
-        inside = storage.listing(directory)
+        try:
+            inside = storage.listing(directory)
+        except StorageError as error:
+            if not is_gone(storage, error):
+                raise
+            continue
         yield directory
         if inside and all(e.is_dir for e in inside):
             yield from directories(storage, directory, depth - 1)

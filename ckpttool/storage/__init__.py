@@ -23,7 +23,7 @@ from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, trans
 from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked
 from ckpttool.storage.opening import open_storage
 from ckpttool.storage.posix import copy_range, reserve, write_at
-from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_half_removed
+from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_gone, is_half_removed
 from ckpttool.storage.specs import connect
 from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, without_credentials
 
@@ -52,6 +52,7 @@ __all__ = [
     "absolute_path",
     "connect",
     "copy_range",
+    "is_gone",
     "is_half_removed",
     "is_linked",
     "is_url",

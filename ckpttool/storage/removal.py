@@ -38,6 +38,11 @@ def is_half_removed(storage: Storage, path: str) -> bool:
     return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK
 
 
+def is_gone(storage: Storage, error: StorageError) -> bool:
+    """Return whether an error is about a path that does not exist any more: another process has removed it."""
+    return not storage.exists(error.path) and not storage.is_dir(error.path)
+
+
 def _is_aside(name: str) -> bool:
     """Return whether a name is one of ``_aside_name``."""
     return name.startswith(".") and name.endswith(REMOVED) and len(name) > len(f".{REMOVED}")

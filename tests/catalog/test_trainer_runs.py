@@ -1,0 +1,66 @@
+"""The checkpoints of a trainer's run, while another process removes some of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ckpttool
+from ckpttool.catalog.trainer_runs import trainer_commits
+from ckpttool.commit.manifest import commits
+from ckpttool.storage.local import LocalStorage
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpttool.storage.base import Entry
+
+
+class _Removing(LocalStorage):
+    """A disk on which another process removes a directory just before it is listed."""
+
+    def __init__(self, victim: str) -> None:
+        super().__init__()
+        self._victim = victim
+
+    def listing(self, path: str) -> list[Entry]:
+        if path == self._victim:
+            shutil.rmtree(path, ignore_errors=True)
+        return super().listing(path)
+
+
+def _run(root: Path) -> None:
+    for step in (3, 6):
+        shutil.copytree(source("zero2-dp2-bf16"), root / f"checkpoint-{step}")
+
+
+@pytest.mark.parametrize("victim", ["checkpoint-3", "checkpoint-3/global_step3"])
+def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(victim: str, tmp_path: Path) -> None:
+    _run(tmp_path)
+    found = trainer_commits(_Removing(os.path.join(tmp_path, victim)), str(tmp_path))
+    assert [one.step for one in found] == [6]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(tmp_path)
+
+    def listing(storage: LocalStorage, path: str) -> list[Entry]:
+        if path.endswith("global_step3"):
+            raise ckpttool.StorageError(path, "cannot be read: Input/output error", "check the disk")
+        return kept(storage, path)
+
+    kept = LocalStorage.listing
+    monkeypatch.setattr(LocalStorage, "listing", listing)
+    with pytest.raises(ckpttool.StorageError, match="Input/output error"):
+        trainer_commits(LocalStorage(), str(tmp_path))
+
+
+def test_a_tag_that_is_removed_meanwhile_is_no_commit(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ckpttool.json").write_text("{}")
+    assert commits(_Removing(os.path.join(tmp_path, "a")), str(tmp_path)) == [os.path.join(tmp_path, "b")]
