@@ -427,8 +427,7 @@ def test_a_directory_is_no_page(s3: Bucket, tmp_path: Path) -> None:
     for out in (tmp_path / "pages", f"{tmp_path}/pages/", f"{tmp_path}/new/", s3.url("pages/")):
         for more in ([], ["--overwrite"]):
             error = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", out, *more).error
-            shown = str(out).rstrip("/")
-            assert error.endswith(f"is a directory; name a file in it: {shown}/page.html")
+            assert error.endswith("is a directory; name a file, such as page.html")
     assert s3.keys() == []
     assert remains(tmp_path) == ["pages"]
 

@@ -5,13 +5,17 @@ views.catalog = (data, main) => {
   const total = entries.reduce((sum, e) => sum + e.nbytes, 0),
     whole = entries.filter((e) => e.whole),
     latest = entries.find((e) => e.latest);
-  const gone = data.decisions.filter((d) => !d.keep);
+  const gone = data.decisions.filter((d) => !d.keep),
+    thinned = data.decisions.filter((d) => d.thin);
+  const freed =
+    `frees ${page.size(gone.reduce((sum, d) => sum + d.entry.nbytes, 0))}` +
+    (thinned.length ? `, thins ${page.count(thinned.length)}` : "");
   page.head(root.split("/").filter(Boolean).at(-1) ?? root, root, [
     ["checkpoints", page.count(entries.length), `${page.count(whole.length)} whole`],
     ["size", page.size(total)],
     ["latest", latest ? latest.name : "none", latest?.step == null ? "" : `step ${page.count(latest.step)}`],
     ["last saved", entries.some((e) => e.saved) ? date(page.largest(entries.map((e) => e.saved ?? 0))) : ""],
-    ["retention", data.rules ? `frees ${page.size(gone.reduce((sum, d) => sum + d.entry.nbytes, 0))}` : "", data.rules],
+    ["retention", data.rules ? freed : "", data.rules],
   ]);
   main.append(...problems.map((p) => page.el("p", { class: "note bad" }, page.text(p, 2000))));
   function date(seconds) {
