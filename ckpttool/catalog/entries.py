@@ -31,6 +31,7 @@ from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,
+    is_gone,
     is_half_removed,
     is_linked,
     is_url,
@@ -106,8 +107,8 @@ class CatalogEntry:
     pin: Pin | None = None
     """The pin that keeps it from being removed or thinned."""
     torn: str | None = None
-    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": its files are missing, cut off
-    or disagree. None if it is whole, or cannot be read for another reason."""
+    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off.
+    None if it is whole, or cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
 
@@ -317,8 +318,13 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
     for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
         if is_unfinished(storage, directory):
             return UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
-    is_torn = all(isinstance(error, LayoutError | ContainerError) for error in errors)
-    return INCOMPLETE if is_torn else None, False
+    readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
+    return INCOMPLETE if readable and any(_proves_loss(storage, error) for error in errors) else None, False
+
+
+def _proves_loss(storage: Storage, error: CkptError) -> bool:
+    """Return whether an error is about a file that is missing or damaged, and not only one that is not understood."""
+    return isinstance(error, ContainerError) or is_gone(storage, error)
 
 
 def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:

@@ -6,7 +6,7 @@ import os
 import zlib
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import StorageError
+from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage.base import MARK, walk
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.posix import sync_directory
@@ -38,7 +38,7 @@ def is_half_removed(storage: Storage, path: str) -> bool:
     return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK
 
 
-def is_gone(storage: Storage, error: StorageError) -> bool:
+def is_gone(storage: Storage, error: CkptError) -> bool:
     """Return whether an error is about a path that does not exist any more: another process has removed it."""
     return not storage.exists(error.path) and not storage.is_dir(error.path)
 

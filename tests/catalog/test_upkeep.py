@@ -335,3 +335,18 @@ def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(root: Path) -> No
     api.pin(root / "step2", why="not asked for here")
     found = [(f"step{n}", f"{root}/step{n}", True) for n in (2, 4, 1, 3)] + [("plain", f"{root}/nowhere", False)]
     assert [tag for tag, _, _ in whole_first(LOCAL, found)] == ["step4", "step3", "plain", "step2", "step1"]
+
+
+def test_a_checkpoint_that_is_not_understood_is_not_torn(tmp_path: Path) -> None:
+    """Its files are all there: a later release may read it, and DeepSpeed may already."""
+    torch = pytest.importorskip("torch", reason="a file of torch is changed")
+    for name in ("step3", "step3-again"):
+        shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / name)
+    for path in (tmp_path / "step3").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["shared_params"]["lost.weight"] = "nowhere"
+        torch.save(state, path)
+    old, new = api.ls(tmp_path).entries
+    assert (old.name, old.whole, old.torn, new.whole) == ("step3", False, None, True)
+    assert all(decision.keep for decision in api.prune(tmp_path, torn=True, grace=0))
+    assert (tmp_path / "step3").is_dir()
