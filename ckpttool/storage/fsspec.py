@@ -164,7 +164,7 @@ class RemoteStorage(Described):
             files = (e for e in self._listed.get(above, ()) if e.name == name and not e.is_dir)
             found = next(files, found)
         if found.is_dir:
-            raise StorageError(path, "is not a regular file", "choose another path")
+            raise StorageError(path, "is not a regular file", "remove it or choose another path")
         return found
 
     def _lookup(self, path: str) -> tuple[bool, Entry | None]:

@@ -48,7 +48,7 @@ class LocalReader:
             info = os.fstat(self.fd)
         if not stat_module.S_ISREG(info.st_mode):
             self.close()
-            raise StorageError(path, "is not a regular file", "choose another path")
+            raise StorageError(path, "is not a regular file", "remove it or choose another path")
         self.nbytes = info.st_size
         self.version = _version(info)
 
