@@ -1,4 +1,4 @@
-"""Order the checkpoints of a root for a restore, the best candidate first."""
+"""Order the checkpoints of a root for a restore, the best candidate first; the error if none can be restored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import commits, is_thin, read_manifest
-from ckpttool.errors import CkptError, LinkError
+from ckpttool.errors import CkptError, LayoutError, LinkError
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.storage import MARK
@@ -132,3 +132,18 @@ def step_of(storage: Storage, path: str, name: str) -> int:
     except CkptError:
         numbers = [int(value) for kind, value in natural_order(name) if kind == 0]
         return numbers[-1] if numbers else -1
+
+
+def none_restored(root: str, count: int, newest: CkptError, *, thin: bool) -> LayoutError:
+    """Return the error of a restore that went through all checkpoints.
+
+    Args:
+        root: The root.
+        count: Number of checkpoints there.
+        newest: Why the newest cannot be restored.
+        thin: Whether any of them is thin.
+    """
+    held = f"{count} checkpoints" if count > 1 else "a checkpoint"
+    problem = f"holds {held}, and none can be restored; of the newest: {newest.problem}"
+    weights = "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
+    return LayoutError(root, problem, f"restore one from a copy, {weights}or choose another root to begin anew")

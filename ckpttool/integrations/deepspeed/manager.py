@@ -11,11 +11,11 @@ from functools import partial
 from os import fspath
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalog.restore_order import Candidate
+from ckpttool.catalog.restore_order import Candidate, none_restored
 from ckpttool.catalog.retention import GRACE, Rules
 from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.signing import read_key
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, LinkError, PlanError
 from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -396,7 +396,7 @@ class CheckpointManager:
             self.restored = report
             return dict(report.client_state)
         if first is not None:
-            raise _none_restored(self.root, len(found), first, thin=thin)
+            raise none_restored(self.root, len(found), first, thin=thin)
         return None
 
     def preempted(self, *, reset: bool = False) -> bool:
@@ -489,21 +489,6 @@ def _skip_meeting() -> None:
         from ckpttool.integrations.torch.process_group import ranks_of_process_group
 
         ranks_of_process_group(MEETING)
-
-
-def _none_restored(root: str, count: int, newest: CkptError, *, thin: bool) -> LayoutError:
-    """Return the error of a restore that went through all checkpoints.
-
-    Args:
-        root: The root.
-        count: Number of checkpoints there.
-        newest: Why the newest cannot be restored.
-        thin: Whether any of them is thin.
-    """
-    held = f"{count} checkpoints" if count > 1 else "a checkpoint"
-    problem = f"holds {held}, and none can be restored; of the newest: {newest.problem}"
-    weights = "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
-    return LayoutError(root, problem, f"restore one from a copy, {weights}or choose another root to begin anew")
 
 
 def _discard(value: object) -> None:
