@@ -57,6 +57,12 @@ def parse_duration(text: str, name: str = "duration") -> float:
     return seconds
 
 
+def format_duration(seconds: float) -> str:
+    """Format a duration exactly, as ``parse_duration`` reads it: "7d"."""
+    unit = next((unit for unit in ("d", "h", "min") if seconds % _SECONDS[unit] == 0), "s")
+    return f"{seconds / _SECONDS[unit]:.15g}{unit}"
+
+
 def format_size(nbytes: float) -> str:
     """Format bytes in powers of 1000: "1.2 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

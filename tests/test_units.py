@@ -8,7 +8,7 @@ import pytest
 
 from ckpttool.arguments import checked_duration
 from ckpttool.errors import ArgumentError
-from ckpttool.units import format_size, parse_duration, parse_size
+from ckpttool.units import format_duration, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,8 @@ def test_an_invalid_duration_is_refused(value: object) -> None:
 )
 def test_sizes_are_written(nbytes: float, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize("text", ["7d", "36h", "90min", "1.5s", "0d", "100s"])
+def test_a_formatted_duration_is_read_as_the_same(text: str) -> None:
+    assert format_duration(parse_duration(text)) == text

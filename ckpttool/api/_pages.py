@@ -24,8 +24,6 @@ STDOUT = "-"
 """The name that stands for the standard output."""
 BEGIN = b"<!doctype html>"
 """First bytes of a page."""
-UNITS = (("d", 86400), ("h", 3600), ("min", 60))
-"""Units of ``keep_for`` and their seconds."""
 MAX_FILES = 2_000
 """Maximum number of files in the page of a directory that cannot be opened."""
 
@@ -157,13 +155,13 @@ def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
     from ckpttool.analysis.description import as_plain
     from ckpttool.analysis.pages import page
     from ckpttool.catalog.retention import RULES, Rules, decide
+    from ckpttool.units import format_duration
 
     given = {name: rules[name] for name in RULES if rules.get(name) is not None}
     fields: list[Any] = [rules.get(name) for name in RULES[:-1]]
     decisions = decide(found.entries, Rules(*fields), root=found.root) if given else []
     if isinstance(seconds := given.get("keep_for"), int | float):
-        unit, length = next(((u, n) for u, n in UNITS if seconds % n == 0), ("s", 1))
-        given["keep_for"] = f"{seconds / length:g}{unit}"
+        given["keep_for"] = format_duration(seconds)
     shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
     steps = [None if entry.order[0] < 0 else entry.order[0] for entry in found.entries]
     data = {"catalog": as_plain(found), "steps": steps, "rules": shown, "decisions": as_plain(decisions)}
