@@ -78,10 +78,12 @@ def _with_tied_head(base: Checkpoint, architecture: str) -> Checkpoint:
 
     Source: transformers 5, ``PreTrainedModel.tie_weights``: a head that is not stored is the input embedding.
     """
-    names = {p.name for p in base.parameters} | {b.name for b in base.buffers}
-    embeddings = [name for name in names if name.split(".")[-2:-1] and name.split(".")[-2] in EMBEDDINGS]
-    if not architecture.endswith("ForCausalLM") or HEAD in names | base.aliases.keys() or len(embeddings) != 1:
+    shapes = {p.name: p.shape for p in base.parameters}
+    embeddings = [name for name in shapes if name.split(".")[-2:-1] and name.split(".")[-2] in EMBEDDINGS]
+    if not architecture.endswith("ForCausalLM") or HEAD in base.aliases or len(embeddings) != 1:
         return base
+    if list(shapes.values()).count(shapes[embeddings[0]]) > 1:
+        return base  # the other one is a head of its own, such as embed_out of GPT-NeoX
     return replace(base, aliases={**base.aliases, HEAD: embeddings[0]})
 
 

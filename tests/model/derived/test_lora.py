@@ -316,6 +316,26 @@ def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: 
     _assert_merged(tmp_path / "out", model)
 
 
+def test_a_projection_with_another_name_is_not_taken_for_a_tied_one(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=53, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    base = GPTNeoXForCausalLM(config)
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": ["query_key_value"], "modules_to_save": ["embed_in"]}, base)
+    model.save_pretrained(tmp_path / "adapter")
+    report = ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    assert not report.tied
+    expected = model.merge_and_unload().state_dict()
+    loaded = GPTNeoXForCausalLM.from_pretrained(tmp_path / "out").state_dict()  # it calls embed_out lm_head
+    assert expected.keys() == loaded.keys()
+    assert all(torch.equal(expected[name], loaded[name]) for name in expected)
+
+
 # ------------------------------------------------------------------------------------------------- refusals
 
 
