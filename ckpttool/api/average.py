@@ -116,7 +116,7 @@ def _check_weights(weights: Sequence[float], count: int) -> None:
 
 
 def _can_weigh(value: float) -> bool:
-    """Whether products with a value stay in the range of fp32, far from its limits."""
+    """Return whether a weight is far enough from the limits of fp32, so that no product overflows or vanishes."""
     return _LEAST_WEIGHT <= abs(value) <= _LARGEST_WEIGHT
 
 

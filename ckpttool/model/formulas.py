@@ -110,7 +110,7 @@ class MergedWeight(Formula):
 
 
 MERGED_ROWS = 16
-"""Rows that are computed together: matrix products of fewer rows may round in another order."""
+"""Minimum rows that are computed together: one matrix product serves all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,7 @@ def is_half_removed(storage: Storage, path: str) -> bool:
 
 
 def is_gone(storage: Storage, error: CkptError) -> bool:
-    """Return whether an error is about a path that does not exist any more: another process has removed it."""
+    """Return whether an error is about a path that does not exist, or not any more."""
     return not storage.exists(error.path) and not storage.is_dir(error.path)
 
 

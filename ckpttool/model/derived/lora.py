@@ -43,7 +43,7 @@ MAX_PATTERN = 500
 MAX_STARS = 4
 """Repetitions of any length, ``*``, in a pattern must be fewer."""
 SAME_BASE = ("gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the base weights as they are; true and false do so too."""
+"""Texts in ``init_lora_weights`` of initialisations that do not change the base weights."""
 _UNSUPPORTED = (
     "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices", "arrow_config",
     "kasa_config", "velora_config", "monteclora_config", "alora_invocation_tokens",

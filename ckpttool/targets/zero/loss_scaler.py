@@ -52,7 +52,7 @@ def is_dynamic(scaler: Opaque) -> bool:
 
 
 def scales_losses(scaler: object) -> bool:
-    """Whether a run has a loss scale: outside fp16, DeepSpeed saves a scaler whose scale is always 1.
+    """Return whether a run scales its losses: outside fp16, DeepSpeed saves a scaler whose scale is always 1.
 
     Args:
         scaler: State of the source's loss scaler, as pickled; None if it has none.
