@@ -68,13 +68,11 @@ def test_the_definition_rounds_each_exact_sum_once() -> None:
 
 
 def test_a_sum_that_a_double_rounds_twice() -> None:
-    """1 + 2**-24 is a tie for fp32, and 2**-54 more decides it; a double drops that."""
-    a = np.array([[1.0, 1 + 2.0**-23]], dtype=np.float32)
-    b = np.array([[1.0], [2.0**-24]], dtype=np.float32)
+    """1 + 2**-23 + 2**-24 is a tie for fp32; the sum lies 2**-56 below it, which a double drops."""
+    a = np.array([[1 + 2.0**-23, 1 + 2.0**-16]], dtype=np.float32)
+    b = np.array([[1.0], [(1 - 2.0**-16) * 2.0**-24]], dtype=np.float32)
     assert ordered_product(a, b)[0, 0] == np.float32(1 + 2.0**-23)
-    tiny = np.array([[1.0 + 2.0**-23, -(2.0**-30)]], dtype=np.float32)
-    exact = Fraction(1) + Fraction(1, 2**23) - Fraction(1, 2**30) * Fraction(1, 2**24)
-    assert ordered_product(tiny, np.array([[1.0], [2.0**-24]], dtype=np.float32))[0, 0] == _nearest(exact)
+    assert ordered_product(-a, b)[0, 0] == -np.float32(1 + 2.0**-23)
 
 
 def test_infinities_and_nans_stay_what_they_are() -> None:

@@ -330,6 +330,7 @@ def test_a_projection_with_another_name_is_not_taken_for_a_tied_one(tmp_path: Pa
         tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
     )
     assert not report.tied
+    assert load_file(tmp_path / "out/model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
     expected = model.merge_and_unload().state_dict()
     loaded = GPTNeoXForCausalLM.from_pretrained(tmp_path / "out").state_dict()  # it calls embed_out lm_head
     assert expected.keys() == loaded.keys()
