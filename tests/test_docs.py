@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool
+from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,9 +45,12 @@ def test_the_demo_runs_and_finds_every_weight_equal(tmp_path: Path) -> None:
 @pytest.mark.deepspeed
 def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     script, root = str(ROOT / "examples" / "train_loop.py"), str(tmp_path / "run")
-    first = _torchrun(2, script, root, "--steps", "4", "--save-every", "2")
+    first, second = scripts.run(
+        tmp_path / "logs", ["deepspeed"],
+        (2, [script, root, "--steps", "4", "--save-every", "2"]),
+        (3, [script, root, "--steps", "6", "--save-every", "2", "--stage", "3"]),
+    )  # fmt: skip
     assert first.count("saved global_step") == 2
-    second = _torchrun(3, script, root, "--steps", "6", "--save-every", "2", "--stage", "3")
     assert "from ZeRO-2 over 2 ranks to ZeRO-3 over 3 ranks" in second
     assert "step 6: loss" in second
     assert "step 2: loss" not in second
@@ -61,11 +65,14 @@ def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> 
 def test_the_trainer_resumes_on_more_ranks_and_its_export_is_loaded_back(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "huggingface_trainer.py")
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    printed = _torchrun(2, script, run, out, "--stage", "3", "--steps", "12")
-    assert "began anew" in printed
-    printed = _torchrun(3, script, run, out, "--stage", "2", "--steps", "24")
-    assert "resumed from step 12" in printed
-    losses = [float(found) for found in re.findall(r"while training ([\d.]+), loaded back ([\d.]+)", printed)[0]]
+    first, second = scripts.run(
+        tmp_path / "logs", ["transformers.trainer", "transformers.models.llama.modeling_llama"],
+        (2, [script, run, out, "--stage", "3", "--steps", "12"]),
+        (3, [script, run, out, "--stage", "2", "--steps", "24"]),
+    )  # fmt: skip
+    assert "began anew" in first
+    assert "resumed from step 12" in second
+    losses = [float(found) for found in re.findall(r"while training ([\d.]+), loaded back ([\d.]+)", second)[0]]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     assert losses[0] < 2  # of 3.5 at first
     assert sorted(os.listdir(run)) == ["checkpoint-18", "checkpoint-24"]
@@ -74,35 +81,31 @@ def test_the_trainer_resumes_on_more_ranks_and_its_export_is_loaded_back(tmp_pat
 @pytest.mark.deepspeed
 def test_accelerate_resumes_on_more_ranks_and_its_weights_are_loaded_back(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "huggingface_accelerate.py")
-    run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    for ranks, stage, steps, resumed in ((2, "3", "10", 0), (3, "2", "20", 10)):
-        printed = _torchrun(ranks, script, run, out, "--stage", stage, "--steps", steps)
-        assert f"trained from step {resumed} to {steps}" in printed
+    command = [script, str(tmp_path / "run"), str(tmp_path / "out")]
+    first, second = scripts.run(
+        tmp_path / "logs", ["accelerate"],
+        (2, [*command, "--stage", "3", "--steps", "10"]),
+        (3, [*command, "--stage", "2", "--steps", "20"]),
+    )  # fmt: skip
+    assert "trained from step 0 to 10" in first
+    assert "trained from step 10 to 20" in second
+    for printed in (first, second):
         assert "outputs of the plain model differ by 0.000000" in printed
 
 
 @pytest.mark.deepspeed
 def test_lightning_resumes_on_more_ranks_and_its_weights_are_loaded_back(tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "lightning_deepspeed.py")
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    for ranks, stage, epochs, resumed in ((2, "3", "2", "the beginning"), (3, "2", "4", f"{run}/epoch=1.ckpt")):
-        printed = _torchrun(
-            ranks, "-m", "tests.lightning_on_cpu", script, run, out, "--stage", stage, "--epochs", epochs
-        )
-        assert f"trained from {resumed} to epoch {epochs}" in printed
+    command = [str(ROOT / "tests" / "lightning_on_cpu.py"), str(ROOT / "examples" / "lightning_deepspeed.py"), run, out]
+    first, second = scripts.run(
+        tmp_path / "logs", ["lightning.pytorch.strategies"],
+        (2, [*command, "--stage", "3", "--epochs", "2"]),
+        (3, [*command, "--stage", "2", "--epochs", "4"]),
+    )  # fmt: skip
+    assert "trained from the beginning to epoch 2" in first
+    assert f"trained from {run}/epoch=1.ckpt to epoch 4" in second
+    for printed in (first, second):
         assert "outputs of the plain model differ by 0.000000" in printed
-
-
-def _torchrun(ranks: int, *arguments: str) -> str:
-    """Both what it prints and what it logs."""
-    environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "fixtures")]),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout + done.stderr
 
 
 def test_every_example_is_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,23 @@ import pytest
 
 import ckpttool
 from tests.frameworks.torn import tear
-from tests.test_docs import _torchrun
 
 pytestmark = pytest.mark.deepspeed
-SCRIPT = str(Path(__file__).with_name("plain_script.py"))
+HERE = Path(__file__).resolve().parent
+SCRIPT = str(HERE / "plain_script.py")
+
+
+def _torchrun(ranks: int, *arguments: str) -> str:
+    """Both what it prints and what it logs."""
+    path = [str(HERE.parent.parent), str(HERE.parent.parent / "fixtures")]
+    environment = {
+        **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join(path),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
 
 
 def test_a_script_that_cannot_be_changed_saves_commits_and_resumes_on_other_ranks(tmp_path: Path) -> None:
