@@ -30,7 +30,7 @@ RUNS = {
     "thin.py": [*ONCE, "--stages", "2"],
     "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],
 }  # fmt: skip
-SLOW = {"average.py", "consolidate.py", "merge_lora.py", "restore.py", "thin.py"}
+SLOW = {"average.py", "consolidate.py", "merge_lora.py", "restore.py", "save.py", "thin.py", "trainer.py"}
 ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],
@@ -73,7 +73,8 @@ def test_it_runs_and_prints_figures(name: str, data: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("name", sampling.some(ON_RAY, 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ON_RAY)
 def test_it_runs_on_ray_and_prints_figures(name: str, data: Path) -> None:
     assert len(re.findall(r"\d\.\d+", _run(name, ON_RAY[name], data))) >= 3
 

@@ -222,7 +222,12 @@ def test_a_grid_of_many_ranks_fits_a_narrow_window(opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layers", "hidden", "experts"), [(64, 80, 8192, 0), (1024, 100, 28_000, 0), (64, 61, 7168, 40)]
+    ("ranks", "layers", "hidden", "experts"),
+    [
+        (64, 80, 8192, 0),
+        (64, 61, 7168, 40),
+        pytest.param(1024, 100, 28_000, 0, marks=pytest.mark.thorough),
+    ],
 )
 def test_the_page_of_a_large_checkpoint_is_small(
     ranks: int, layers: int, hidden: int, experts: int, opened: Open

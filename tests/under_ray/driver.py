@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_usage_threshold": "0.98",  # it counts what other programs of the host use
+    "RAY_worker_niceness": "0",  # by default workers wait for all other tests
 }
 
 SECONDS = 1200
