@@ -260,6 +260,7 @@ def _base_tensors(
         if tied := [layer for layer in layers if f"{layer}.weight" in base.aliases]:
             problem = f"has an adapter of {tied[0]}, whose weight the base model ties to another layer"
             raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
+        _check_copies(checkpoint, base, parts, layers, configs)
         if held and len(held) == len(layers):
             problem = f"holds the base weight of {held[0]} itself"
             raise PlanError(checkpoint.location, problem, "leave out base: two models may differ", ("base",))
@@ -287,6 +288,24 @@ def _base_tensors(
             _untie(tensors, trained, _clean_aliases(base or checkpoint))
         _replace(tensors, trained, base or checkpoint)
     return tensors
+
+
+def _check_copies(
+    checkpoint: Checkpoint,
+    base: Checkpoint,
+    parts: _Parts,
+    layers: Sequence[str],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Refuse a copy of an adapted weight under a tied name: it is the weight before merging.
+
+    DeepSpeed leaves frozen weights out by the first of their names only.
+    """
+    whole = [m for config in configs.values() for m in config.get("modules_to_save") or ()]
+    adapted = {f"{layer}.weight" for layer in layers}
+    if copies := [n for n in parts.plain if base.aliases.get(n) in adapted and not _is_in(n, whole)]:
+        problem = f"holds {copies[0]}, which the base model ties to {base.aliases[copies[0]]}, a weight with an adapter"
+        raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
 
 
 def _untie(tensors: dict[str, State], trained: Mapping[str, State], aliases: Mapping[str, str]) -> None:

@@ -304,6 +304,21 @@ def test_an_embedding_trained_apart_from_a_tied_projection(
     _assert_merged(tmp_path / "out", model)
 
 
+def test_copy_of_an_adapted_embedding_under_its_tied_name_is_refused(tmp_path: Path) -> None:
+    base = _llama(tied=True)
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": ["embed_tokens"]}, base)
+    left = {n: t for n, t in model.state_dict().items() if "lora_" in n or "lm_head" in n}  # as DeepSpeed leaves it
+    (tmp_path / "adapter").mkdir()
+    torch.save(left, tmp_path / "adapter/pytorch_model.bin")
+    model.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ckpttool.CkptError, match=r"holds lm_head.weight, which the base model ties to model.embed"):
+        ckpttool.consolidate(
+            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: Path) -> None:
     base = _llama()
     _save_base(base, tmp_path / "base")
