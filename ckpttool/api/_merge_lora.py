@@ -80,7 +80,7 @@ def _with_tied_head(base: Checkpoint, architecture: str) -> Checkpoint:
     """
     shapes = {p.name: p.shape for p in base.parameters}
     embeddings = [name for name in shapes if name.split(".")[-2:-1] and name.split(".")[-2] in EMBEDDINGS]
-    if not architecture.endswith("ForCausalLM") or HEAD in base.aliases or len(embeddings) != 1:
+    if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or HEAD in base.aliases or len(embeddings) != 1:
         return base
     if list(shapes.values()).count(shapes[embeddings[0]]) > 1:
         return base  # the other one is a head of its own, such as embed_out of GPT-NeoX

@@ -319,6 +319,19 @@ def test_copy_of_an_adapted_embedding_under_its_tied_name_is_refused(tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_an_embedding_of_gpt2_trained_apart_from_its_tied_projection(tmp_path: Path) -> None:
+    base = _gpt2()
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": ["c_attn"], "modules_to_save": ["wte"]}, base)
+    model.save_pretrained(tmp_path / "adapter")
+    report = ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    assert "lm_head.weight" not in report.tied
+    _assert_merged(tmp_path / "out", model)
+    assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
+
+
 def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: Path) -> None:
     base = _llama()
     _save_base(base, tmp_path / "base")
