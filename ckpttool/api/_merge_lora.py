@@ -7,22 +7,16 @@ import posixpath
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.api._tied_embeddings import check_embedding, config_of, is_head, with_tied_head
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats.sidecars import SidecarFile, find_sidecars
 from ckpttool.model.derived.lora import CONFIG, adapters_of, merge_lora
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
-
-HEAD = "lm_head.weight"
-"""The projection that ``tie_word_embeddings`` ties to the embedding."""
-
-
-EMBEDDINGS = ("embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings")
-"""Names of the module of the input embedding in transformers' models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,47 +47,17 @@ def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequ
     configs = {name: _config(checkpoint, name, alone=len(adapters_of(checkpoint)) == 1) for name in chosen}
     files = {} if base is None else {f.name: f for f in find_sidecars(connect(base.storage), base.root)}
     files |= {f.name: f for f in find_sidecars(connect(checkpoint.storage), checkpoint.root)}
-    architecture = _architecture(files)
-    _check_embedding(checkpoint, configs, architecture)
-    merged = merge_lora(checkpoint, base and _with_tied_head(base, architecture), configs)
+    model = config_of(files)
+    check_embedding(checkpoint, base, [m for c in configs.values() for m in c.get("modules_to_save") or ()], model)
+    merged = merge_lora(checkpoint, base and with_tied_head(base, model), configs)
     notes = [f"merged the adapters {', '.join(chosen)}, in this order"] if len(chosen) > 1 else []
-    if HEAD in merged.added and "config.json" in files:
+    heads = [name for name in merged.added if is_head(name, merged.checkpoint)]
+    if heads and "config.json" in files:
         files["config.json"] = _untied(files["config.json"])
-        notes.append(f"config.json says tie_word_embeddings: false, as {HEAD} and the embedding are not equal any more")
+        notes.append(
+            f"config.json says tie_word_embeddings: false, as {heads[0]} and the embedding are not equal any more"
+        )
     return MergedSource(merged.checkpoint, tuple(files[name] for name in sorted(files)), tuple(notes))
-
-
-def _architecture(files: Mapping[str, SidecarFile]) -> str:
-    """Return the class of the model in ``config.json``; "" if there is none."""
-    try:
-        config = json.loads(files["config.json"].text or "") if "config.json" in files else None
-    except (ValueError, RecursionError):
-        return ""
-    found = config.get("architectures") if isinstance(config, dict) else None
-    return str(found[0]) if isinstance(found, list) and found else ""
-
-
-def _with_tied_head(base: Checkpoint, architecture: str) -> Checkpoint:
-    """Return the base model with the tie of HEAD, which safetensors of a causal language model do not tell.
-
-    Source: transformers 5, ``PreTrainedModel.tie_weights``: a head that is not stored is the input embedding.
-    """
-    shapes = {p.name: p.shape for p in base.parameters}
-    embeddings = [name for name in shapes if name.split(".")[-2:-1] and name.split(".")[-2] in EMBEDDINGS]
-    if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or HEAD in base.aliases or len(embeddings) != 1:
-        return base
-    if list(shapes.values()).count(shapes[embeddings[0]]) > 1:
-        return base  # the other one is a head of its own, such as embed_out of GPT-NeoX
-    return replace(base, aliases={**base.aliases, HEAD: embeddings[0]})
-
-
-def _check_embedding(checkpoint: Checkpoint, configs: Mapping[str, Mapping[str, Any]], architecture: str) -> None:
-    """Refuse an embedding that was trained apart from the layers that an encoder-decoder model ties to it."""
-    saved = [module for config in configs.values() for module in config.get("modules_to_save") or ()]
-    trained = [module for module in saved if str(module).split(".")[-1] in EMBEDDINGS]
-    if trained and architecture.endswith("ForConditionalGeneration"):
-        problem = f"was trained with {trained[0]} in modules_to_save, which {architecture} ties to other layers"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
 
 
 def _chosen(checkpoint: Checkpoint, adapter: Sequence[str]) -> list[str]:

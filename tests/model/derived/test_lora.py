@@ -332,6 +332,65 @@ def test_an_embedding_of_gpt2_trained_apart_from_its_tied_projection(tmp_path: P
     assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
 
 
+def test_a_position_embedding_with_the_shape_of_the_embedding_is_no_projection(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=1, n_head=2, n_positions=48))
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": ["c_attn"], "modules_to_save": ["wte"]}, base)
+    model.save_pretrained(tmp_path / "adapter")
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    _assert_merged(tmp_path / "out", model)
+    assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
+
+
+def _bert(kind: str) -> Any:
+    import transformers
+
+    torch.manual_seed(8)
+    config = transformers.BertConfig(
+        vocab_size=53, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=3
+    )
+    return getattr(transformers, kind)(config)
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertLMHeadModel", "BertForPreTraining"])
+def test_an_embedding_trained_apart_from_a_projection_of_unknown_name_is_refused(tmp_path: Path, kind: str) -> None:
+    base = _bert(kind)
+    _save_base(base, tmp_path / "base")
+    options = {"r": 4, "target_modules": ["query"], "modules_to_save": ["word_embeddings"]}
+    _randomize(peft.get_peft_model(base, peft.LoraConfig(**options))).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ckpttool.CkptError, match=f"word_embeddings in modules_to_save, which {kind} ties to other"):
+        ckpttool.consolidate(
+            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [("BertForSequenceClassification", ["word_embeddings", "classifier"]), ("BertForMaskedLM", ["decoder"])],
+)
+def test_trained_modules_of_an_encoder_are_loaded_back(tmp_path: Path, kind: str, whole: list[str]) -> None:
+    import transformers
+
+    base = _bert(kind)
+    _save_base(base, tmp_path / "base")
+    options: dict[str, Any] = {"r": 4, "target_modules": ["query"], "modules_to_save": whole}
+    model = _randomize(peft.get_peft_model(base, peft.LoraConfig(**options)))
+    model.save_pretrained(tmp_path / "adapter")
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    expected = model.merge_and_unload().state_dict()
+    loaded = getattr(transformers, kind).from_pretrained(tmp_path / "out").state_dict()
+    assert expected.keys() == loaded.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: Path) -> None:
     base = _llama()
     _save_base(base, tmp_path / "base")
