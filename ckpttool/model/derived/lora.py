@@ -32,6 +32,8 @@ _MAGNITUDE = re.compile(
     r"(?P<layer>.+)\.lora_magnitude_vector(?:\.(?P<adapter>(?!weight$)[^.]+))?(?:\.weight)?", re.DOTALL
 )
 _SAVED = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)", re.DOTALL)
+_SAVED_AGAIN = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?P<rest>weight|bias)", re.DOTALL)
+"""A second copy that PEFT saves with ``bias="all"``, without the name of the adapter."""
 _ORIGINAL = re.compile(r"(?P<layer>.+)\.original_module\.(?P<rest>.+)", re.DOTALL)
 _OTHER_METHODS = re.compile(
     r"\.(?:lora_|ia3_|hada_|lokr_|vera_|oft_|boft_|hra_|bone_|fourierft_|randlora_|road_|token_adapter)"
@@ -183,6 +185,8 @@ def _parts(checkpoint: Checkpoint, states: Mapping[str, State]) -> _Parts:
         if found := _SAVED.fullmatch(name):
             own = parts.saved.setdefault(found["adapter"], {})
             own[_clean(f"{found['layer']}.{found['rest']}")] = name
+        elif found := _SAVED_AGAIN.fullmatch(name):
+            parts.plain.setdefault(_clean(f"{found['layer']}.{found['rest']}"), name)
         elif found := _ORIGINAL.fullmatch(name):
             parts.originals[_clean(f"{found['layer']}.{found['rest']}")] = name
         elif found := _MATRIX.fullmatch(name):
@@ -261,7 +265,7 @@ def _base_tensors(
             problem = f"has an adapter of {tied[0]}, whose weight the base model ties to another layer"
             raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
         _check_copies(checkpoint, base, parts, layers, configs)
-        if held and len(held) == len(layers):
+        if len(held) == len(layers) and _states(base).keys() <= {*parts.plain, *parts.originals}:
             problem = f"holds the base weight of {held[0]} itself"
             raise PlanError(checkpoint.location, problem, "leave out base: two models may differ", ("base",))
         tensors = _states(base)

@@ -391,6 +391,35 @@ def test_trained_modules_of_an_encoder_are_loaded_back(tmp_path: Path, kind: str
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_all_biases_and_a_classifier(tmp_path: Path) -> None:
+    """PEFT saves the classifier's bias under two names."""
+    base = _bert("BertForSequenceClassification")
+    _save_base(base, tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=["query"], bias="all", task_type="SEQ_CLS")
+    model = _randomize(peft.get_peft_model(base, config))
+    model.save_pretrained(tmp_path / "adapter")
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    expected = model.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == load_file(tmp_path / "base/model.safetensors").keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_adapters_of_both_embeddings_that_peft_saved_with_their_base_weights(tmp_path: Path) -> None:
+    base = _llama()
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": ["embed_tokens", "lm_head"]}, base)
+    model.save_pretrained(tmp_path / "adapter")
+    assert sum("base_layer" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors")) == 2
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    _assert_merged(tmp_path / "out", model)
+
+
 def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: Path) -> None:
     base = _llama()
     _save_base(base, tmp_path / "base")
