@@ -332,10 +332,16 @@ class RemoteStorage(Described):
 
     def _delete(self, path: str) -> None:
         try:
-            self.call(path, partial(self.fs.rm_file, self.key(path)))
+            self.call(path, partial(self._remove, self.key(path)))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
+
+    def _remove(self, key: str) -> None:
+        try:
+            self.fs.rm_file(key)
+        except NotImplementedError:  # adlfs 2025.8 and older
+            self.fs.rm(key)
 
     def sync(self, path: str) -> None:
         """Do nothing: remote storages answer when a file is durable."""

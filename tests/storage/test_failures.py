@@ -245,6 +245,22 @@ def test_states_without_a_parameter_are_noted() -> None:
         storage.put("picky://b/x", b"")
 
 
+def test_files_are_deleted_by_a_library_that_only_removes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adlfs 2025.8."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def not_implemented(*_: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", not_implemented)
+    monkeypatch.setattr(MemoryFileSystem, "rm", lambda self, path: self.store.pop(path))
+    storage = open_storage("memory://memory/deleted")
+    assert isinstance(storage, RemoteStorage)
+    storage.put("memory://memory/deleted/file", b"x")
+    storage.delete(["memory://memory/deleted/file"])
+    assert not storage.exists("memory://memory/deleted/file")
+
+
 def test_logs_of_libraries_do_not_hide_the_error() -> None:
     script = (
         "import sys; from tests.storage.test_failures import _Picky; import fsspec; from ckpttool.cli import main;"
