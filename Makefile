@@ -11,7 +11,7 @@ QUICK_READY := $(QUICK)/.ready
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo quick test thorough check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick test test-of thorough check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -53,6 +53,9 @@ lowest:  ## run the quick tests with the lowest versions of all dependencies (PY
 # Two processes for two cores, and one for the tests of Ray, which wait most of the time.
 test: $(READY)  ## run the whole test suite
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test-of: $(READY)  ## run the tests of modules (MODULE="ckpttool/plan/split.py ...")
+	$(BIN)/python -m pytest -q $$($(BIN)/python -m tests.of_module $(MODULE))
 
 coverage: $(READY)  ## measure branch coverage and show it (FILE=tests/...: of those tests; else of all but Ray's)
 	rm -f .coverage .coverage.*

@@ -1,0 +1,35 @@
+"""Every module has tests, and the table that names them is not out of date."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests import of_module
+from tests.of_module import DIRECTORIES, ROOT
+
+
+def test_every_module_has_tests() -> None:
+    for module in of_module.modules():
+        found = of_module.tests_of(module)
+        assert found, module
+        assert [test for test in found if not (ROOT / test).exists()] == [], module
+
+
+def test_packages_of_the_table_exist() -> None:
+    assert [package for package in DIRECTORIES if not (ROOT / package / "__init__.py").exists()] == []
+
+
+def test_names_and_imports_are_found() -> None:
+    assert "tests/commit/test_manifest.py" in of_module.tests_of("ckpttool/commit/manifest.py")
+    assert "tests/execution/test_local.py" in of_module.tests_of("ckpttool/execution/local.py")
+    assert "tests/storage/test_s3_proxy.py" in of_module.tests_of("ckpttool/testing/s3_proxy.py")
+    assert of_module.tests_of("ckpttool/plan/moves.py") == ["tests/plan"]
+    assert of_module.tests_of("ckpttool/integrations/ray/run.py") == ["tests/under_ray"]
+
+
+def test_a_path_that_is_no_module_is_refused() -> None:
+    command = [sys.executable, "-m", "tests.of_module", "ckpttool/nothing.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "ckpttool/nothing.py: not a module, such as ckpttool/plan/split.py\n"
