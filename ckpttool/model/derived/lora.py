@@ -129,17 +129,20 @@ def merge_lora(
     parts = _parts(checkpoint, own)
     tensors = _base_tensors(checkpoint, base, parts, own, configs)
     updates: dict[str, list[LowRankUpdate]] = {}
+    conv1d: dict[str, set[bool]] = {}
     biases: dict[str, list[tuple[State, float]]] = {}
     for adapter, config in configs.items():
         for layer, found in parts.layers.get(adapter, {}).items():
             updates.setdefault(layer, []).append(update := _update(checkpoint, layer, found, config))
+            conv1d.setdefault(layer, set()).add(bool(config.get("fan_in_fan_out")))
             if found.bias is not None:
                 biases.setdefault(layer, []).append((found.bias, update.scaling))
     aliases = _aliases(checkpoint, base, tensors)
+    kinds = _kinds(tensors)
     for layer, merged in updates.items():
         name = _named(tensors, aliases, f"{layer}.weight", checkpoint)
-        config = next(iter(configs.values()))
-        tensors[name] = _merged(checkpoint, name, tensors[name], merged, config, embedding=_is_embedding(parts, layer))
+        known = conv1d[layer] | (_kind_around(kinds, layer) if f"{layer}.bias" in tensors else {False})
+        tensors[name] = _merged(checkpoint, name, tensors[name], merged, known, embedding=_is_embedding(parts, layer))
     for layer, terms in biases.items():
         name = _named(tensors, aliases, f"{layer}.bias", checkpoint)
         formula = ScaledSum(tensors[name], tuple(s for s, _ in terms), tuple(f for _, f in terms))
@@ -424,19 +427,45 @@ def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
             raise PlanError(checkpoint.location, problem, "restore the file from a copy, or merge it with PEFT")
 
 
+def _kinds(tensors: Mapping[str, State]) -> dict[str, set[bool]]:
+    """Return which modules hold Conv1D (True) and Linear layers (False); biases tell, if a weight is not square."""
+    kinds: dict[str, set[bool]] = {}
+    for name, state in tensors.items():
+        module = name.removesuffix(".weight")
+        bias = tensors.get(f"{module}.bias")
+        if bias is None or len(state.shape) != 2 or state.shape[0] == state.shape[1]:
+            continue
+        while module:
+            module = module.rpartition(".")[0]
+            kinds.setdefault(module, set()).add(bias.shape == state.shape[1:])
+    return kinds
+
+
+def _kind_around(kinds: Mapping[str, set[bool]], module: str) -> set[bool]:
+    """Return the kinds of layers in the smallest module around a layer that holds any."""
+    while module and module not in kinds:
+        module = module.rpartition(".")[0]
+    return kinds.get(module, set())
+
+
 def _merged(
-    checkpoint: Checkpoint, name: str, base: State, updates: Sequence[LowRankUpdate], config: Mapping[str, Any],
+    checkpoint: Checkpoint, name: str, base: State, updates: Sequence[LowRankUpdate], conv1d: set[bool],
     *, embedding: bool,
 ) -> State:  # fmt: skip
     """Return the state of a merged weight.
+
+    ``conv1d`` says whether it is of a Conv1D; both values where that is not known. A square one does not tell itself,
+    and PEFT keeps one ``fan_in_fan_out`` for all layers, that of the last one.
 
     Raises:
         PlanError: Its shape or type does not fit, or the adapters are DoRA and others.
     """
     shape = (updates[0].b.shape[0], updates[0].a.shape[1])
-    transposed = (
-        embedding or base.shape == shape[::-1] != shape or (base.shape == shape and bool(config.get("fan_in_fan_out")))
-    )
+    square = base.shape == shape == shape[::-1]
+    if square and not embedding and len(conv1d) > 1:
+        problem = f"has an adapter of {name}, of which fan_in_fan_out does not tell whether it is a Conv1D"
+        raise PlanError(checkpoint.location, problem, "merge it with PEFT")
+    transposed = embedding or (True in conv1d if square else base.shape == shape[::-1])
     for update in updates:
         expected = (update.b.shape[0], update.a.shape[1])
         if base.shape != (expected[::-1] if transposed else expected):

@@ -38,11 +38,12 @@ def _llama(*, tied: bool = False, hidden: int = 64) -> Any:
     return LlamaForCausalLM(config)
 
 
-def _gpt2() -> Any:
+def _gpt2(*, tied: bool = True) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(6)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=53, n_embd=32, n_layer=2, n_head=2, n_positions=16))
+    config = GPT2Config(vocab_size=53, n_embd=32, n_layer=2, n_head=2, n_positions=16, tie_word_embeddings=tied)
+    return GPT2LMHeadModel(config)
 
 
 def _randomize(model: Any) -> Any:
@@ -181,6 +182,28 @@ def test_conv1d_of_gpt2(tmp_path: Path) -> None:
     options = {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
     model = _with_adapter(options, base)
     model.save_pretrained(tmp_path / "adapter")
+    ckpttool.consolidate(
+        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+    )
+    _assert_merged(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"), [(["attn.c_proj", "lm_head"], True), (["c_attn", "mlp.c_proj", "lm_head"], False)]
+)
+def test_conv1d_beside_linear_layers(targets: list[str], refused: bool, tmp_path: Path) -> None:
+    """PEFT keeps the fan_in_fan_out of the last layer: for a square weight of another kind it is the wrong one."""
+    base = _gpt2(tied=False)
+    _save_base(base, tmp_path / "base")
+    model = _with_adapter({"r": 4, "target_modules": targets, "fan_in_fan_out": True}, base)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"]
+    if refused:
+        with pytest.raises(PlanError, match=r"c_proj\.weight, of which fan_in_fan_out does not tell whether it is"):
+            ckpttool.consolidate(
+                tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
+            )
+        return
     ckpttool.consolidate(
         tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
     )
