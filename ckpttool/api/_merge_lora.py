@@ -69,7 +69,10 @@ def _chosen(checkpoint: Checkpoint, adapter: Sequence[str]) -> list[str]:
     if not adapter and len(found) > 1:
         problem = f"holds several adapters: {', '.join(found)}"
         raise PlanError(checkpoint.location, problem, "choose with adapter, once for each to merge", ("adapter",))
-    return list(dict.fromkeys(adapter)) or found
+    if twice := [name for i, name in enumerate(adapter) if name in adapter[:i]]:
+        problem = f"would have the adapter {twice[0]} merged twice"
+        raise PlanError(checkpoint.location, problem, "name it once with adapter", ("adapter",))
+    return list(adapter) or found
 
 
 def _config(checkpoint: Checkpoint, adapter: str, *, alone: bool) -> dict[str, Any]:

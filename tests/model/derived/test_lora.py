@@ -272,6 +272,8 @@ def test_several_adapters_merge_in_the_given_order(tmp_path: Path) -> None:
     error = command(*arguments).error
     assert "holds several adapters: default, style; choose with --adapter" in error
     assert "holds no adapter other; choose one of default, style" in command(*arguments, "--adapter", "other").error
+    twice = command(*arguments, "--adapter", "style", "--adapter", "style").error
+    assert "would have the adapter style merged twice; name it once with --adapter" in twice
     done = command(*arguments, "--adapter", "style", "--adapter", "default")
     assert "note: merged the adapters style, default, in this order" in done.stdout
     both = copy.deepcopy(model)
