@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 """Prefix of the names in a PEFT model."""
 CONFIG = "adapter_config.json"
 """The file that PEFT keeps the scaling in."""
-_MATRIX = re.compile(r"(?P<layer>.+)\.(?P<kind>lora_[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)", re.DOTALL)
+_MATRIX = re.compile(r"(?P<layer>.+?)\.(?P<kind>lora_[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)", re.DOTALL)
 _EMBEDDING = re.compile(r"(?P<layer>.+)\.lora_embedding_(?P<kind>[AB])(?:\.(?P<adapter>[^.]+))?", re.DOTALL)
 _MAGNITUDE = re.compile(
     r"(?P<layer>.+)\.lora_magnitude_vector(?:\.(?P<adapter>(?!weight$)[^.]+))?(?:\.weight)?", re.DOTALL
@@ -185,17 +185,17 @@ def _parts(checkpoint: Checkpoint, states: Mapping[str, State]) -> _Parts:
     """
     parts = _Parts()
     for name, state in states.items():
-        if found := _SAVED.fullmatch(name):
+        if found := _MATRIX.fullmatch(name):
+            layer = _layer(parts, found)
+            kind = "bias" if found["what"] == "bias" else found["kind"][-1].lower()
+            setattr(layer, kind, state)
+        elif found := _SAVED.fullmatch(name):
             own = parts.saved.setdefault(found["adapter"], {})
             own[_clean(f"{found['layer']}.{found['rest']}")] = name
         elif found := _SAVED_AGAIN.fullmatch(name):
             parts.plain.setdefault(_clean(f"{found['layer']}.{found['rest']}"), name)
         elif found := _ORIGINAL.fullmatch(name):
             parts.originals[_clean(f"{found['layer']}.{found['rest']}")] = name
-        elif found := _MATRIX.fullmatch(name):
-            layer = _layer(parts, found)
-            kind = "bias" if found["what"] == "bias" else found["kind"][-1].lower()
-            setattr(layer, kind, state)
         elif found := _EMBEDDING.fullmatch(name):
             layer = _layer(parts, found)
             layer.embedding = True

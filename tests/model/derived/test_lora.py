@@ -284,6 +284,19 @@ def test_several_adapters_merge_in_the_given_order(tmp_path: Path) -> None:
     _assert_merged(tmp_path / "one", model)
 
 
+@pytest.mark.parametrize("name", ["modules_to_save", "lora_B", "weight", "base_layer"])
+def test_adapters_named_like_parts_of_peft(name: str, tmp_path: Path) -> None:
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = _randomize(peft.get_peft_model(_llama(), options, adapter_name=name))
+    save_file({n: t.clone() for n, t in model.state_dict().items() if "rotary" not in n}, tmp_path / "peft.safetensors")
+    (root := tmp_path / "run").mkdir()
+    (tmp_path / "peft.safetensors").rename(root / "model.safetensors")
+    options.save_pretrained(root)
+    model.get_base_model().config.save_pretrained(root)
+    ckpttool.consolidate(root, tmp_path / "out", to="safetensors", merge_lora=True)
+    _assert_merged(tmp_path / "out", model)
+
+
 def test_projection_trained_apart_from_a_tied_embedding_is_not_tied_again(tmp_path: Path) -> None:
     base = _llama(tied=True)
     _save_base(base, tmp_path / "base")
