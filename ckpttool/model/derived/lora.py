@@ -252,6 +252,10 @@ def _base_tensors(
     """Return the tensors of the model before merging: of the base, and those that were trained whole."""
     layers = [layer for adapter in configs for layer in parts.layers.get(adapter, {})]
     held = [layer for layer in layers if f"{layer}.weight" in parts.plain]
+    ties = _clean_aliases(checkpoint) if base is None else base.aliases
+    if tied := [layer for layer in layers if f"{layer}.weight" in ties]:
+        problem = f"has an adapter of {tied[0]}, whose weight the base model ties to another layer"
+        raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
     if base is None:
         if missing := [layer for layer in layers if f"{layer}.weight" not in parts.plain]:
             problem = f"holds no base weight of {missing[0]}: frozen weights were left out when it was saved"
@@ -264,9 +268,6 @@ def _base_tensors(
         tensors = {name: own[stored] for name, stored in parts.plain.items()}
         tensors |= {n: own[s] for n, s in parts.originals.items()}
     else:
-        if tied := [layer for layer in layers if f"{layer}.weight" in base.aliases]:
-            problem = f"has an adapter of {tied[0]}, whose weight the base model ties to another layer"
-            raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
         _check_copies(checkpoint, base, parts, layers, configs)
         if len(held) == len(layers) and _states(base).keys() <= {*parts.plain, *parts.originals}:
             problem = f"holds the base weight of {held[0]} itself"

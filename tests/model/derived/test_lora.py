@@ -568,6 +568,18 @@ def test_adapter_of_a_tied_projection_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_adapter_of_a_tied_projection_is_refused_with_the_base_in_the_checkpoint(tmp_path: Path) -> None:
+    model = _with_adapter({"r": 4, "target_modules": ["lm_head"]}, _llama(tied=True))
+    state = {n: t.clone() for n, t in model.state_dict().items() if "rotary" not in n}
+    embedding, head = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.base_layer.weight"
+    del state[head]
+    (root := tmp_path / "run").mkdir()
+    save_file(state, root / "model.safetensors", metadata={head: embedding, "format": "pt"})
+    model.peft_config["default"].save_pretrained(root)
+    with pytest.raises(ckpttool.CkptError, match="has an adapter of lm_head, whose weight the base model ties"):
+        ckpttool.consolidate(root, tmp_path / "out", to="safetensors", merge_lora=True)
+
+
 def test_an_embedding_trained_apart_in_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
