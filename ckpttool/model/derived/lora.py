@@ -161,7 +161,7 @@ def merge_lora(
         replicas=tuple(combination.replicas),
         has_newer_copies=False,
         notes=(*checkpoint.notes, *(() if base is None else base.notes)),
-        remarks=(*checkpoint.remarks, *(() if base is None else base.remarks)),
+        remarks=(*checkpoint.remarks, *(() if base is None else base.remarks), *_unsure(parts, configs)),
     )
     stored = parts.plain.keys() | parts.originals.keys() if base is None else _states(base).keys()
     return MergedModel(made, tuple(name for name in tensors if name not in stored))
@@ -405,6 +405,21 @@ def _by_pattern(patterns: Any, layer: str, default: Any) -> Any:
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
     return default
+
+
+def _unsure(parts: _Parts, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a remark if patterns with different values match one layer: PEFT sorts them when it writes the file."""
+    for adapter, config in configs.items():
+        patterns = config.get("alpha_pattern") or {}
+        for layer in parts.layers.get(adapter, {}):
+            found = {p: v for p, v in patterns.items() if _by_pattern({p: v}, layer, None) is not None}
+            if len(set(found.values())) > 1:
+                first, *others = found
+                return [
+                    f"{layer} is scaled by {first} in alpha_pattern, as PEFT does when it reads {CONFIG}; {others[0]} "
+                    "also matches, and training took the one that its script named first"
+                ]
+    return []
 
 
 def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:

@@ -112,6 +112,21 @@ def test_merge_equals_peft(case: str, tmp_path: Path) -> None:
     _assert_merged(tmp_path / "out", model)
 
 
+def test_patterns_that_peft_has_sorted_are_noted(tmp_path: Path) -> None:
+    """Training takes the first pattern that matches; the file has them sorted."""
+    base = _llama()
+    _save_base(base, tmp_path / "base")
+    options = {"r": 4, "target_modules": ["q_proj"], "alpha_pattern": {"q_proj": 32, "layers.0.self_attn.q_proj": 64}}
+    _with_adapter(options, base).save_pretrained(tmp_path / "adapter")
+    done = command(
+        "consolidate", tmp_path / "adapter", tmp_path / "out", "--to", "safetensors", "--merge-lora", "--base",
+        tmp_path / "base",
+    )  # fmt: skip
+    assert "note: model.layers.0.self_attn.q_proj is scaled by layers.0.self_attn.q_proj in" in done.stdout
+    loaded = peft.PeftModel.from_pretrained(_llama(), tmp_path / "adapter")
+    _assert_merged(tmp_path / "out", loaded)
+
+
 def test_a_merge_of_a_larger_rank_differs_from_peft_in_the_last_bits_only(tmp_path: Path) -> None:
     base = _llama()
     _save_base(base, tmp_path / "base")
