@@ -113,6 +113,11 @@ class CatalogEntry:
     """Whether the process that saves it still runs on this machine."""
 
     @property
+    def is_root(self) -> bool:
+        """Whether the directory holds checkpoints, but is not one itself."""
+        return (self.problem or "").startswith(OWN_ROOT)
+
+    @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
         """Sort key, older checkpoints first: by step, or by the last number in the name if the step is unknown."""
         numbers = [int(value) for kind, value in natural_order(self.name) if kind == 0]

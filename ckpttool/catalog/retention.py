@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least, check_choice, checked_duration
-from ckpttool.catalog.entries import OWN_ROOT, UNCOMMITTED
+from ckpttool.catalog.entries import UNCOMMITTED
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED
@@ -209,7 +209,7 @@ def _of_other(
 
 def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
     """Decide about a checkpoint that is not whole; it goes only if nothing suggests that a save still writes it."""
-    if (entry.problem or "").startswith(OWN_ROOT):
+    if entry.is_root:
         return Decision(entry, keep=True, reason=str(entry.problem))
     stays = f"torn, or being saved: {entry.problem}"
     if not rules.torn:

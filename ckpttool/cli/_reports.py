@@ -6,7 +6,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalog.entries import OWN_ROOT
 from ckpttool.cli._output import print_line, print_table, terminal_width, write_bytes
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.units import format_age, format_size
@@ -183,7 +182,7 @@ def print_catalog(found: Catalog) -> None:
 def _state(entry: CatalogEntry) -> str:
     if entry.whole:
         state = "latest" if entry.latest else "whole"
-    elif (entry.problem or "").startswith(OWN_ROOT):
+    elif entry.is_root:
         state = entry.problem or ""
     else:
         state = f"{'latest, ' if entry.latest else ''}torn: {entry.problem}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-import socket
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.commit import is_commit
@@ -51,6 +50,8 @@ def is_unfinished(storage: Storage, directory: str) -> bool:
 
 def identity() -> dict[str, Any]:
     """Return the fields of the marker by which other processes of the machine see whether this process still runs."""
+    import socket  # readers need no marker of their own
+
     process = os.getpid()
     return {"host": socket.gethostname(), "machine": _machine(), "process": process, "began": _began(process)}
 

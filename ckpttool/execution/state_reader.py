@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.execution.evaluation import evaluate
 from ckpttool.execution.sources import ReadBuffer
 from ckpttool.plan.casts import cast
 
@@ -82,6 +81,8 @@ class StateReader:
             StorageError: Reading failed, or a source changed meanwhile.
         """
         if state.formula is not None:
+            from ckpttool.execution.evaluation import evaluate  # few checkpoints have computed states
+
             evaluate(state.formula, first, out, self)
             return
         self._fill(state, first, out)

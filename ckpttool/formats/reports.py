@@ -12,6 +12,12 @@ Report = Callable[[CkptError], None]
 
 RESTORE = "restore it from a copy, or choose another tag"
 """Advice for a missing or damaged file."""
+WEIGHTS_ALONE = (
+    "written from weights alone: load it with load_module_only=True at stages 1 and 2, and with "
+    "load_optimizer_states=False and load_lr_scheduler_states=False at stage 3; DeepSpeed makes the masters from the "
+    "16-bit weights"
+)
+"""Remark on a checkpoint of DeepSpeed without an optimizer."""
 
 
 def raise_at_once(error: CkptError) -> NoReturn:

@@ -67,6 +67,10 @@ def safetensors_files(
         PlanError: A tensor has a name that the format cannot hold, or the header of a file is too large.
     """
     check_names(checkpoint.location, [*(w.name for w in selection.weights), *selection.aliases])
+    taken = {"format", *metadata, *first} & set(selection.aliases)
+    if taken:
+        problem = f"a tied tensor is named {min(taken)}, which the header of safetensors uses for something else"
+        raise PlanError(checkpoint.location, problem, "give it another name with rename", ("rename",))
     shards = split_into_shards(selection.weights, max_shard_bytes)
     names = shard_names(stem, "safetensors", len(shards))
     files = []

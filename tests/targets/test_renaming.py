@@ -146,6 +146,12 @@ def test_megatrons_pipeline_loads_in_transformers(rule: str, make: Any, pipeline
     assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
+def test_a_tied_name_that_the_header_needs_is_refused(tmp_path: Path) -> None:
+    rules = ["s/^head.weight$/format/"]
+    with pytest.raises(ckpttool.PlanError, match="a tied tensor is named format, which the header of safetensors uses"):
+        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", rename=rules)
+
+
 def test_tied_name_that_becomes_its_owners_is_left_out(tmp_path: Path) -> None:
     name = "zero3-dp2-bf16"
     assert truth(name).tied == {"head.weight": "embed.weight"}

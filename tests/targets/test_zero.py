@@ -82,6 +82,15 @@ def test_groups_without_hyper_parameters_are_noticed(checkpoint_copy: Callable[[
     assert "group 0 has no hyper-parameters" in finding.problem
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_conversion_of_weights_alone_is_sound(stage: int, tmp_path: Path) -> None:
+    ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "weights", to="safetensors")
+    report = ckpttool.convert(tmp_path / "weights", tmp_path / "out", to="zero", world_size=2, stage=stage)
+    assert ckpttool.verify(tmp_path / "out", deep=True).findings == ()
+    (remark,) = [r for r in ckpttool.inspect(tmp_path / "out").remarks if "load_module_only=True" in r]
+    assert remark in report.notes
+
+
 @pytest.mark.parametrize(
     "name", ["zero1-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16", "zero0-dp2-fp32", "zero0-dp2-bf16"]
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError
 from ckpttool.formats.locate import LATEST
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.reports import RESTORE, WEIGHTS_ALONE
 from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
 from ckpttool.formats.zero.model_rank import ModelPart, read_model_rank
@@ -87,9 +87,10 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         notes=(
             *found.notes,
             *_step_notes(files, whole.groups, step - facts["skipped_steps"]),
-            *_group_notes(files, whole.groups),
+            *_group_notes(files, whole),
         ),
         remarks=(
+            *([WEIGHTS_ALONE] if files.optimizer and _is_weights_alone(whole) else []),
             *dict.fromkeys((*whole.remarks, *remarks, *_data_remarks(first))),
             *trusted_names(found.renamed),
         ),
@@ -330,16 +331,26 @@ def _data_remarks(first: RankFile) -> list[str]:
     return [f"the state of {what} is not read, and no conversion keeps it" for what in held]
 
 
-def _group_notes(files: ZeroFiles, groups: Sequence[ParamGroup]) -> list[LayoutError]:
+def _is_weights_alone(whole: ModelPart) -> bool:
+    """Return whether the files hold neither optimizer states nor hyper-parameters, as a conversion of weights writes."""
+    if any(group.hyperparameters for group in whole.groups):
+        return False
+    return not any(parameter.optimizer_states for parameter in whole.parameters.values())
+
+
+def _group_notes(files: ZeroFiles, whole: ModelPart) -> list[LayoutError]:
     """Return notes on parameter groups without hyper-parameters: DeepSpeed loads them and fails at the first step.
 
-    Elastic checkpoints (a list in place of the optimizer's state dict) have no groups: the run keeps its own.
+    Elastic checkpoints (a list in place of the optimizer's state dict) have no groups: the run keeps its own. So has a
+    run that loads weights alone.
 
     Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (``load_state_dict``: ``ckpt_is_rigid``).
     """
     if not files.optimizer or isinstance(files.states(0).values.get("base_optimizer_state"), list):
         return []
-    for i, group in enumerate(groups):
+    if _is_weights_alone(whole):
+        return []
+    for i, group in enumerate(whole.groups):
         if group.parameters and not group.hyperparameters:
             problem = f"group {i} has no hyper-parameters: a run that loads it cannot take a step"
             return [LayoutError(files.optimizer[0].path, problem, "convert its source again, or use ckpttool.load")]

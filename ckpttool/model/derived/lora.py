@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
-from ckpttool.messages import brief
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, Parameter, State
 from ckpttool.model.derived.combination import Combination
+from ckpttool.model.derived.lora_config import CONFIG, by_pattern, check_config, check_initialisation
 from ckpttool.model.formulas import LowRankUpdate, MergedWeight, ScaledSum
 from ckpttool.model.places import Computed
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 """Prefix of the names in a PEFT model."""
-CONFIG = "adapter_config.json"
-"""The file that PEFT keeps the scaling in."""
 _MATRIX = re.compile(r"(?P<layer>.+?)\.(?P<kind>lora_[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)", re.DOTALL)
 _EMBEDDING = re.compile(r"(?P<layer>.+)\.lora_embedding_(?P<kind>[AB])(?:\.(?P<adapter>[^.]+))?", re.DOTALL)
 _MAGNITUDE = re.compile(
@@ -38,19 +36,6 @@ _ORIGINAL = re.compile(r"(?P<layer>.+)\.original_module\.(?P<rest>.+)", re.DOTAL
 _OTHER_METHODS = re.compile(
     r"\.(?:lora_|ia3_|hada_|lokr_|vera_|oft_|boft_|hra_|bone_|fourierft_|randlora_|road_|token_adapter)"
 )
-_COSTLY = re.compile(r"\)[*+?{]|\\[1-9]|\(\?[^:]|[+{].*[+{].*[+{]", re.DOTALL)
-"""Parts of a pattern that can make matching take exponential time: repeated groups, references, many repetitions."""
-MAX_PATTERN = 500
-"""Maximum length of a pattern."""
-MAX_STARS = 4
-"""Repetitions of any length, ``*``, in a pattern must be fewer."""
-SAME_BASE = ("gaussian", "eva", "orthogonal")
-"""Texts in ``init_lora_weights`` of initialisations that do not change the base weights."""
-_UNSUPPORTED = (
-    "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices", "arrow_config",
-    "kasa_config", "velora_config", "monteclora_config", "alora_invocation_tokens",
-)  # fmt: skip
-"""Fields of a configuration whose merge is another one."""
 
 
 @dataclass(slots=True)
@@ -120,9 +105,9 @@ def merge_lora(
         PlanError: A weight is missing or has another shape, or the adapters cannot be merged.
     """
     for adapter, config in configs.items():
-        _check_config(checkpoint, adapter, config)
+        check_config(checkpoint, adapter, config)
         if base is not None:
-            _check_initialisation(checkpoint, config)
+            check_initialisation(checkpoint, config)
     first = checkpoint if base is None else base
     combination = Combination([checkpoint] if base is None else [base, checkpoint])
     own = {n: combination.state(0 if base is None else 1, s) for n, s in _states(checkpoint).items()}
@@ -215,31 +200,6 @@ def _parts(checkpoint: Checkpoint, states: Mapping[str, State]) -> _Parts:
 def _layer(parts: _Parts, found: re.Match[str]) -> _Layer:
     layers = parts.layers.setdefault(found["adapter"] or "", {})
     return layers.setdefault(_clean(found["layer"] + ".").removesuffix("."), _Layer())
-
-
-def _check_config(checkpoint: Checkpoint, adapter: str, config: Mapping[str, Any]) -> None:
-    of = f"{CONFIG} of adapter {adapter}" if adapter else CONFIG
-    if config.get("peft_type") != "LORA":
-        problem = f"has the PEFT method {brief(config.get('peft_type'))} in {of}, not LORA"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
-    if used := [name for name in _UNSUPPORTED if config.get(name)]:
-        problem = f"was trained with {used[0]} (in {of}), which is not merged like LoRA"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise PlanError(checkpoint.location, f"has no number lora_alpha in {of}", "restore the file from a copy")
-    _check_patterns(checkpoint, config)
-
-
-def _check_initialisation(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter whose initialisation changed the base weights: it does not fit those of the base model.
-
-    Source: peft 0.21, ``LoraLayer.update_layer`` (``pissa_init``, ``olora_init``, ``corda_init``, ``loftq_init``, ...).
-    """
-    how = config.get("init_lora_weights")
-    if isinstance(how, str) and how.lower() not in SAME_BASE:
-        problem = f"has an adapter with init_lora_weights={brief(how)}, which changed the weights of the base model"
-        hint = "merge it with PEFT, or pass the checkpoint of the training run with its frozen weights"
-        raise PlanError(checkpoint.location, problem, hint)
 
 
 def _base_tensors(
@@ -394,17 +354,9 @@ def _update(checkpoint: Checkpoint, layer: str, found: _Layer, config: Mapping[s
     if b.shape[1] != rank or not rank:
         problem = f"has lora_A and lora_B of {layer} with shapes {list(a.shape)} and {list(b.shape)}"
         raise PlanError(checkpoint.location, problem, "restore it from a copy")
-    alpha = float(_by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"]))
+    alpha = float(by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"]))
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LowRankUpdate(a, b, scaling, found.magnitude)
-
-
-def _by_pattern(patterns: Any, layer: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a layer's name."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            return value
-    return default
 
 
 def _unsure(parts: _Parts, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -412,7 +364,7 @@ def _unsure(parts: _Parts, configs: Mapping[str, Mapping[str, Any]]) -> list[str
     for adapter, config in configs.items():
         patterns = config.get("alpha_pattern") or {}
         for layer in parts.layers.get(adapter, {}):
-            found = {p: v for p, v in patterns.items() if _by_pattern({p: v}, layer, None) is not None}
+            found = {p: v for p, v in patterns.items() if by_pattern({p: v}, layer, None) is not None}
             if len(set(found.values())) > 1:
                 first, *others = found
                 return [
@@ -420,27 +372,6 @@ def _unsure(parts: _Parts, configs: Mapping[str, Mapping[str, Any]]) -> list[str
                     "also matches, and training took the one that its script named first"
                 ]
     return []
-
-
-def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Refuse scalings by pattern that are damaged, or whose patterns may take forever to match.
-
-    Raises:
-        PlanError: There is one.
-    """
-    patterns = config.get("alpha_pattern") or {}
-    for pattern, value in patterns.items() if isinstance(patterns, dict) else [(patterns, None)]:
-        sound = isinstance(pattern, str) and isinstance(value, int | float)
-        if sound and not _COSTLY.search(pattern) and len(pattern) <= MAX_PATTERN and pattern.count("*") < MAX_STARS:
-            try:
-                re.compile(pattern)
-            except re.error:
-                sound = False
-        else:
-            sound = False
-        if not sound:
-            problem = f"has {brief(pattern)} in alpha_pattern of {CONFIG}, which is no number by a simple pattern"
-            raise PlanError(checkpoint.location, problem, "restore the file from a copy, or merge it with PEFT")
 
 
 def _kinds(tensors: Mapping[str, State]) -> dict[str, set[bool]]:

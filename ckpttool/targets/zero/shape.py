@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least
 from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.formats.reports import WEIGHTS_ALONE
 from ckpttool.messages import brief
 from ckpttool.model import NEWER_COPIES
 from ckpttool.targets.zero.experts import TargetExperts
@@ -120,11 +121,7 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
             "load_lr_scheduler_states=False if the run has a scheduler"
         )
     if not checkpoint.groups:
-        losses.append(
-            "written from weights alone: load it with load_module_only=True at stages 1 and 2, and with "
-            "load_optimizer_states=False and load_lr_scheduler_states=False at stage 3; DeepSpeed makes the masters "
-            "from the 16-bit weights"
-        )
+        losses.append(WEIGHTS_ALONE)
     return losses
 
 
