@@ -332,7 +332,7 @@ def _data_remarks(first: RankFile) -> list[str]:
 
 
 def _is_weights_alone(whole: ModelPart) -> bool:
-    """Return whether the files hold neither optimizer states nor hyper-parameters, as a conversion of weights writes."""
+    """Return whether the files hold neither optimizer states nor hyper-parameters, as conversions of weights write."""
     if any(group.hyperparameters for group in whole.groups):
         return False
     return not any(parameter.optimizer_states for parameter in whole.parameters.values())
