@@ -22,7 +22,8 @@ def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]]) -> 
     Args:
         directory: Directory for the output.
         imports: Modules to import before ranks are forked.
-        starts: Number of ranks of each start, and its command line: the path of a script and its arguments.
+        starts: Number of ranks of each start, and its command line: the path of a script or ``-m`` and a module,
+            and arguments.
     """
     jobs = []
     for number, (ranks, command) in enumerate(starts):
@@ -44,10 +45,14 @@ def _run(job: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # torch.distributed.run sets it
-    script = job["command"][0]
-    sys.argv[:] = job["command"]
-    sys.path.insert(0, os.path.dirname(script))
-    runpy.run_path(script, run_name="__main__")
+    command = job["command"]
+    if command[0] == "-m":
+        sys.argv[:] = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv[:] = command
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,36 +9,23 @@ from pathlib import Path
 import pytest
 
 import ckpttool
+from tests import scripts
 from tests.frameworks.torn import tear
 
 pytestmark = pytest.mark.deepspeed
-HERE = Path(__file__).resolve().parent
-SCRIPT = str(HERE / "plain_script.py")
-
-
-def _torchrun(ranks: int, *arguments: str) -> str:
-    """Both what it prints and what it logs."""
-    path = [str(HERE.parent.parent), str(HERE.parent.parent / "fixtures")]
-    environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join(path),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout + done.stderr
+SCRIPT = str(Path(__file__).with_name("plain_script.py"))
 
 
 def test_a_script_that_cannot_be_changed_saves_commits_and_resumes_on_other_ranks(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     command = ["-m", "ckpttool.integrations.huggingface", SCRIPT, run]
-    first = _torchrun(2, *command, "4", "last")
+    (first,) = scripts.run(tmp_path / "first", ["transformers.trainer"], (2, [*command, "4", "last"]))
     assert "steps [1, 2, 3, 4] callbacks" in first
     assert "CkptCallback" in first
     assert "beside frameworks" in first, "modules beside the script cannot be imported"
     assert not ckpttool.verify(f"{run}/checkpoint-4", deep=True).findings
     tear(tmp_path / "run" / "checkpoint-4")
-    second = _torchrun(1, *command, "6", "last")
+    (second,) = scripts.run(tmp_path / "second", ["transformers.trainer"], (1, [*command, "6", "last"]))
     assert any("checkpoint-4" in line and "was not committed" in line for line in second.splitlines())
     assert "steps [1, 2, 3, 4, 5, 6] callbacks" in second
 

@@ -23,8 +23,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
-DEATHS = sampling.some(loops.DEATHS, 3)
-RAISING = ["unguarded", *(["exception"] if sampling.thorough() else [])]
+DEATHS = loops.DEATHS if sampling.thorough() else (loops.BETWEEN_FILES, loops.BEFORE_REPORT)
+RAISING = ["unguarded", "exception"] if sampling.thorough() else []
 ENDINGS = ["return", *RAISING, "fails"]
 
 
@@ -232,12 +232,9 @@ def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generate
     assert "generated [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]" in second
 
 
+@pytest.mark.thorough
 def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    if not sampling.thorough():
-        once = ("--storage", run, "--workers", "2", "--epochs", "1", "--data", "ray")
-        assert "epoch 0: loss" in _example("ray_text_classification.py", *once)
-        return
     assert "epoch 0: loss" in _example(
         "ray_text_classification.py", "--storage", run, "--workers", "2", "--epochs", "1"
     )
