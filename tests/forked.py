@@ -97,17 +97,17 @@ def jobs_in(directory: Path) -> list[dict[str, Any]]:
 
 def run_ranks(world_size: int, body: Callable[[], None]) -> None:
     """Do something on so many ranks, which end with it."""
-    wait_for(_fork_all(world_size, body))
+    wait_for(fork_all(world_size, body))
 
 
 def statuses_of(world_size: int, body: Callable[[], None]) -> list[int]:
     """Do something on so many ranks, some of which may be killed; how each ended, a signal as a negative number."""
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in _fork_all(world_size, body)]
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in fork_all(world_size, body)]
 
 
 def kill_ranks(world_size: int, body: Callable[[], None], is_time: Callable[[], bool]) -> list[int]:
     """Do something on so many ranks, and kill all that run when it is time; how each ended, as ``statuses_of``."""
-    running, ended = _fork_all(world_size, body), {}
+    running, ended = fork_all(world_size, body), {}
     order, killed = list(running), False
     while running:
         for pid in list(running):
@@ -123,7 +123,8 @@ def kill_ranks(world_size: int, body: Callable[[], None], is_time: Callable[[], 
     return [ended[pid] for pid in order]
 
 
-def _fork_all(world_size: int, body: Callable[[], None]) -> list[int]:
+def fork_all(world_size: int, body: Callable[[], None]) -> list[int]:
+    """Begin something on so many ranks; their process ids."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

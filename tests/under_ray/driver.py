@@ -1,12 +1,20 @@
 """Runs of Ray Train on a small cluster of this host, one after the other; what came of them is written down.
 
-python -m tests.under_ray.driver DIRECTORY     # which holds jobs.json: the names of the runs
+python -m tests.under_ray.driver DIRECTORY     # which holds jobs.json: the runs
+
+A job: {"name", "run", "arguments"}.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import runpy
 import sys
+import time
+import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +22,14 @@ from ckpttool.storage import MARK
 from ckpttool.testing.s3_proxy import Proxy
 from tests import forked
 from tests.storage import server
-from tests.under_ray import loops
+from tests.under_ray import frameworks, loops, worker_forks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+END = "-- end of this command"
+"""Printed between the commands of an example."""
 ENVIRONMENT = {
     **server.ENVIRONMENT,
     "RAY_AUTH_MODE": "disabled",
@@ -35,25 +46,81 @@ SECONDS = 1200
 """How long one run may take before it counts as stuck: ten times what the longest takes on a quiet machine."""
 
 
+IMPORTED = (
+    "aiohttp", "jsonschema", "pandas", "pyarrow.dataset", "pyarrow.parquet", "requests", "transformers.trainer",
+    "transformers.models.llama.modeling_llama", "ckpttool.saving.two_phase",
+)  # fmt: skip
+"""What Ray and the train functions import, beside DeepSpeed: before their workers are forked."""
+
+
 def main(directory: Path) -> None:
-    """Do the runs that were asked for."""
+    """Do the runs that were asked for, each in a process of its own; of one that fails, its name and the error stay."""
     os.environ |= ENVIRONMENT
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start for each group of workers
+    sys.path.append(str(EXAMPLES))
+    os.chdir(directory)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    with worker_forks.of_this_process(), _cluster(directory) as address:
+        os.environ["RAY_ADDRESS"] = address
+        for job in forked.jobs_in(directory):
+            forked.statuses_of(1, partial(_do, job, directory))
+
+
+@contextlib.contextmanager
+def _cluster(directory: Path) -> Iterator[str]:
+    """Address of a cluster of one node, which a process of its own has started."""
+    end, ending = os.pipe()
+
+    def head() -> None:
+        os.close(ending)
+        forked.end_if_stuck(SECONDS)
+        import ray
+
+        worker_forks.use()
+        ray.init(
+            address="local", num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, logging_level="error",
+            log_to_driver=False,
+        )  # fmt: skip
+        loops.note(str(directory), "address.json", ray.get_runtime_context().gcs_address)
+        os.read(end, 1)
+        ray.shutdown()
+
+    started = forked.fork_all(1, head)
+    os.close(end)
+    while (address := loops.read(str(directory), "address.json")) is None:
+        assert os.waitpid(started[0], os.WNOHANG) == (0, 0), "the cluster did not start"
+        time.sleep(0.02)
+    try:
+        yield address
+    finally:
+        os.close(ending)
+        forked.wait_for(started)
+
+
+def _do(job: dict[str, Any], directory: Path) -> None:
+    """Do one run; what it prints goes to a file of its name."""
+    forked.end_if_stuck(SECONDS)
+    runs: dict[str, Callable[..., None]] = {
+        "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending, "example": _example,
+        "frameworks": _frameworks,
+    }  # fmt: skip
+    name = job["name"]
+    try:
+        with (directory / f"{name}.printed").open("w") as printed, contextlib.redirect_stdout(printed):
+            runs[job["run"]](directory, *job["arguments"])
+    except BaseException:
+        (directory / f"{name}.failed").write_text(traceback.format_exc())
+    finally:
+        ray = sys.modules["ray"]
+        ray.shutdown()
+
+
+def join() -> None:
+    """Join the cluster."""
     import ray
 
-    jobs = forked.jobs_in(directory)
-    forked.end_if_stuck(SECONDS)
-    ray.init(
-        address="local", num_cpus=3, include_dashboard=False, object_store_memory=80 << 20, logging_level="error",
-        log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")),
-    )  # fmt: skip
-    runs: dict[str, Callable[..., None]] = {
-        "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending,
-    }  # fmt: skip
-    for job in jobs:
-        forked.end_if_stuck(SECONDS)
-        runs[job["run"]](directory, *job["arguments"])
-    ray.shutdown()
+    ray.init(logging_level="error", log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")))
 
 
 def fit(loop: Any, config: dict[str, Any], workers: int, **run: Any) -> Any:
@@ -73,6 +140,7 @@ def _told(result: Any) -> dict[str, Any]:
 
 
 def _deaths(directory: Path, deaths: list[str]) -> None:
+    join()
     from ray.train import FailureConfig
 
     config = {"facts": str(directory), "run": str(directory / "deaths"), "deaths": deaths}
@@ -84,6 +152,7 @@ def _deaths(directory: Path, deaths: list[str]) -> None:
 
 
 def _resume(directory: Path) -> None:
+    join()
     here: dict[str, Any] = {"name": "documented", "storage_path": str(directory)}
     first = fit(loops.documented, {"facts": str(directory)}, 2, **here)
     loops.note(str(directory), "first.json", _told(first))
@@ -100,6 +169,7 @@ def _resume(directory: Path) -> None:
 
 
 def _ending(directory: Path, endings: list[str]) -> None:
+    join()
     for how in endings:
         try:
             told = _told(fit(loops.ending, {"how": how}, 2, name=f"ending-{how}", storage_path=str(directory)))
@@ -109,6 +179,7 @@ def _ending(directory: Path, endings: list[str]) -> None:
 
 
 def _bucket(directory: Path) -> None:
+    join()
     import pyarrow.fs
     import s3fs
     from ray.train import CheckpointConfig
@@ -139,6 +210,22 @@ def _bucket(directory: Path) -> None:
             name="wrapped", storage_path="models/runs", storage_filesystem=wrapped,
         )  # fmt: skip
         loops.note(str(directory), "others.json", [_told(second), _told(third)])
+
+
+def _example(_: Path, script: str, *commands: list[str]) -> None:
+    """Run an example, once for each command line; it joins the cluster of RAY_ADDRESS by itself."""
+    import ray
+
+    for arguments in commands:
+        sys.argv[:] = [script, *arguments]
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        print(END)  # noqa: T201
+        ray.shutdown()
+
+
+def _frameworks(directory: Path, names: list[str]) -> None:
+    join()
+    frameworks.main(str(directory), names)
 
 
 def _read(url: str, proxy: Proxy, directory: Path) -> dict[str, Any]:

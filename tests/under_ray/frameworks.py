@@ -1,18 +1,17 @@
-"""Run ``examples/ray_frameworks.py`` twice for each framework, on one cluster; a worker of the first is killed.
-
-python -m tests.under_ray.frameworks DIRECTORY FRAMEWORK...
-"""
+"""Run ``examples/ray_frameworks.py`` twice for each framework; a worker of the first is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+PRINTED = "printed"
+"""File beside the checkpoints of a run, for what its workers print."""
 STEPS = 8
 """Steps of the first run; the second goes on for as many."""
 
@@ -29,7 +28,8 @@ def _train(config: dict[str, Any]) -> None:
         threading.Thread(target=_kill_after_a_commit, args=[run], daemon=True).start()
     if framework == "lightning":
         _let_lightning_run_on_cpu()
-    ray_frameworks.FRAMEWORKS[framework](config)
+    with (run / PRINTED).open("a") as printed, contextlib.redirect_stdout(printed):
+        ray_frameworks.FRAMEWORKS[framework](config)
 
 
 def _let_lightning_run_on_cpu() -> None:
@@ -57,7 +57,3 @@ def main(directory: str, frameworks: list[str]) -> None:
         common = [framework, "--storage", directory]
         ray_frameworks.main([*common, "--steps", str(STEPS), "--max-failures", "2"], _train)
         ray_frameworks.main([*common, "--steps", str(2 * STEPS), "--workers", "3", "--stage", "3"], _train)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from tests import forked, sampling
+from tests import sampling
 from tests.under_ray import loops
 from tests.under_ray.driver import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from _pytest.tmpdir import TempPathFactory
+    from tests.under_ray.conftest import Trained
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -28,14 +28,29 @@ RAISING = ["unguarded", "exception"] if sampling.thorough() else []
 ENDINGS = ["return", *RAISING, "fails"]
 
 
+TRAINED = {
+    "deaths": ("deaths", DEATHS),
+    "resume": ("resume",),
+    "bucket": ("bucket",),
+    "ending": ("ending", ENDINGS),
+    "causal": (
+        "example", "ray_causal_lm.py",
+        ["--storage", "causal", "--workers", "1", "--epochs", "8"],
+        ["--storage", "causal", "--workers", "2", "--epochs", "10", "--stage", "3", "--export", "out"],
+    ),
+    **({"classification": (
+        "example", "ray_text_classification.py",
+        ["--storage", "classification", "--workers", "2", "--epochs", "1"],
+        ["--storage", "classification", "--workers", "1", "--epochs", "2", "--data", "ray"],
+    )} if sampling.thorough() else {}),
+}  # fmt: skip
+"""Runs on one cluster: see ``driver``."""
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: TempPathFactory) -> Path:
-    """What all runs have left; they share one cluster."""
-    directory = tmp_path_factory.mktemp("ray")
-    given: dict[str, list[Any]] = {"deaths": [DEATHS], "resume": [], "bucket": [], "ending": [ENDINGS]}
-    jobs = [{"run": run, "arguments": arguments} for run, arguments in given.items()]
-    forked.start("tests.under_ray.driver", jobs, directory)
-    return directory
+def done(trained: Trained) -> Path:
+    """What the runs of this module have left."""
+    return trained.of("deaths", "resume", "bucket", "ending")
 
 
 def _facts(done: Path, name: str) -> Any:
@@ -220,27 +235,18 @@ def _example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generates(tmp_path: Path) -> None:
-    run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    first = _example("ray_causal_lm.py", "--storage", run, "--workers", "1", "--epochs", "8")
+def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generates(trained: Trained) -> None:
+    first, second = trained.printed("causal")
     assert "epoch 7 on 1 workers" in first
-    second = _example(
-        "ray_causal_lm.py", "--storage", run, "--workers", "2", "--epochs", "10", "--stage", "3", "--export", out
-    )
     assert "epoch 7 on 1 workers" in second
     assert "epoch 8 on 2 workers" in second
     assert "generated [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]" in second
 
 
 @pytest.mark.thorough
-def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    assert "epoch 0: loss" in _example(
-        "ray_text_classification.py", "--storage", run, "--workers", "2", "--epochs", "1"
-    )
-    second = _example(
-        "ray_text_classification.py", "--storage", run, "--workers", "1", "--epochs", "2", "--data", "ray"
-    )
+def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(trained: Trained) -> None:
+    first, second = trained.printed("classification")
+    assert "epoch 0: loss" in first
     assert second.count("epoch ") == 2
     assert "epoch 1: loss" in second
 
