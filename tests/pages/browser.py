@@ -38,8 +38,39 @@ def running() -> Iterator[Any]:
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
-        yield browser
+        yield Browser(browser)
         browser.close()
+
+
+class Browser:
+    """A browser whose windows are used again: a new one is a process of the browser's, and takes a second of CPU.
+
+    Args:
+        browser: Playwright's.
+    """
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self._free: dict[tuple[str, int, bool], list[Any]] = {}
+
+    def window(self, scheme: str, width: int, *, forced: bool) -> Any:
+        """Return an empty window: see ``Opened``."""
+        size = {"width": width, "height": 900}
+        free = self._free.setdefault((scheme, width, forced), [])
+        if not free:
+            colours = "active" if forced else "none"
+            context = self._browser.new_context(color_scheme=scheme, viewport=size, forced_colors=colours)
+            free.append(context.new_page())
+        page = free.pop()
+        page.emulate_media(media="screen")
+        page.set_viewport_size(size)
+        return page
+
+    def give_back(self, page: Any, scheme: str, width: int, *, forced: bool) -> None:
+        """Take a window that is used no more."""
+        page.goto("about:blank")
+        page.mouse.move(width - 1, 899)  # where no page has anything
+        self._free[scheme, width, forced].append(page)
 
 
 class Opened:
@@ -54,29 +85,30 @@ class Opened:
     """
 
     def __init__(
-        self, browser: Any, path: Path, scheme: str = "light", width: int = 1280, *, forced: bool = False
+        self, browser: Browser, path: Path, scheme: str = "light", width: int = 1280, *, forced: bool = False
     ) -> None:
-        self.context = browser.new_context(
-            color_scheme=scheme,
-            viewport={"width": width, "height": 900},
-            forced_colors="active" if forced else "none",
-        )
-        self.page = self.context.new_page()
+        self._browser, self._kind = browser, (scheme, width)
+        self._forced = forced
+        self.page = browser.window(scheme, width, forced=forced)
         self.complaints: list[str] = []
         """Errors and warnings of the console, and errors that no script caught."""
         self.requests: list[str] = []
         """Addresses that the page asked for."""
-        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in {"error", "warning"} else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
+        self._listening: dict[str, Any] = {
+            "console": lambda m: self.complaints.append(m.text) if m.type in {"error", "warning"} else None,
+            "pageerror": lambda error: self.complaints.append(str(error)),
+            "request": lambda request: self.requests.append(request.url),
+        }
+        for event, heard in self._listening.items():
+            self.page.on(event, heard)
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready='1']", timeout=60_000)
 
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.context.close()
+    def close(self) -> None:
+        """Give the window back."""
+        for event, heard in self._listening.items():
+            self.page.remove_listener(event, heard)
+        self._browser.give_back(self.page, *self._kind, forced=self._forced)
 
     def run(self, script: str, argument: Any = None) -> Any:
         """The value of an expression in the page."""

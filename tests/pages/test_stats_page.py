@@ -49,7 +49,13 @@ def _random(names: Iterable[tuple[str, tuple[int, ...]]], states: Sequence[str])
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layers", "hidden", "experts"), [(64, 80, 8192, 0), (1024, 100, 28_000, 0), (64, 61, 7168, 256)]
+    ("ranks", "layers", "hidden", "experts"),
+    [
+        (64, 80, 8192, 0),
+        (64, 12, 7168, 256),
+        pytest.param(1024, 100, 28_000, 0, marks=pytest.mark.thorough),
+        pytest.param(64, 61, 7168, 256, marks=pytest.mark.thorough),
+    ],
 )
 def test_the_page_of_a_large_model_is_small(ranks: int, layers: int, hidden: int, experts: int, opened: Open) -> None:
     shapes = synthetic.shapes_of(layers, hidden, experts)

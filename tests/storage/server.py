@@ -162,8 +162,11 @@ class Bucket:
 
 
 def _serve() -> None:
+    from moto import backends
     from moto.server import ThreadedMotoServer
 
+    modules = list(backends.list_of_moto_modules())
+    backends.list_of_moto_modules = lambda: modules  # it looks at its own files twice for each request
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
