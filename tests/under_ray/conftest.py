@@ -37,7 +37,7 @@ class Trained:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The runs that the modules of the chosen tests name as ``TRAINED``."""
     directory = tmp_path_factory.mktemp("trained")
-    modules = dict.fromkeys(item.getparent(pytest.Module).obj for item in request.session.items)
+    modules = dict.fromkeys(getattr(item, "module", None) for item in request.session.items)
     jobs = [
         {"name": name, "run": run, "arguments": arguments}
         for module in modules

@@ -80,9 +80,9 @@ def _serve(listening: socket.socket) -> None:
     waiting.register(listening, selectors.EVENT_READ)
     while os.getppid() == parent:
         for key, _ in waiting.select(0.1):
-            if key.fileobj is not listening:
+            if key.data is not None:
                 waiting.unregister(key.fileobj)
-                os.kill(workers[key.fileobj], signal.SIGKILL)
+                os.kill(workers[key.data], signal.SIGKILL)
                 continue
             connection, _ = listening.accept()
             with connection.makefile() as lines:
@@ -98,7 +98,7 @@ def _serve(listening: socket.socket) -> None:
                 connection.close()
                 _end_by(partial(_become, asked))
             workers[connection] = pid
-            waiting.register(connection, selectors.EVENT_READ)
+            waiting.register(connection, selectors.EVENT_READ, connection)
         for connection, pid in list(workers.items()):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 del workers[connection]
