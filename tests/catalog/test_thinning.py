@@ -321,7 +321,7 @@ def test_a_crash_at_every_operation_loses_nothing(
     assert {"create", "pwrite", "fsync", "rename", "unlink"} <= set(names)
     seen: set[tuple[str, bool]] = set()
     tried = 0
-    for number, fault in enumerate(sampling.some(_faults(names), 90, key=f"thin {committed}"), 1):
+    for number, fault in enumerate(sampling.some(_faults(names), 50, key=f"thin {committed}"), 1):
         outcome = attempt(root := fresh(number), fault)
         tried += 1
         assert outcome.killed or isinstance(outcome.error, CkptError) or outcome.succeeded, (fault, outcome)

@@ -35,13 +35,13 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The runs that the modules of the chosen tests name as ``TRAINED``."""
+    """The runs that the modules of the chosen tests name as ``RAY_RUNS``."""
     directory = tmp_path_factory.mktemp("trained")
     modules = dict.fromkeys(getattr(item, "module", None) for item in request.session.items)
     jobs = [
         {"name": name, "run": run, "arguments": arguments}
         for module in modules
-        for name, (run, *arguments) in getattr(module, "TRAINED", {}).items()
+        for name, (run, *arguments) in getattr(module, "RAY_RUNS", {}).items()
     ]
     forked.start("tests.under_ray.driver", jobs, directory)
     return Trained(directory)

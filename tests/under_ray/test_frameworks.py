@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 FRAMEWORKS = sampling.some(["trainer", "accelerate", "lightning"], 1)
 
 
-TRAINED = {framework: ("frameworks", [framework]) for framework in FRAMEWORKS}
+RAY_RUNS = {framework: ("frameworks", [framework]) for framework in FRAMEWORKS}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
