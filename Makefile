@@ -10,6 +10,8 @@ QUICK_READY := $(QUICK)/.ready
 # Where to find torch's CPU build, if pip does not find one by itself: make TORCH_OPTIONS="--index-url ..." test
 TORCH_OPTIONS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Else each of the thousands of processes that tests start would compile all of ckpttool anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo quick test test-of thorough check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help

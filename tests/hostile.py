@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.ranges import ByteRange
 
@@ -387,7 +387,8 @@ def _rebuild_in_rebuild(count: int) -> bytes:
     return out + b"0(h\x00h\x01h\x02}tq\x02" * count + b"0h\x00h\x02R"
 
 
-def _colliding(count: int) -> Iterator[tuple[int, int]]:
+@functools.cache
+def _colliding(count: int) -> list[tuple[int, int]]:
     """Pairs of one hash: the second undoes what the first did. Source: CPython, Objects/tupleobject.c (xxHash)."""
     p1, p2, p5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     mask = (1 << 64) - 1
@@ -399,7 +400,7 @@ def _colliding(count: int) -> Iterator[tuple[int, int]]:
 
     wanted = after(1)
     found = ((a, (wanted - after(a)) * inverse & mask) for a in itertools.count(2))
-    return itertools.islice((pair for pair in found if pair[1] < 1 << 60), count)
+    return list(itertools.islice((pair for pair in found if pair[1] < 1 << 60), count))
 
 
 def _colliding_pairs(count: int, then: bytes = b"N") -> bytes:

@@ -81,7 +81,7 @@ class Truth:
         """Whether it was converted, and only the result kept."""
         return os.path.exists(os.path.join(source(self.name), "latest_universal"))
 
-    @property
+    @functools.cached_property
     def topology(self) -> Topology:
         """The ranks of the run; under MiCS, those that do not hold the same."""
         shared = 2 if self.name.endswith("-mics") else self.facts["world_size"]
@@ -149,7 +149,7 @@ class Truth:
         """What a parameter is called: a tied layer goes by its number where nothing names its key."""
         return name.replace("tied_modules.embed.", "0.") if self.unassigned else name
 
-    @property
+    @functools.cached_property
     def states(self) -> dict[str, NDArray[Any]]:
         """Every state that the checkpoint holds of a parameter or buffer, by "STATE/NAME"."""
         held = {}

@@ -21,9 +21,19 @@ from tests.truth import source, truth
 if TYPE_CHECKING:
     from pathlib import Path
 
-peft = pytest.importorskip("peft", reason="the merge is compared with PEFT's")
+peft: Any = None
+"""The package, from the first test on: importing it takes seconds, which processes with other tests need not spend."""
 # PEFT with the tested transformers, and on tied weights and bases that it does not find on the Hub.
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """PEFT, if it is installed."""
+    global peft
+    peft = pytest.importorskip("peft", reason="the merge is compared with PEFT's")
+
+
 TRAINED = ["zero2-dp2-bf16-lora-trainer", "zero3-dp2-bf16-lora-trainer"]
 
 
