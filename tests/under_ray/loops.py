@@ -240,7 +240,7 @@ def _with_a_failure(rank: int, where: Any, name: str, call: Callable[[], Any]) -
 
 
 def in_background(config: dict[str, Any]) -> None:
-    """Saves in the background, and at the end one as documented."""
+    """Saves in the background; at the end one as documented, or one that still runs when the function has returned."""
     import ray.train.collective
 
     from ckpttool.integrations.ray_train import RayTrainCheckpoints
@@ -256,32 +256,44 @@ def in_background(config: dict[str, Any]) -> None:
         train()
         again = checkpoints.restore(engine), digest_of(engine)
     found = {"restored": restored, "before": before, "held": held, "saved": str(checkpoints.last_save), "again": again}
+    if ends := config.get("ends"):
+        train()
+        found["at end"] = digest_of(engine)
     if config.get("documented"):
         with tempfile.TemporaryDirectory() as directory:
             engine.save_checkpoint(directory)
             ray.train.report({"loss": 9.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
     if ray.train.get_context().get_world_rank() == 0:
         note(config["facts"], f"{config['name']}.json", found)
+    if ends:
+        _slow_writes(fail=ends == "fails")
+        RayTrainCheckpoints(blocking=False, timeout=60).report(engine, {"loss": 0.25}, client_state={"loss": 0.25})
+
+
+def _slow_writes(*, fail: bool) -> None:
+    """Let saves take longer than the train function, and fail if they shall."""
+    import time
+
+    from ckpttool import StorageError
+    from ckpttool.saving import files
+
+    write = files.write_files
+
+    def slow_write(*given: Any) -> Any:
+        time.sleep(1)
+        if fail:
+            raise StorageError("the storage", "cannot be reached", "injected")
+        return write(*given)
+
+    files.write_files = slow_write  # type: ignore[assignment]
 
 
 def ending(config: dict[str, Any]) -> None:
     """A save in the background that still runs when the train function ends."""
-    import shutil
-    import time
-
     from ckpttool.integrations.ray_train import RayTrainCheckpoints
-    from ckpttool.saving import files
 
     engine, train = engine_of(2)
-    write = files.write_files
-
-    def slow_write(storage: Any, directory: str, *given: Any) -> Any:
-        time.sleep(2)
-        if config["how"] == "fails":
-            shutil.rmtree(directory, ignore_errors=True)
-        return write(storage, directory, *given)
-
-    files.write_files = slow_write  # type: ignore[assignment]
+    _slow_writes(fail=config["how"] == "fails")
     train()
     checkpoints = RayTrainCheckpoints(blocking=False, timeout=60)
     if config["how"] == "exception":
