@@ -246,6 +246,8 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     assert "bytes instead of " in error
     assert rule.fired == 0 or proxy.requests("get_object")
     assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (read_client == "obstore")  # which is then given up
+    whole = s3.sizes("large/")["large/model.safetensors"]
+    assert all(r.sent < whole for r in proxy.requests("get_object"))
 
 
 @pytest.mark.parametrize("fault", sampling.some([k for k in READS if k != "timeout"], 5, key="given up"))
