@@ -30,7 +30,7 @@ RUNS = {
     "thin.py": [*ONCE, "--stages", "2"],
     "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],
 }  # fmt: skip
-SLOW = {"average.py", "consolidate.py", "convert.py", "merge_lora.py", "restore.py", "save.py", "thin.py", "trainer.py"}
+SLOW = set(RUNS) - {"delta.py", "scale.py"}
 ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],

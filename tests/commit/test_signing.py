@@ -133,6 +133,15 @@ def test_a_signed_checkpoint_under_another_name_is_refused(signed: Path) -> None
     _read_all(signed.with_name("t.replaced"), KEY)
 
 
+def test_a_damaged_signature_is_found_without_the_key(signed: Path) -> None:
+    path = signed / MANIFEST
+    told = json.loads(path.read_text())
+    told[SIGNATURE] = told[SIGNATURE][::-1]
+    path.write_text(json.dumps(told))
+    with pytest.raises(CkptError, match="is not a manifest of ckpttool; is it damaged"):
+        read_manifest(LOCAL, str(signed))
+
+
 def test_another_key_is_refused(signed: Path) -> None:
     with pytest.raises(PlanError, match="is not signed with this key"):
         _read_all(signed, OTHER)

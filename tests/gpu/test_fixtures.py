@@ -205,6 +205,7 @@ def test_how_saves_stall_is_measured_by_ranks_that_start_afresh(tmp_path: Path) 
     assert "manager.save, asynchronous: stall" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.thorough
 def test_a_slow_parameter_is_noted_and_the_others_are_resolved(tmp_path: Path) -> None:
     code, printed = command(
         "--device", "cpu", "--only", "zero1-bf16", "--ranks", "1", "--seconds", "2", "--steps", "100000",
