@@ -25,6 +25,9 @@ settings.register_profile("default", deadline=None, max_examples=50, suppress_he
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
 
+LONG = ("tests/pages/", "tests/storage/", "tests/saving/")
+"""Directories with files that take longest, of those without DeepSpeed: begun last, one of them would be waited for."""
+
 # DeepSpeed asks this when it is imported; the tests that use it have no other accelerator to offer.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -63,7 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _rank(item: pytest.Item) -> int:
     """Order of a test among those of several processes: the longest groups first."""
-    return 0 if item.get_closest_marker("ray") else 1 if item.get_closest_marker("deepspeed") else 2
+    if item.get_closest_marker("ray"):
+        return 0
+    if item.get_closest_marker("deepspeed"):
+        return 1
+    return 2 if item.nodeid.startswith(LONG) else 3
 
 
 def pytest_configure(config: pytest.Config) -> None:
