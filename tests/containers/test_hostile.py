@@ -284,6 +284,7 @@ ARCHIVES = {
     "a record begins in the directory": (raw_zip(_with(2, header=180)), "lies outside the file|broken local header"),
     "a record ends beyond the file": (raw_zip(_with(1, nbytes=1 << 30, packed=1 << 30)), "reaches beyond the data"),
     "a record ends in the next": (raw_zip(_with(0, nbytes=40, packed=40)), "overlap"),
+    "a record ends with the first byte of the next": (raw_zip(_with(0, nbytes=5, packed=5)), "overlap"),
     "a record is compressed": (raw_zip(_with(1, method=8)), "is compressed or encrypted"),
     "a record is compressed in its own header": (raw_zip(_with(1, local_method=8)), "broken local header"),
     "a record is a zip bomb": (raw_zip(_with(1, method=8, nbytes=0xFFFFFFFE)), "is compressed or encrypted"),
