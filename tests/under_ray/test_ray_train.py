@@ -24,13 +24,15 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
 DEATHS = loops.DEATHS if sampling.thorough() else (loops.BETWEEN_FILES, loops.BEFORE_REPORT)
-ENDINGS = ["return", "unguarded", "exception", "fails"]
+RAISING = ["unguarded", "exception"] if sampling.thorough() else ["unguarded"]
+ENDINGS = ["return", *RAISING, "fails"] if sampling.thorough() else RAISING
 
 
 RAY_RUNS: dict[str, tuple[Any, ...]] = {
     "deaths": ("deaths", DEATHS),
     "resume": ("resume",),
     "bucket": ("bucket",),
+    "ending": ("ending", ENDINGS),
     "causal": (
         "example", "ray_causal_lm.py",
         ["--storage", "causal", "--workers", "1", "--epochs", "8"],
@@ -39,7 +41,6 @@ RAY_RUNS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Runs on one cluster: see ``driver``."""
 if sampling.thorough():
-    RAY_RUNS["ending"] = ("ending", ENDINGS)
     RAY_RUNS["classification"] = (
         "example", "ray_text_classification.py",
         ["--storage", "classification", "--workers", "2", "--epochs", "1"],
@@ -132,8 +133,7 @@ def test_the_same_on_a_shared_disk(trained: Trained) -> None:
     assert "was not saved: " in _facts(done, "ending-fails.json")["error"]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["unguarded", "exception"])
+@pytest.mark.parametrize("how", RAISING)
 def test_a_save_in_the_background_is_committed_when_the_train_function_fails(trained: Trained, how: str) -> None:
     done = trained.of("ending")
     assert "the loop failed" in _facts(done, f"ending-{how}.json")["error"]
