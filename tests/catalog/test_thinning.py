@@ -398,6 +398,20 @@ def test_another_machines_marker_is_respected_until_it_is_old(tmp_path: Path) ->
     assert not (directory / THINNING).exists()
 
 
+def test_a_dry_run_leaves_what_a_killed_prune_has_left(tmp_path: Path) -> None:
+    directory = _prepared(tmp_path, committed=True)
+    mark = {"key": "x", "files": ["model.safetensors"], "old": [], "machine": "another", "process": 1, "host": "far"}
+    (directory / THINNING).write_text(json.dumps(mark))
+    (directory / "model.safetensors").write_text("half")
+    os.utime(directory / THINNING, (1, 1))
+    ckpttool.prune(tmp_path, keep_last=1, thin="bf16", dry_run=True)
+    assert (directory / "model.safetensors").read_text() == "half"
+    assert (directory / THINNING).exists()
+    ckpttool.prune(tmp_path, keep_last=1, thin="bf16")
+    assert not (directory / "model.safetensors").exists()
+    assert not (directory / THINNING).exists()
+
+
 def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
     directory = _prepared(tmp_path, committed=True)
     (directory / THINNING).write_text("{")

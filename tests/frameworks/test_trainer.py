@@ -56,7 +56,7 @@ def _first_jobs(jobs: Jobs, endpoint: str) -> None:
     bucket = {"root": "s3://runs/trainer", "storage_options": {"endpoint_url": endpoint}, "export_every": 4}
     jobs.add(
         "bucket", 2, 2, steps=4, save_steps=1, learning_rate=0.3, arguments=best, evaluate=True,
-        callback={**bucket, "async_save": True}, environment=server.ENVIRONMENT,
+        callback={**bucket, "async_save": True}, environment=server.ENVIRONMENT, again=True,
     )  # fmt: skip
     jobs.add(
         "peft", 3, 2, peft=True, callback={"export_every": SAVED}, arguments={"save_total_limit": 5},

@@ -78,6 +78,10 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     facts["restored"] = callback.restored.path if callback is not None and callback.restored is not None else None
     if job.get("evaluate"):
         facts["evaluated"] = trainer.evaluate()["eval_loss"]
+    if job.get("again"):  # as the Trainer does where its last step is one of those to save
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        callback.wait()
     if job.get("push"):
         trainer.push_to_hub()
     if job.get("save_model"):

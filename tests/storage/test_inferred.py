@@ -83,6 +83,12 @@ def test_damaged_directories_are_refused_alike_or_read_within_the_file() -> None
             assert all(0 <= r.where.start <= r.where.end <= len(case) for r in far.values())  # type: ignore[attr-defined]
 
 
+def test_the_beginning_of_a_file_is_seen_from_afar() -> None:
+    path = next(p for p in FILES if "universal" not in str(p))
+    data = path.read_bytes()
+    assert "broken local header" in str(_said(b"XX" + data[2:], remote=True))
+
+
 @pytest.mark.parametrize("path", FILES[:: len(FILES) // 4][:4], ids=lambda p: p.name[:40])
 def test_damaged_bundled_files_never_lead_outside(path: Path) -> None:
     data = path.read_bytes()
