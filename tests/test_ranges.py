@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ckpttool.ranges import CoverProblem, exact_cover_problem
+from ckpttool.ranges import ByteRange, CoverProblem, ends, exact_cover_problem
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,8 @@ CASES = [
 def test_exact_cover(case: CoverCase) -> None:
     starts, lengths = [s for s, _ in case.spans], [n for _, n in case.spans]
     assert exact_cover_problem(starts, lengths, case.total) == case.problem
+
+
+def test_the_ends_of_a_file_are_one_range_if_they_meet() -> None:
+    assert ends(9, 4) == [ByteRange(0, 4), ByteRange(5, 9)]
+    assert [ends(nbytes, 4) for nbytes in (8, 7, 4, 0)] == [[ByteRange(0, nbytes)] for nbytes in (8, 7, 4, 0)]

@@ -138,7 +138,7 @@ def test_a_save_in_the_background_is_committed_when_the_train_function_fails(tra
     done = trained.of("ending")
     assert "the loop failed" in _facts(done, f"ending-{how}.json")["error"]
     (entry,) = ckpttool.ls(done / f"ending-{how}").entries
-    assert entry.whole
+    assert (entry.whole, entry.reported) == (True, False)
 
 
 # ------------------------------------------------------------------------------------------------- resuming
