@@ -267,6 +267,7 @@ def test_a_bucket_holds_the_run_with_its_limit_and_its_best_model(runs: dict[str
     facts = runs["bucket"]
     best = min(facts["evals"], key=lambda step: facts["evals"][step])
     assert facts["evaluated"] == facts["evals"][best]
+    assert facts["saved once"], "a bucket cannot replace a checkpoint as a whole"
     folders = {key.split("/")[1] for key in facts["keys"] if "/export/" not in key}
     steps = {int(name.removeprefix("checkpoint-")) for name in folders}
     assert {STEPS, int(best)} <= steps | {4}

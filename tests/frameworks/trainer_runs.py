@@ -78,10 +78,13 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     facts["restored"] = callback.restored.path if callback is not None and callback.restored is not None else None
     if job.get("evaluate"):
         facts["evaluated"] = trainer.evaluate()["eval_loss"]
-    if job.get("again"):  # as the Trainer does where its last step is one of those to save
-        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+    if callback is not None and job.get("again"):
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         callback.wait()
+        saved = callback.last_save
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        callback.wait()
+        facts["saved once"] = callback.last_save is saved
     if job.get("push"):
         trainer.push_to_hub()
     if job.get("save_model"):
