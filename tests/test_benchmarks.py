@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -114,6 +115,13 @@ def test_a_table_changes_with_the_record(tables: Any) -> None:
     assert "commit abc" in new
     assert tables.updated(new, _record(tables, 2.0)) == new
     assert "| 3.00 s | 6.00 |" in tables.updated(new, _record(tables, 3.0))
+
+
+def test_the_tables_are_those_of_the_record(tables: Any) -> None:
+    record = json.loads(tables.RECORD.read_text(encoding="utf-8"))
+    for path in tables.documents():
+        text = path.read_text(encoding="utf-8")
+        assert tables.updated(text, record) == text, f"{path}: run python benchmarks/tables.py"
 
 
 def test_a_missing_comparison_is_named(tables: Any) -> None:
