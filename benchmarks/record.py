@@ -25,15 +25,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "record.json"
 BENCHMARKS = {
-    "consolidate": ["--runs", "5", "--peer-runs", "3"],
-    "convert": ["--runs", "5", "--peer-runs", "3", "--workers", "2"],
+    "consolidate": ["--runs", "3", "--peer-runs", "2"],
+    "convert": ["--runs", "3", "--peer-runs", "2", "--workers", "2", "--stages", "2"],
     "average": ["--runs", "3"],
     "delta": ["--runs", "3"],
     "merge_lora": ["--runs", "3"],
-    "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "5", "--rounds", "2"],
-    "restore": ["--runs", "3"],
+    "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
+    "restore": ["--runs", "2", "--stages", "3"],
     "thin": ["--runs", "5"],
-    "storage": ["--runs", "3", "--peer-runs", "2", "--latency", "0.05"],
+    "storage": ["--runs", "2", "--peer-runs", "1", "--latency", "0.05"],
 }
 """Options of each benchmark. The larger model of ``save`` waits for the disk as a training run does; at 50M parameters
 ``engine.save_checkpoint`` is faster, because it returns before the bytes are on the disk."""
