@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.execution import assemble
 from ckpttool.execution.assemble import PartAssembler
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
@@ -19,6 +21,7 @@ from ckpttool.storage import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CASTS = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"), ("F64", "F32"), ("U8", "U8"))
 ELEMENTS = 64
@@ -117,6 +120,25 @@ def test_parts_of_any_size_join_to_the_file(drawn: tuple[list[bytes], list[tuple
         whole, overflowed = assembler.assemble(0, len(expected))
     assert whole == expected
     assert overflowed == _overflowed(sources, pieces)
+
+
+@pytest.mark.parametrize("elements", [1, 7, 50, 51])
+def test_local_values_are_cast_a_few_at_a_time(elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "CAST_ELEMENTS", elements)
+    data = np.arange(51, dtype=np.float32).tobytes()
+
+    def save(data: bytes) -> SourceFile:
+        path = tmp_path / "source"
+        path.write_bytes(data)
+        with open_storage(str(path)).open(str(path)) as reader:
+            return SourceFile(str(path), reader.nbytes, reader.version)
+
+    number = next(i for i, (source, target) in enumerate(CASTS) if source == "F32" and target != "F32")
+    pieces = [("copy", (0, 0, 51, number))]
+    plan = _plan([data], pieces, save)
+    with Sources(plan.sources) as opened:
+        found, _ = PartAssembler(plan, plan.files[0], opened).assemble(0, plan.files[0].nbytes)
+    assert bytes(found) == _expected([data], pieces)
 
 
 @given(plans(), st.sampled_from([64, 128, 192]))

@@ -132,6 +132,15 @@ def test_different_steps_in_a_group_are_reported_and_not_merged(model: torch.nn.
         ckpttool.convert(saved, tmp_path / "out", to="zero", world_size=1, stage=1, dtype="bf16")
 
 
+def test_groups_at_different_steps_leave_the_step_unknown(model: torch.nn.Module, tmp_path: Path) -> None:
+    weights, states = _optimizer(model)
+    for name in states["param_groups"][0]["params"]:
+        states["state"][name]["step"] = torch.tensor(7.0)
+    checkpoint = open_checkpoint(str(_save({"model": weights, "optim": states}, tmp_path / "x")))
+    assert [group.scalars["step"].value for group in checkpoint.groups] == [7.0, 1.0]
+    assert checkpoint.step is None
+
+
 def test_it_is_sound_and_becomes_safetensors(model: torch.nn.Module, saved: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -209,6 +209,19 @@ def test_moments_and_masters_know_their_own_padding(checkpoint_copy: Callable[[s
     }
 
 
+def test_a_rank_whose_place_among_the_experts_is_another_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("autoep-zero3-dp2-ep2-bf16")
+
+    def move(file: dict[str, Any]) -> None:
+        for entry in file["optimizer_state_dict"]["ds_zero_partition_groups"]:
+            if len(entry["partition_ranks"]) > 1:
+                entry["partition_rank"] = 1 - entry["partition_rank"]
+
+    _edit(next(root.rglob("*rank_0*optim_states.pt")), move)
+    with pytest.raises(LayoutError, match="ds_zero_partition_groups gives rank 0 another position"):
+        open_checkpoint(str(root))
+
+
 def _edit(path: Path, change: Change) -> None:
     file = torch.load(path, weights_only=False)
     change(file)
