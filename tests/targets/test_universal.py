@@ -460,6 +460,16 @@ def test_tensors_in_the_client_state_are_carried(checkpoint_copy: Callable[[str]
     assert not any("client state" in loss for loss in universal_losses(inspect(str(copy))))
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_groups_at_unlike_steps_are_noted(step: int) -> None:
+    checkpoint = inspect(source("zero2-dp2-bf16"))
+    first, second = checkpoint.groups
+    later = replace(second, scalars={"step": replace(first.scalars["step"], value=step)})
+    assert first.scalars["step"].value == 3
+    assert not any("step of the first" in loss for loss in universal_losses(checkpoint))
+    assert any("step of the first" in loss for loss in universal_losses(replace(checkpoint, groups=(first, later))))
+
+
 def test_tensors_in_the_client_state_that_nobody_located_are_left_out_and_named(tmp_path: Path) -> None:
     ref = TensorRef(StorageRef("0", "FloatStorage", "F32", "cpu", 1), "F32", 0, (), ())
     checkpoint = inspect(source("zero1-dp1-bf16"))
