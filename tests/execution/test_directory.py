@@ -21,7 +21,7 @@ def test_only_complete_files_are_in_the_journal(tmp_path: Path) -> None:
         for file, parts in zip(files, ((b"abc", b"def"), (b"abc",)), strict=True):
             target = output.begin(file)
             for number, part in enumerate(parts):
-                target.write(3 * number, part)
+                target.write(3 * number, memoryview(part))
     with Directory.open(str(tmp_path)) as directory:
         again = DirectoryOutput(directory, Journal(directory))
         assert [again.has(file) for file in files] == [True, False]
