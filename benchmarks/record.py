@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ckpttool.storage.direct_io import file_system_of
+
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "record.json"
 BENCHMARKS = {
@@ -56,12 +58,11 @@ def machine(data: Path) -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
     data.mkdir(parents=True, exist_ok=True)
-    kind = subprocess.run(["stat", "-f", "-c", "%T", str(data)], capture_output=True, text=True, check=False)
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory),
         "processor": models[0] if models else platform.machine(),
-        "file_system": kind.stdout.strip(),
+        "file_system": file_system_of(str(data)),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
