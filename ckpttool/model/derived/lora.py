@@ -15,7 +15,7 @@ from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, Parameter, State
 from ckpttool.model.derived.combination import Combination
-from ckpttool.model.derived.lora_config import CONFIG, by_pattern, check_config, check_initialisation
+from ckpttool.model.derived.lora_config import CONFIG, by_pattern, check_config, check_initialisation, ranks_of
 from ckpttool.model.formulas import LowRankUpdate, MergedWeight, ScaledSum
 from ckpttool.model.places import Computed
 
@@ -354,6 +354,10 @@ def _update(checkpoint: Checkpoint, layer: str, found: _Layer, config: Mapping[s
     if b.shape[1] != rank or not rank:
         problem = f"has lora_A and lora_B of {layer} with shapes {list(a.shape)} and {list(b.shape)}"
         raise PlanError(checkpoint.location, problem, "restore it from a copy")
+    allowed = ranks_of(config, layer)
+    if rank not in allowed and None not in allowed:
+        problem = f"has matrices of rank {rank} for {layer}, but {CONFIG} says {' or '.join(map(str, sorted(allowed)))}"
+        raise PlanError(checkpoint.location, problem, "restore the file that was saved with the adapter")
     alpha = float(by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"]))
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LowRankUpdate(a, b, scaling, found.magnitude)

@@ -48,7 +48,10 @@ def check_config(checkpoint: Checkpoint, adapter: str, config: Mapping[str, Any]
         raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
     if not isinstance(config.get("lora_alpha"), int | float):
         raise PlanError(checkpoint.location, f"has no number lora_alpha in {of}", "restore the file from a copy")
-    _check_patterns(checkpoint, config)
+    if not isinstance(config.get("r"), int | float | None):
+        raise PlanError(checkpoint.location, f"has no number r in {of}", "restore the file from a copy")
+    _check_patterns(checkpoint, config, "alpha_pattern")
+    _check_patterns(checkpoint, config, "rank_pattern")
 
 
 def check_initialisation(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -74,13 +77,20 @@ def by_pattern(patterns: Any, layer: str, default: Any) -> Any:
     return default
 
 
-def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Refuse scalings by pattern that are damaged, or whose patterns may take forever to match.
+def ranks_of(config: Mapping[str, Any], layer: str) -> set[Any]:
+    """Return the ranks that a configuration allows for a layer: of all patterns that match, as PEFT sorts them anew."""
+    patterns = config.get("rank_pattern") or {}
+    found = {value for pattern, value in patterns.items() if by_pattern({pattern: value}, layer, None) is not None}
+    return found or {config.get("r")}
+
+
+def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any], field: str) -> None:
+    """Refuse values by pattern that are damaged, or whose patterns may take forever to match.
 
     Raises:
         PlanError: There is one.
     """
-    patterns = config.get("alpha_pattern") or {}
+    patterns = config.get(field) or {}
     for pattern, value in patterns.items() if isinstance(patterns, dict) else [(patterns, None)]:
         sound = isinstance(pattern, str) and isinstance(value, int | float)
         if sound and not _COSTLY.search(pattern) and len(pattern) <= MAX_PATTERN and pattern.count("*") < MAX_STARS:
@@ -91,5 +101,5 @@ def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
         else:
             sound = False
         if not sound:
-            problem = f"has {brief(pattern)} in alpha_pattern of {CONFIG}, which is no number by a simple pattern"
+            problem = f"has {brief(pattern)} in {field} of {CONFIG}, which is no number by a simple pattern"
             raise PlanError(checkpoint.location, problem, "restore the file from a copy, or merge it with PEFT")

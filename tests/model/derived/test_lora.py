@@ -561,6 +561,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[
         ({"alpha_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in alpha_pattern of adapter_config.json, which is no number"),
         ({"alpha_pattern": {"q_proj[": 2}}, "has 'q_proj[' in alpha_pattern"),
         ({"alpha_pattern": {"q_proj": "2"}}, "has 'q_proj' in alpha_pattern"),
+        ({"rank_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in rank_pattern of adapter_config.json, which is no number"),
+        ({"r": [3]}, "has no number r in adapter_config.json; restore"),
+        ({"r": 3}, "has matrices of rank "),
     ):
         _edit(config, **change)
         assert message in refused("--base", base)
