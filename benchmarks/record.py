@@ -34,7 +34,7 @@ BENCHMARKS = {
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
     "restore": ["--runs", "2", "--stages", "3"],
-    "thin": ["--runs", "5"],
+    "thin": ["--runs", "3", "--scale", "small", "--stages", "2"],
     "storage": ["--runs", "2", "--peer-runs", "1", "--latency", "0.05"],
 }
 """Options of each benchmark. The larger model of ``save`` waits for the disk as a training run does; at 50M parameters

@@ -78,13 +78,18 @@ def _summary(record: dict[str, Any]) -> list[str]:
 
 
 def _benchmark(record: dict[str, Any], name: str) -> list[str]:
-    lines = ["| comparison | contestant | wall s (least to most) | CPU s | peak MB | wall, of the base |"]
+    lines = ["| comparison | contestant | wall s (least to most) | CPU s | peak MB | of the base |"]
     lines += ["|---|---|---|---|---|---|"]
     for comparison in (c for c in record["comparisons"] if c["benchmark"] == name):
         contestants = comparison["contestants"]
         base = contestants[comparison["base"]]
         title = comparison["comparison"]
         for contestant, figures in contestants.items():
+            if "bytes" in figures:
+                size, of = figures["bytes"]["median"], base["bytes"]["median"]
+                lines.append(f"| {title} | {contestant} | {size / 1e6:.0f} MB | | | {size / of:.2f} |")
+                title = ""
+                continue
             wall, reference = _wall(figures), _wall(base)
             cpu = f"{figures['cpu']['median']:.2f}" if "cpu" in figures else ""
             memory = next((f"{figures[q]['max']:.0f}" for q in ("peak_mb", "extra_mb") if q in figures), "")
