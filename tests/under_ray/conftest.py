@@ -1,4 +1,4 @@
-"""What all runs of Ray Train have left; they share one cluster."""
+"""Results of all runs of Ray Train; they share one cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Trained:
         return self.directory
 
     def printed(self, name: str) -> list[str]:
-        """What each command of an example printed."""
+        """Output of each command of an example."""
         return (self.of(name) / f"{name}.printed").read_text().split(END)[:-1]
 
 

@@ -50,7 +50,7 @@ if sampling.thorough():
 
 @pytest.fixture(scope="module")
 def done(trained: Trained) -> Path:
-    """What the runs of this module have left."""
+    """Results of the runs of this module."""
     return trained.of("deaths", "resume", "bucket")
 
 
