@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 from consolidate import PYTHON, checkpoint
-from measure import DATA, SCALES
+from measure import DATA, SCALES, keep
 from s3_server import running
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def bench(name: str, src: str, out: str, runs: int, workers: list[int]) -> None:
     heads = f"{'wall s':>9}{'of local':>10}{'of work':>9}{'command MB':>12}{'worker MB':>11}{'together':>10}"
     print(f"{'':16}{heads}")
     base: tuple[float, float] | None = None
+    contestants: dict[str, dict[str, list[float]]] = {}
     for count in (0, *workers):
         with cluster(count) if count else contextlib.nullcontext("") as address:
             joined = ["--ray", address] if count else []
@@ -144,8 +145,10 @@ def bench(name: str, src: str, out: str, runs: int, workers: list[int]) -> None:
         base = base or (wall, wall - start)
         peaks = [max(getattr(u, key) for u in taken) for key in ("command_mb", "worker_mb", "all_mb")]
         title = f"{count} workers" if count else "without Ray"
+        contestants[title] = {"wall": [u.wall for u in taken], "peak_mb": [u.all_mb for u in taken]}
         ratios = f"{wall:9.2f}{wall / base[0]:9.2f}x{(wall - start) / base[1]:8.2f}x"
         print(f"{title:16}{ratios}{peaks[0]:12.0f}{peaks[1]:11.0f}{peaks[2]:10.0f}", flush=True)
+    keep(name, "without Ray", contestants)
     shutil.rmtree(out, ignore_errors=True)
 
 

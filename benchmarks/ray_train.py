@@ -25,8 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 from measure import DATA as ROOT
+from measure import keep
 
 from ckpttool.testing.s3_faults import Latency
 from ckpttool.testing.s3_proxy import Proxy
@@ -39,6 +40,12 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }  # fmt: skip
 WIDTH = 512
+WAYS = {
+    "documented": "save_checkpoint, report(from_directory)",
+    "ours": "ray_train.report",
+    "background": "ray_train.report, in the background",
+}
+"""Ways to save, and their names in the record."""
 
 
 def train_func(config: dict[str, Any]) -> None:
@@ -113,14 +120,18 @@ def measure(where: str, options: argparse.Namespace, **run: Any) -> None:
         "from": None,
     }
     medians: dict[str, float] = {}
+    contestants: dict[str, dict[str, list[float]]] = {}
     newest: Any = None
-    for way in ("documented", "ours", "background"):
+    for way, title in WAYS.items():
         found, newest = fit(way, options.workers, f"{way}-{os.getpid()}", config, **run)
-        medians[way] = statistics.median(found["stalls"][1:])  # the first is slow for all
+        counted = found["stalls"][1:]  # the first is slow for all
+        medians[way] = statistics.median(counted)
+        contestants[title] = {"wall": counted}
         times = ", ".join(f"{s:.2f}" for s in found["stalls"])
         print(f"{where}: {way}: {medians[way]:.2f} s a checkpoint ({times})", flush=True)
     for way in ("ours", "background"):
         print(f"{where}: {way} against documented: {medians['documented'] / medians[way]:.1f}x", flush=True)
+    keep(where, WAYS["ours"], contestants)
     more = options.workers + 1
     found, _ = fit("resume", more, f"resume-{os.getpid()}", {**config, "saves": 0, "from": newest}, **run)
     print(f"{where}: {more} workers resume from {options.workers} in {found['restored']:.2f} s", flush=True)

@@ -35,11 +35,15 @@ BENCHMARKS = {
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
     "restore": ["--runs", "2", "--stages", "3"],
     "thin": ["--runs", "3", "--scale", "small", "--stages", "2"],
+    "trainer": ["--ranks", "2", "--parameters", "100", "--runs", "3"],
+    "ray_offline": ["--workers", "1", "2", "--runs", "2"],
+    "ray_train": ["--parameters", "10", "--workers", "2", "--saves", "4"],
+    "scale": ["--runs", "2"],
     "storage": ["--runs", "2", "--peer-runs", "1", "--latency", "0.05"],
 }
 """Options of each benchmark. The larger model of ``save`` waits for the disk as a training run does; at 50M parameters
 ``engine.save_checkpoint`` is faster, because it returns before the bytes are on the disk."""
-PACKAGES = ("numpy", "torch", "deepspeed", "s3fs")
+PACKAGES = ("numpy", "torch", "deepspeed", "ray", "transformers", "s3fs")
 
 
 def summary(values: list[float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """How long the largest layout takes to open, show and plan: 1T parameters over 1024 ranks, payload left as holes.
 
-    python benchmarks/scale.py [--ranks N] [--layers N] [--hidden N]
+    python benchmarks/scale.py [--ranks N] [--layers N] [--hidden N] [--runs N]
 
 The files are real containers of the real structure, written by ckpttool itself, with nothing where tensors go: what is
 measured is reading structure and planning, which never look there.
@@ -101,24 +101,43 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--hidden", type=int, default=25_000)
+    parser.add_argument("--runs", type=int, default=1)
     arguments = parser.parse_args()
     began = time.perf_counter()
     parameters = make(arguments.ranks, arguments.layers, arguments.hidden)
     print(f"{parameters:,} parameters over {arguments.ranks} ranks, written in {time.perf_counter() - began:.1f} s")
+    contestants: dict[str, dict[str, list[float]]] = {}
+    for _ in range(arguments.runs):
+        for name, (seconds, peak) in once().items():
+            quantities = contestants.setdefault(name, {"wall": [], "peak_mb": []})
+            quantities["wall"].append(seconds)
+            quantities["peak_mb"].append(peak)
+    measure.keep(f"{parameters / 1e9:,.0f}G parameters, {arguments.ranks} ranks", "open", contestants)
+    shutil.rmtree(DATA)
+
+
+def once() -> dict[str, tuple[float, float]]:
+    """Open, show and plan; the seconds of each, and the peak memory of the process after it in MB."""
     began = time.perf_counter()
     checkpoint = ckpttool.inspect(str(DATA))
-    print(f"open: {time.perf_counter() - began:.1f} s, {len(checkpoint.files)} files, {checkpoint.nbytes:,} bytes")
-    opened = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    taken = {"open": (time.perf_counter() - began, peak_mb())}
+    print(f"open: {taken['open'][0]:.1f} s, {len(checkpoint.files)} files, {checkpoint.nbytes:,} bytes")
     began = time.perf_counter()
     page = checkpoint_page(checkpoint)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"page: {time.perf_counter() - began:.1f} s, {len(page):,} bytes, memory {opened / 1000:.0f} MB before it")
-    print(f"memory with it: {peak / 1000:.0f} MB")
+    taken["page of inspect --html"] = (time.perf_counter() - began, peak_mb())
+    print(f"page: {time.perf_counter() - began:.1f} s, {len(page):,} bytes, memory {taken['open'][1]:.0f} MB before it")
+    print(f"memory with it: {peak_mb():.0f} MB")
     began = time.perf_counter()
     report = ckpttool.consolidate(str(DATA), DATA / "out", to="safetensors", dry_run=True, max_shard_size="50GB")
+    taken["open, plan consolidate"] = (time.perf_counter() - began, peak_mb())
     print(f"open and plan: {time.perf_counter() - began:.1f} s, {len(report.files)} files of output")
-    print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000:.0f} MB")
-    shutil.rmtree(DATA)
+    print(f"peak memory: {peak_mb():.0f} MB")
+    return taken
+
+
+def peak_mb() -> float:
+    """Peak memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from measure import keep
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from ckpttool.integrations.huggingface import CkptCallback
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORDS = 512
+BLOCKING = "callback, blocking"
 
 
 def build(directory: Path, parameters: int, width: int) -> Any:
@@ -78,7 +80,7 @@ def main() -> None:
     trainer = build(directory, given["parameters"], given["width"])
     ways: dict[str, CkptCallback | None] = {
         "the Trainer's own save, 16-bit weights gathered": None,
-        "callback, blocking": CkptCallback(),
+        BLOCKING: CkptCallback(),
         "callback, in the background": CkptCallback(async_save=True),
         "callback, in the background, weights exported": CkptCallback(async_save=True, export_every=1),
     }
@@ -90,6 +92,10 @@ def main() -> None:
                 taken[name].append(found)
     if os.environ["RANK"] != "0":
         return
+    keep(
+        f"zero3, {dist.get_world_size()} ranks, {given['parameters'] // 10**6}M", BLOCKING,
+        {name: {"wall": [waited for waited, _ in values]} for name, values in taken.items()},
+    )  # fmt: skip
     own = statistics.median(seconds for seconds, _ in taken[next(iter(ways))])
     print("::")
     for name, values in taken.items():
