@@ -5,7 +5,6 @@ s3fs sends all requests from one thread, which also computes and copies for each
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,36 @@ if TYPE_CHECKING:
 
 _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
 """botocore's names of options of s3fs."""
+
+
+class _PartBody:
+    """The body of a request, as botocore reads it: parts of one buffer, without the copies of ``io.BytesIO``.
+
+    A stream, because a single send of all bytes must end within the socket's timeout, however slow the link is.
+    """
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, nbytes: int | None = None) -> memoryview:
+        """Return the next bytes, at most ``nbytes``; valid as long as the buffer is."""
+        end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
+        found = self._data[self._at : end]
+        self._at += len(found)
+        return found
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        return self._at
 
 
 class PartClient:
@@ -64,8 +93,7 @@ class PartClient:
             Exception: An error of botocore, for ``retry.explain``.
         """
         sums = {"ChecksumCRC32": checksum} if checksum else {}
-        # A stream, because a single send of all bytes must end within the socket's timeout, however slow the link is.
-        answer = self._opened().upload_part(PartNumber=number, Body=io.BytesIO(data), **sums, **where)
+        answer = self._opened().upload_part(PartNumber=number, Body=_PartBody(data), **sums, **where)
         return str(answer["ETag"])
 
     def _opened(self) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import io
+import os
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
 from ckpttool.storage.s3 import MIN_PART_BYTES
+from ckpttool.storage.s3_parts import _PartBody
 from ckpttool.testing import s3_faults as faults
 from tests.storage import server
 
@@ -167,3 +170,19 @@ def test_a_forked_process_makes_connections_of_its_own(s3: Bucket, monkeypatch: 
     assert client._opened() is first
     monkeypatch.setattr(client, "_process", -1)
     assert client._opened() is not first
+
+
+def test_a_body_reads_as_a_stream_and_copies_nothing() -> None:
+    data = bytearray(range(200))
+    body, stream = _PartBody(memoryview(data)), io.BytesIO(data)
+    assert len(body) == 200
+    for nbytes in (0, 3, 64, None, 5, -1):
+        assert body.read(nbytes) == stream.read(nbytes)
+        assert body.tell() == stream.tell()
+    for offset, whence in ((10, os.SEEK_SET), (7, os.SEEK_CUR), (-20, os.SEEK_END), (0, os.SEEK_END), (0, os.SEEK_SET)):
+        assert body.seek(offset, whence) == stream.seek(offset, whence)
+        assert body.read(30) == stream.read(30)
+    body.seek(0)
+    whole = body.read()
+    data[0] = 77
+    assert whole[0] == 77
