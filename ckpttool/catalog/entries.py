@@ -31,6 +31,7 @@ from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,
+    find_text,
     is_gone,
     is_half_removed,
     is_linked,
@@ -189,7 +190,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
     """
     latest = posixpath.join(root, LATEST)
     try:
-        named = storage.read_text(latest).strip() if storage.exists(latest) else ""
+        named = (find_text(storage, latest) or "").strip()
     except CkptError:
         named = ""
     entries = []

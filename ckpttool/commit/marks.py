@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.commit import is_commit
 from ckpttool.errors import StorageError
-from ckpttool.storage import MARK
+from ckpttool.storage import MARK, find_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ def read_mark(storage: Storage, directory: str) -> dict[str, Any]:
     """Return the fields of a directory's in-progress marker; empty without a readable marker."""
     path = posixpath.join(directory, MARK)
     try:
-        mark = json.loads(storage.read_text(path)) if storage.exists(path) else {}
+        mark = json.loads(find_text(storage, path) or "{}")
     except (StorageError, ValueError):
         return {}
     return mark if isinstance(mark, dict) else {}

@@ -31,7 +31,7 @@ from ckpttool.saving import files as rank_files
 from ckpttool.saving.coordination import RankError
 from ckpttool.saving.files import put_new, take_over
 from ckpttool.saving.payloads import HashedFile
-from ckpttool.storage import MANIFEST, MARK, is_linked, walk
+from ckpttool.storage import MANIFEST, MARK, find_text, is_linked, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -315,7 +315,7 @@ def _is_ours(storage: WritableStorage, directory: str, attempt: str) -> bool:
     """Return whether the in-progress marker still names this attempt."""
     path = posixpath.join(directory, MARK)
     storage.refresh([])
-    return storage.exists(path) and attempt in storage.read_text(path)
+    return attempt in (find_text(storage, path) or "")
 
 
 def _check_ours(storage: WritableStorage, directory: str, attempt: str) -> None:
@@ -339,7 +339,7 @@ def _wait_for_mark(storage: Storage, directory: str, attempt: str) -> None:
     while True:
         storage.refresh([path])
         try:
-            if storage.exists(path) and attempt in storage.read_text(path):
+            if attempt in (find_text(storage, path) or ""):
                 return
         except StorageError:
             pass  # the marker may still appear
@@ -381,7 +381,7 @@ def _finish(
             if not storage.exists(posixpath.join(root, name)):
                 storage.put(posixpath.join(root, name), data)
         _check_ours(storage, directory, attempt)
-        named = storage.read_text(latest) if storage.exists(latest) else None
+        named = find_text(storage, latest)
         values |= _parent_fields(storage, root, named, request)
         put_new(storage, posixpath.join(directory, MANIFEST), Manifest(**values, files=files).to_json(request.sign_key))
         # A process that takes over first replaces the marker, then looks for a manifest.

@@ -17,6 +17,7 @@ from ckpttool.storage.base import (
     StorageSpec,
     WritableStorage,
     Writer,
+    find_text,
     walk,
 )
 from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
@@ -52,6 +53,7 @@ __all__ = [
     "absolute_path",
     "connect",
     "copy_range",
+    "find_text",
     "is_gone",
     "is_half_removed",
     "is_linked",

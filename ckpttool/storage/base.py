@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckpttool.errors import StorageError
+from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,6 +218,20 @@ def check_text(path: str, nbytes: int) -> int:
     if nbytes > MAX_TEXT_BYTES:
         raise StorageError(path, f"is {nbytes} bytes long, too large for a text file", "is it damaged?")
     return nbytes
+
+
+def find_text(storage: Storage, path: str) -> str | None:
+    """Return the content of a small text file; None if it does not exist.
+
+    Raises:
+        StorageError: The file cannot be read, is larger than 1 MiB or is not text.
+    """
+    try:
+        return storage.read_text(path)
+    except StorageError as error:
+        if error.problem == MISSING:
+            return None
+        raise
 
 
 def decode_text(path: str, data: bytes) -> str:

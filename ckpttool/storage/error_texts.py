@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+MISSING = "does not exist"
+"""Error message for a missing path."""
 WAIT = "wait until the save is over, then try again"
 """Hint where a file changed while it was being read."""
 
@@ -32,7 +34,7 @@ def translate_os_errors(path: str) -> Iterator[None]:
 def storage_error(path: str, error: OSError) -> StorageError:
     """Return the StorageError for an OSError."""
     if error.errno == errno.ENOENT:
-        return StorageError(path, "does not exist", "check the path")
+        return StorageError(path, MISSING, "check the path")
     if error.errno in {errno.EACCES, errno.EPERM}:
         return StorageError(path, "permission denied", "check who may read and write it")
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:

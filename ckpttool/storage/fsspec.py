@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage.base import NO_NAMES, Entry, check_text, decode_text
-from ckpttool.storage.error_texts import ExistsError
+from ckpttool.storage.error_texts import MISSING, ExistsError
 from ckpttool.storage.fsspec_reader import RemoteReader
 from ckpttool.storage.fsspec_writers import SmallWriter, StreamWriter
 from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
 from ckpttool.storage.removal import remove_remote
-from ckpttool.storage.retry import MISSING, T, Tally, call
+from ckpttool.storage.retry import T, Tally, call
 from ckpttool.storage.specs import Described
 from ckpttool.storage.urls import scheme_of
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage.error_texts import WAIT, storage_error
+from ckpttool.storage.error_texts import MISSING, WAIT, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +38,6 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 8.0
 """Longest pause in seconds."""
 
-MISSING = "does not exist"
-"""Error message for a missing path."""
 NO_BUCKET = "there is no such bucket"
 _SIGN_IN = "sign in again, or check the environment, the profile and storage_options"
 _EXPIRED = ("the credentials have expired", _SIGN_IN)

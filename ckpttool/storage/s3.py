@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
+from ckpttool.storage.base import check_text, decode_text
 from ckpttool.storage.error_texts import ExistsError
 from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage
 from ckpttool.storage.listings import entry_of
@@ -120,6 +121,29 @@ class S3Storage(RemoteStorage):
         above, _, name = key.rpartition("/")
         found = sync(self.fs.loop, self.fs._lsdir, above, prefix=name, delimiter="", max_items=1)
         return [info for info in found if info["name"] == key]
+
+    def read_text(self, path: str) -> str:
+        """Return the content of a small text file; one request if no cached listing covers it.
+
+        Raises:
+            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
+        """
+        if self._lookup(path)[0]:
+            return super().read_text(path)
+        return decode_text(path, self.call(path, partial(self._read_small, path)))
+
+    def _read_small(self, path: str) -> bytes:
+        from fsspec.asyn import sync
+
+        return bytes(sync(self.fs.loop, self._get_small, path, *self._names(path)))
+
+    async def _get_small(self, path: str, bucket: str, key: str) -> bytes:
+        response = await self.fs._call_s3("get_object", Bucket=bucket, Key=key)
+        try:
+            check_text(path, response["ContentLength"])
+            return bytes(await response["Body"].read())
+        finally:
+            response["Body"].close()
 
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """Return the bytes [start, end) of one version of an object; one request.

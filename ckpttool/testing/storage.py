@@ -22,7 +22,8 @@ import pytest
 
 from ckpttool.errors import StorageError
 from ckpttool.ranges import ByteRange
-from ckpttool.storage import MANIFEST, ExistsError, walk
+from ckpttool.storage import MANIFEST, ExistsError, find_text, walk
+from ckpttool.storage.base import MAX_TEXT_BYTES
 from ckpttool.storage.streams import write_stream
 
 if TYPE_CHECKING:
@@ -168,6 +169,23 @@ class StorageTests:
             other = storage.open(f"{made}/file")
             assert other.version != reader.version
             other.close()
+
+    def test_a_small_text_or_none(self, storage: WritableStorage, made: str) -> None:
+        assert find_text(storage, f"{made}/missing") is None
+        storage.put(f"{made}/latest", b"")
+        storage.refresh([])
+        assert find_text(storage, f"{made}/latest") == ""
+        storage.put(f"{made}/latest", "gr\u00fcn".encode())
+        storage.refresh([])
+        assert find_text(storage, f"{made}/latest") == "gr\u00fcn"
+        storage.put(f"{made}/latest", b"\xff")
+        storage.refresh([])
+        with pytest.raises(StorageError, match="is not text"):
+            find_text(storage, f"{made}/latest")
+        storage.put(f"{made}/latest", bytes(MAX_TEXT_BYTES + 1))
+        storage.refresh([])
+        with pytest.raises(StorageError, match="too large"):
+            find_text(storage, f"{made}/latest")
 
     def test_missing_file_is_an_error(self, storage: WritableStorage, made: str) -> None:
         assert not storage.exists(f"{made}/missing")

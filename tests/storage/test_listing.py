@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import open_storage
+from ckpttool.storage import find_text, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
 
 if TYPE_CHECKING:
@@ -54,6 +54,20 @@ def test_an_object_is_found_by_its_name_alone(s3: Bucket, proxy: Proxy) -> None:
         assert reader.read(0, reader.nbytes) == b"data of out"
     # To list is all that one may be allowed.
     assert {r.operation for r in proxy.requests()} == {"list_objects_v2", "get_object"}
+
+
+def test_a_small_text_takes_one_request(s3: Bucket, proxy: Proxy) -> None:
+    s3.put("run/latest", b"step1")
+    proxy.clear()
+    storage = _storage(s3)
+    assert find_text(storage, s3.url("run/latest")) == "step1"
+    assert [r.operation for r in proxy.requests()] == ["get_object"]
+    assert find_text(storage, s3.url("run/none")) is None
+    assert [r.operation for r in proxy.requests()] == ["get_object"] * 2
+    storage.refresh([s3.url("run/latest")])
+    proxy.clear()
+    assert find_text(storage, s3.url("run/none")) is None
+    assert not proxy.requests()
 
 
 def test_a_prefix_takes_precedence_over_an_object_of_the_same_name(s3: Bucket) -> None:
