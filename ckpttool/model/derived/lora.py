@@ -33,9 +33,12 @@ _SAVED = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<re
 _SAVED_AGAIN = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?P<rest>weight|bias)", re.DOTALL)
 """A second copy that PEFT saves with ``bias="all"``, without the name of the adapter."""
 _ORIGINAL = re.compile(r"(?P<layer>.+)\.original_module\.(?P<rest>.+)", re.DOTALL)
-_OTHER_METHODS = re.compile(
-    r"\.(?:lora_|ia3_|hada_|lokr_|vera_|oft_|boft_|hra_|bone_|fourierft_|randlora_|road_|token_adapter)"
+OTHER_METHODS = re.compile(
+    r"\.(?:lora_|adamss_|beft_|boft_|bone_|c3a_|deft_|delora_|fourierft_|frod_|glora_|gralora_|hada_|hira_|hra_|ia3_"
+    r"|lily_|ln_tuning_|lokr_|miss_|oft_|osf_|peanut_|poly_|psoft_|pvera_|randlora_|road_|shadow_|shira_|supertuning_"
+    r"|tinylora_|token_adapter|trainable_tokens_|unilora_|vblora_|vera_|waveft_)"
 )
+"""Tensors of other methods. Source: PEFT 0.21, ``prefix`` of each class in peft/tuners/*/model.py."""
 
 
 @dataclass(slots=True)
@@ -187,7 +190,7 @@ def _parts(checkpoint: Checkpoint, states: Mapping[str, State]) -> _Parts:
             setattr(layer, found["kind"].lower(), state)
         elif found := _MAGNITUDE.fullmatch(name):
             _layer(parts, found).magnitude = state
-        elif _OTHER_METHODS.search(name):
+        elif OTHER_METHODS.search(name):
             problem = f"holds {name}, of a PEFT method other than LoRA and DoRA"
             raise PlanError(
                 checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",)
@@ -211,6 +214,10 @@ def _base_tensors(
 ) -> dict[str, State]:
     """Return the tensors of the model before merging: of the base, and those that were trained whole."""
     layers = [layer for adapter in configs for layer in parts.layers.get(adapter, {})]
+    packed = parts.plain if base is None else _states(base)
+    if attention := [layer for layer in layers if f"{layer}.in_proj_weight" in packed]:
+        problem = f"has an adapter of {attention[0]}, an nn.MultiheadAttention, which holds several weights in one"
+        raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("merge_lora",))
     held = [layer for layer in layers if f"{layer}.weight" in parts.plain]
     ties = _clean_aliases(checkpoint) if base is None else base.aliases
     if tied := [layer for layer in layers if f"{layer}.weight" in ties]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import PlanError
+from ckpttool.model.derived import lora
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.model.derived.workers import PickledTasks
@@ -583,6 +584,35 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[
         "holds no LoRA adapter" in command("consolidate", base, tmp_path / "out", "--to", "torch", "--merge-lora").error
     )
     assert "--merge-lora: writes the merged model" in refused("--exclude-frozen", "--base", base)
+
+
+def test_tensors_of_every_other_method_of_peft_are_recognised() -> None:
+    tuners = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.values()
+    prefixes = {tuner.prefix for tuner in tuners if hasattr(tuner, "prefix")} - {"lora_"}
+    assert len(prefixes) > 20
+    unknown = [
+        p for p in sorted(prefixes) if not lora.OTHER_METHODS.search(f"base_model.model.layers.0.fc.{p}A.weight")
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["base apart", "base in the checkpoint"])
+def test_an_adapter_of_multihead_attention_is_refused(apart: bool, tmp_path: Path) -> None:
+    base = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(16, 2), "fc": torch.nn.Linear(16, 16)})
+    (root := tmp_path / "run").mkdir()
+    (tmp_path / "base").mkdir()
+    save_file(base.state_dict(), tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["attn", "fc"]))
+    if apart:
+        model.save_pretrained(root)
+    else:
+        save_file({n: t.clone() for n, t in model.state_dict().items()}, root / "model.safetensors")
+        model.peft_config["default"].save_pretrained(root)
+    with pytest.raises(PlanError, match=r"has an adapter of attn, an nn.MultiheadAttention.*merge it with PEFT"):
+        ckpttool.consolidate(
+            root, tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base" if apart else None
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapter_of_a_tied_projection_is_refused(tmp_path: Path) -> None:
