@@ -13,7 +13,7 @@ from ckpttool.catalog.entries import UNCOMMITTED
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED
-from ckpttool.units import format_age
+from ckpttool.units import format_age, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -165,7 +165,7 @@ def _dated(entry: CatalogEntry, rules: Rules, now: float) -> list[str]:
     if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
         why.append(f"step {entry.order[0]} is a multiple of {rules.every}")
     if rules.seconds is not None and entry.saved is not None and now - entry.saved < rules.seconds:
-        why.append(f"saved {format_age(now - entry.saved)} ago, less than {format_age(rules.seconds)}")
+        why.append(f"saved {format_age(now - entry.saved)} ago, less than {format_duration(rules.seconds)}")
     return why
 
 

@@ -178,7 +178,7 @@ def test_age_is_that_of_the_save_not_of_the_files(root: Path) -> None:
         _set_step(root / f"step{number}", number, created=time.time() - number * DAY)
     decisions = api.prune(root, keep_for="36h", dry_run=True)
     assert [d.keep for d in decisions] == [True, False, True, True]
-    assert decisions[0].reason == "saved 24 h ago, less than 36 h"
+    assert decisions[0].reason == "saved 24 h ago, less than 36h"
 
 
 def test_pins_are_shown_and_keep(root: Path) -> None:
