@@ -144,7 +144,7 @@ def bench(name: str, src: str, out: str, runs: int, workers: list[int]) -> None:
         wall = statistics.median(u.wall for u in taken)
         base = base or (wall, wall - start)
         peaks = [max(getattr(u, key) for u in taken) for key in ("command_mb", "worker_mb", "all_mb")]
-        title = f"{count} workers" if count else "without Ray"
+        title = f"{count} worker{'s' * (count > 1)}" if count else "without Ray"
         contestants[title] = {"wall": [u.wall for u in taken], "peak_mb": [u.all_mb for u in taken]}
         ratios = f"{wall:9.2f}{wall / base[0]:9.2f}x{(wall - start) / base[1]:8.2f}x"
         print(f"{title:16}{ratios}{peaks[0]:12.0f}{peaks[1]:11.0f}{peaks[2]:10.0f}", flush=True)

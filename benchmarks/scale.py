@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import resource
 import shutil
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import measure
@@ -108,7 +110,9 @@ def main() -> None:
     print(f"{parameters:,} parameters over {arguments.ranks} ranks, written in {time.perf_counter() - began:.1f} s")
     contestants: dict[str, dict[str, list[float]]] = {}
     for _ in range(arguments.runs):
-        for name, (seconds, peak) in once().items():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # its peak memory is its own
+            taken = pool.submit(once).result()
+        for name, (seconds, peak) in taken.items():
             quantities = contestants.setdefault(name, {"wall": [], "peak_mb": []})
             quantities["wall"].append(seconds)
             quantities["peak_mb"].append(peak)
