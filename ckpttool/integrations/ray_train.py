@@ -34,7 +34,7 @@ import ray.train
 from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.restore_order import Candidate, candidates, step_of
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import commits, read_manifest, size_problems
+from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, read_mark
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
@@ -171,14 +171,13 @@ class RayTrainCheckpoints:
             self._last = last_commit(self._storage, self._root)
         return self._last
 
-    def _remember(self, name: str) -> None:
+    def _remember(self, directory: str) -> None:
         """Record this commit as the parent of the next one, before Ray may remove it."""
-        storage, self._last = self._storage, None
+        self._last = None
         with contextlib.suppress(CkptError):  # a later search finds it
-            storage.refresh([])
-            for directory in commits(storage, posixpath.join(self._root, name)):
-                manifest = read_manifest(storage, directory)
-                self._last = manifest.attempt, manifest.number
+            self._storage.refresh([])
+            manifest = read_manifest(self._storage, directory)
+            self._last = manifest.attempt, manifest.number
 
     def finish(self) -> None:
         """Wait for the save in the background, and report it to Ray Train; on every worker.
@@ -191,8 +190,8 @@ class RayTrainCheckpoints:
         if pending is not None:
             name, metrics = pending
             self._whole.add(name)
-            if self._ranks.rank == 0:
-                self._remember(name)
+            if self._ranks.rank == 0 and self.last_save is not None:
+                self._remember(self.last_save.path)
             self._report(name, metrics)
             self._collect()
 

@@ -171,6 +171,15 @@ def _write_root_files(storage: WritableStorage, root: str, files: Mapping[str, b
         storage.put(posixpath.join(root, name), data)
 
 
+def _write_sidecars(storage: WritableStorage, root: str, sidecars: Mapping[str, bytes]) -> None:
+    """Write the sidecar files that the root lacks."""
+    paths = {posixpath.join(root, name): data for name, data in sidecars.items()}
+    if paths:
+        storage.refresh(list(paths))  # one listing for all of them
+    for path in [path for path in paths if not storage.exists(path)]:
+        storage.put(path, paths[path])
+
+
 def _to_message(sums: Checksums) -> list[Any]:
     """Convert checksums to JSON data for the message to rank 0."""
     return [sums.nbytes, sums.chunk_bytes, list(sums.crcs), sums.directory, [digest.hex() for digest in sums.sha256]]
@@ -377,9 +386,7 @@ def _finish(
             "batch": dict(request.batch),
             "provenance": dict(request.provenance),
         }
-        for name, data in request.sidecars.items():
-            if not storage.exists(posixpath.join(root, name)):
-                storage.put(posixpath.join(root, name), data)
+        _write_sidecars(storage, root, request.sidecars)
         _check_ours(storage, directory, attempt)
         named = find_text(storage, latest)
         values |= _parent_fields(storage, root, named, request)
