@@ -136,3 +136,12 @@ def test_each_table_of_the_documents_has_a_benchmark(tables: Any) -> None:
     assert tables.documents()
     for path in tables.documents():
         assert {name for _, name, _ in tables.BLOCK.findall(path.read_text(encoding="utf-8"))} <= names, path
+
+
+def test_every_benchmark_is_in_the_record_and_has_a_table(tables: Any) -> None:
+    scripts = {name.removesuffix(".py") for name in {*RUNS, *ON_RAY}}
+    assert set(importlib.import_module("record").BENCHMARKS) == scripts
+    recorded = {c["benchmark"] for c in json.loads(tables.RECORD.read_text(encoding="utf-8"))["comparisons"]}
+    assert recorded == scripts
+    shown = {m[2] for path in tables.documents() for m in tables.BLOCK.finditer(path.read_text(encoding="utf-8"))}
+    assert shown - {"summary"} == scripts

@@ -63,7 +63,9 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 async def write(writer: asyncio.StreamWriter, piece: bytes, chunked: bool) -> None:
     """Send a piece of a body, and wait until the other side accepts more."""
     if piece:
-        writer.writelines([b"%x\r\n" % len(piece), piece, b"\r\n"] if chunked else [piece])
+        # Not writelines: drain does not wait for it in Python 3.12 and 3.13 before 3.12.9 and 3.13.2 (CVE-2024-12254).
+        for part in (b"%x\r\n" % len(piece), piece, b"\r\n") if chunked else (piece,):
+            writer.write(part)
         await writer.drain()
 
 
