@@ -115,14 +115,14 @@ def _values(checkpoint: Checkpoint, losses: list[str]) -> dict[str, Any]:
         try:
             found["scheduler"] = _json(checkpoint.scheduler)
         except _NoJsonError:
-            losses.append("not kept: the state of the scheduler, which is no plain data")
+            losses.append("not kept: the state of the scheduler, which JSON cannot hold")
     for name, values in (("client_state", checkpoint.client_state), ("ds_config", checkpoint.ds_config)):
         kept = found[name] = {}
         for key, value in values.items():
             try:
                 kept |= _json({key: value})
             except _NoJsonError:
-                losses.append(f"not kept: {key} of the {name.replace('_', ' ')}, which is no plain data")
+                losses.append(f"not kept: {key} of the {name.replace('_', ' ')}, which JSON cannot hold")
     return found
 
 
@@ -132,7 +132,7 @@ def _group(group: ParamGroup, number: int, losses: list[str]) -> dict[str, Any]:
         try:
             options |= _json({key: value})
         except _NoJsonError:
-            losses.append(f"not kept: hyper-parameter {key} of group {number}, which is no plain data")
+            losses.append(f"not kept: hyper-parameter {key} of group {number}, which JSON cannot hold")
     scalars: Mapping[str, Any] = {
         key: {"value": _json(s.value), "dtype": s.dtype, "shape": list(s.shape)} for key, s in group.scalars.items()
     }

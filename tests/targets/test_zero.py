@@ -540,3 +540,19 @@ def test_sub_groups_keep_the_order_and_close_at_the_limit(sizes: list[int], rank
 def test_round_robin_is_undone(count: int, ranks: int) -> None:
     names = [str(i) for i in range(count)]
     assert undo_round_robin(round_robin(names, ranks), ranks) == names
+
+
+def test_keys_of_the_client_state_that_are_no_text_are_kept(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """DeepSpeed merges the client state into its own dict, whatever the keys are."""
+    client = {7: "seven", True: "yes", "1.5": 1, 1.5: "float", (1, 2): [3]}
+    root = checkpoint_copy("zero2-dp2-bf16")
+    (path,) = root.glob("global_step*/*model_states.pt")
+    torch.save(torch.load(path, weights_only=False) | client, path)
+    ckpttool.convert(root, tmp_path / "zero", to="zero", world_size=3)
+    (made,) = (tmp_path / "zero").glob("global_step*/*model_states.pt")
+    found = torch.load(made, weights_only=False)
+    assert {key: found.get(key) for key in client} == client
+    report = ckpttool.consolidate(root, tmp_path / "states", to="safetensors", optimizer=True)
+    assert "not kept: 7 of the client state, which JSON cannot hold" in report.notes

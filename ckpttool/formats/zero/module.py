@@ -256,8 +256,8 @@ def zenflow(file: RankFile) -> bool:
 
 
 def client_state(file: RankFile) -> dict[str, Any]:
-    """Return the values that the user's code saved with the model."""
-    return {str(k): v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
+    """Return the values that the user's code saved with the model; their keys need not be text."""
+    return {k: v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
 
 
 class CommonFacts(TypedDict):
