@@ -3,7 +3,9 @@
 * CkptError
     * StorageError    a file or directory cannot be listed, read or written
         * LinkError       a symbolic link leaves the checkpoint's root, and following it was not allowed
+        * PruneError      a checkpoint could not be removed or thinned
     * ContainerError  a file has another format than its name says, is damaged, or is hostile
+        * TruncatedError  a file is empty, ends before its content does, or was never written
         * ChecksumError   bytes of a file do not match the checksum that the save recorded
     * LayoutError     the files are sound but do not form a checkpoint, or contradict each other
     * PlanError       this checkpoint cannot give the requested output
@@ -14,7 +16,12 @@ Each error names the file, the problem and the next step, and prints as one line
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ckpttool.messages import printable, short_words, without_secrets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class CkptError(Exception):
@@ -55,8 +62,22 @@ class LinkError(StorageError):
     """A symbolic link leaves the checkpoint's root, and following it was not allowed."""
 
 
+class PruneError(StorageError):
+    """A checkpoint could not be removed or thinned; ``prune`` has gone on with the others.
+
+    Attributes:
+        decisions: What was done with each checkpoint, as ``prune`` returns it.
+    """
+
+    decisions: Sequence[Any] = ()
+
+
 class ContainerError(CkptError):
     """A file has another format than its name says, is damaged, or is hostile."""
+
+
+class TruncatedError(ContainerError):
+    """A file is empty, ends before its content does, or was never written, as after a killed save."""
 
 
 class ChecksumError(ContainerError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,8 @@ def prune(  # noqa: PLR0913  public API
 
     Raises:
         ArgumentError: No rule is given, or one is malformed.
-        CkptError: The directory cannot be read, no checkpoint has the number, or one cannot be removed or thinned.
+        CkptError: The directory cannot be read, or no checkpoint has the number; nothing was changed.
+        PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
     """
     from ckpttool.api.options import Options
     from ckpttool.catalog.entries import catalog
@@ -89,12 +91,9 @@ def prune(  # noqa: PLR0913  public API
     thinnings: list[Thinning] = []
     if rules.weights is not None:
         decisions, thinnings = _planned(decisions, _thin_options(rules, options, key), storage_options)
-    if not dry_run:
-        gone: list[str] = []
-        _each(gone, [d for d in decisions if not d.keep], lambda d: storage.remove_tree(d.entry.path))
-        if rules.weights is not None:
-            _thin(storage, gone, thinnings, decisions, _thin_options(rules, options, key), progress)
-    return decisions
+    if dry_run:
+        return decisions
+    return _carry_out(storage, decisions, thinnings, _thin_options(rules, options, key), progress)
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
@@ -132,30 +131,58 @@ def _planned(
     return result, thinnings
 
 
-def _thin(
-    storage: WritableStorage, gone: list[str], thinnings: Sequence[Thinning], decisions: Sequence[Decision],
-    options: ThinOptions, progress: Progress | None,
-) -> None:  # fmt: skip
+def _carry_out(
+    storage: WritableStorage, decisions: Sequence[Decision], thinnings: Sequence[Thinning], options: ThinOptions,
+    progress: Progress | None,
+) -> list[Decision]:  # fmt: skip
+    """Remove and thin checkpoints; return what was done.
+
+    Raises:
+        PruneError: One cannot be removed or thinned; the others were.
+    """
     from ckpttool.catalog.thinning import thin
     from ckpttool.units import Meter
 
     meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)
     planned = iter(thinnings)
-    chosen = [decision for decision in decisions if decision.thin is not None]
-    _each(gone, chosen, lambda _: thin(storage, next(planned), options, advance=meter))
+    done: list[Decision] = list(decisions)
+    errors: list[CkptError] = []
+    work: Callable[[], object]
+    first = [n for n, decision in enumerate(decisions) if not decision.keep]  # a thin checkpoint takes space
+    for number in [*first, *(n for n, decision in enumerate(decisions) if decision.thin is not None)]:
+        decision = decisions[number]
+        if decision.keep:
+            work = partial(thin, storage, next(planned), options, advance=meter)
+        else:
+            work = partial(storage.remove_tree, decision.entry.path)
+        done[number], error = _attempt(storage, decision, work)
+        errors += [] if error is None else [error]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raised = PruneError(errors[0].path, f"{errors[0].problem}{more}", errors[0].hint, errors[0].options)
+        raised.decisions = done
+        raise raised
+    return done
 
 
-def _each(gone: list[str], decisions: Sequence[Decision], work: Callable[[Decision], object]) -> None:
-    """Remove or thin checkpoints one after another; an error names those that are done."""
-    for decision in decisions:
-        try:
-            work(decision)
-        except CkptError as error:
-            before = f" (done before it: {', '.join(gone)})" if gone else ""
-            if decision.thin is None:
-                problem = f"cannot be removed whole: {error.problem}{before}"
-                raise StorageError(decision.entry.path, problem, "repair that, then run it again") from error
-            kind = StorageError if isinstance(error, StorageError) else type(error)
-            problem = f"cannot be thinned: {error.problem}{before}"
-            raise kind(error.path, problem, error.hint, error.options) from error
-        gone.append(decision.entry.name)
+def _attempt(
+    storage: WritableStorage, decision: Decision, work: Callable[[], object]
+) -> tuple[Decision, CkptError | None]:
+    """Remove or thin one checkpoint; return what was done, and the error."""
+    path = decision.entry.path
+    try:
+        work()
+    except CkptError as error:
+        storage.refresh([])
+        if not storage.is_dir(path):
+            return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
+        if decision.thin is None:
+            problem = f"cannot be removed whole: {error.problem}"
+            failed: CkptError = StorageError(path, problem, "repair that, then run it again")
+        else:
+            problem = f"cannot be thinned: {error.problem}"
+            own = isinstance(error, StorageError)
+            hint = error.hint if own else "repair it, or pin it so that it stays whole"
+            failed = StorageError(error.path, problem, hint, error.options if own else ())
+        return replace(decision, keep=True, thin=None, freed=0, reason=problem), failed
+    return decision, None

@@ -17,7 +17,7 @@ from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
 from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError
+from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import (
     LATEST,
@@ -27,6 +27,7 @@ from ckpttool.formats.locate import (
     natural_order,
     refuse_unfinished,
 )
+from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
@@ -58,12 +59,14 @@ MAX_VISITED = 10 * MAX_NUMBERS
 """Maximum values of a client state to visit."""
 MAX_NAME = 1000
 """Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
-UNCOMMITTED, INCOMPLETE = "uncommitted", "incomplete"
+UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that holds checkpoints but is not one itself."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
 """Trainers' names of a checkpoint directory that holds the DeepSpeed checkpoint as a tag."""
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+"""Names of files of weights."""
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 """The Hugging Face Trainer's names of checkpoint directories in its output folder."""
 
@@ -108,8 +111,9 @@ class CatalogEntry:
     pin: Pin | None = None
     """The pin that keeps it from being removed or thinned."""
     torn: str | None = None
-    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off.
-    None if it is whole, or cannot be read for another reason."""
+    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off;
+    "incomplete, beside weights": so they are, but the directory has files of weights besides. None if it is whole, or
+    cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
 
@@ -171,7 +175,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     except CkptError as error:
         reported = frozenset()
         problems.append(f"{posixpath.basename(error.path)} {error.problem}")
-    tasks = (partial(_read_entry, storage, root, name, name in named, name in reported, options) for name in names)
+    tasks = (partial(_present_entry, storage, root, name, name in named, name in reported, options) for name in names)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [entry for entry in results if entry is not None]
@@ -248,6 +252,17 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
+def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> CatalogEntry | None:
+    """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
+    try:
+        return _read_entry(storage, root, name, *known)
+    except StorageError:
+        storage.refresh([])
+        if storage.is_dir(posixpath.join(root, name)):
+            raise
+        return None
+
+
 def _read_entry(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
 ) -> CatalogEntry | None:
@@ -284,7 +299,7 @@ def _read_entry(
             manifest = read_manifest(storage, directory)
             missing = size_problems(storage, directory, manifest)
             errors += missing
-            torn = INCOMPLETE if missing else torn
+            torn = _incomplete(storage, path) if missing else torn
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
@@ -324,13 +339,25 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
     for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
         if is_unfinished(storage, directory):
             return UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
+    if storage.is_dir(posixpath.join(path, UNIVERSAL_STATES)):
+        return None, False  # a universal checkpoint, which no save writes
     readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
-    return INCOMPLETE if readable and any(_proves_loss(storage, error) for error in errors) else None, False
+    lost = readable and any(_proves_loss(storage, error) for error in errors)
+    return _incomplete(storage, path) if lost else None, False
+
+
+def _incomplete(storage: Storage, path: str) -> str:
+    """Return ``CatalogEntry.torn`` of a directory that lacks files."""
+    weights = any(_WEIGHTS.fullmatch(e.name) for e in storage.listing(path) if not e.is_dir)
+    return BESIDE_WEIGHTS if weights else INCOMPLETE
 
 
 def _proves_loss(storage: Storage, error: CkptError) -> bool:
-    """Return whether an error is about a file that is missing or damaged, and not only one that is not understood."""
-    return isinstance(error, ContainerError) or is_gone(storage, error)
+    """Return whether an error is about a file that is missing or cut off.
+
+    A damaged file is no loss: a killed save leaves none, and much of it may still be read.
+    """
+    return isinstance(error, TruncatedError) or is_gone(storage, error)
 
 
 def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:

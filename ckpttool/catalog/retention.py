@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least, check_choice, checked_duration
-from ckpttool.catalog.entries import UNCOMMITTED
+from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED
@@ -217,6 +217,8 @@ def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now
     quiet = abs(now - (entry.modified or 0.0))
     if entry.torn is None:
         return Decision(entry, keep=True, reason=f"cannot be opened, which does not prove it torn: {entry.problem}")
+    if entry.torn == BESIDE_WEIGHTS:
+        return Decision(entry, keep=True, reason=f"torn, but weights beside it may be whole: {entry.problem}")
     if entry.being_saved or quiet < rules.grace_seconds:
         return Decision(entry, keep=True, reason=stays)
     # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's.

@@ -10,9 +10,9 @@ from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import directories
 from ckpttool.commit.marks import TakenError
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, StorageError
 from ckpttool.messages import printable
-from ckpttool.storage import THINNING, is_linked
+from ckpttool.storage import THINNING, is_gone, is_linked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,7 +66,12 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
     """
     found = False
     for path in checkpoints:
-        inside = storage.listing(path)
+        try:
+            inside = storage.listing(path)
+        except StorageError as error:
+            if is_gone(storage, error):  # another process has removed it
+                continue
+            raise
         for directory in (path, *(posixpath.join(path, entry.name) for entry in inside if entry.is_dir)):
             entries = inside if directory == path else storage.listing(directory)
             if any(entry.name.startswith(THINNING) for entry in entries):

@@ -39,6 +39,7 @@ def prune(root: str, as_json: bool, **given: Any) -> None:
     from ckpttool.catalog.retention import parse_best
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_decisions
+    from ckpttool.errors import PruneError
 
     if not given["torn"] and all(given[rule] is None for rule in options.RETENTION):
         flags = ", ".join(f"--{rule.replace('_', '-')}" for rule in options.RETENTION)
@@ -48,9 +49,15 @@ def prune(root: str, as_json: bool, **given: Any) -> None:
             parse_best(given["keep_best"])
         except ValueError:
             raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT after it") from None
+    failed: PruneError | None = None
     with progress_bar("prune") as progress:
-        decisions = ckpttool.prune(root, progress=progress, **options.chosen(given))
+        try:
+            decisions = ckpttool.prune(root, progress=progress, **options.chosen(given))
+        except PruneError as error:
+            failed, decisions = error, list(error.decisions)
     if as_json:
         print_json(decisions)
     else:
         print_decisions(decisions, dry_run=given["dry_run"])
+    if failed is not None:
+        raise failed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import MEMORY, note_file, spend
 from ckpttool.dtypes import DTYPES, itemsize
-from ckpttool.errors import ContainerError
+from ckpttool.errors import ContainerError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange, exact_cover_problem
 
@@ -61,7 +61,7 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
     note_file(reader.path, size)
     length = int.from_bytes(reader.read(0, 8), "little") if size >= 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise ContainerError(reader.path, "its safetensors header is cut off", _HINT)
+        raise TruncatedError(reader.path, "its safetensors header is cut off", _HINT)
     spend(MEMORY, MEMORY_OF_JSON * length, reader.path)
     try:
         header = json.loads(reader.read(8, 8 + length), object_pairs_hook=_no_duplicates)

@@ -9,7 +9,7 @@ from ckpttool.checksums import Record, crc32
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import ContainerError
+from ckpttool.errors import ContainerError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
@@ -73,7 +73,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     """
     note_file(reader.path, reader.nbytes)
     if reader.nbytes == 0:
-        raise ContainerError(reader.path, "is empty", "restore it from a copy, or use another tag")
+        raise TruncatedError(reader.path, "is empty", "restore it from a copy, or use another tag")
     if reader.remote:
         # The end holds the directory; the beginning is read only if there is none.
         try:
@@ -88,7 +88,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
         root, storages = torch_legacy.parse(reader, max_pickle_bytes=MAX_PICKLE_BYTES)
         return TorchFile(reader.path, reader.nbytes, "legacy", root, storages, ())
     if not any(head):
-        raise ContainerError(reader.path, "begins with zeros: it was never written", _HINT)
+        raise TruncatedError(reader.path, "begins with zeros: it was never written", _HINT)
     raise ContainerError(reader.path, "was not written by torch.save", "is this a checkpoint? restore it from a copy")
 
 

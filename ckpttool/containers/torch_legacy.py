@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.unpickler import Truncated, Unpickled, unpickle
-from ckpttool.errors import ContainerError
+from ckpttool.errors import ContainerError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
@@ -81,7 +81,7 @@ def _parse_pickles(reader: RangeReader, max_pickle_bytes: int) -> tuple[Unpickle
             keys = unpickle(data, path=reader.path, start=saved.end)
         except Truncated:
             if len(data) == reader.nbytes:
-                raise ContainerError(reader.path, "ends in the middle of a pickle", _HINT) from None
+                raise TruncatedError(reader.path, "ends in the middle of a pickle", _HINT) from None
             if wanted >= max_pickle_bytes:
                 problem = f"its pickle is larger than {max_pickle_bytes:,} bytes"
                 raise ContainerError(reader.path, problem, _HINT) from None

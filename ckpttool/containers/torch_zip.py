@@ -16,7 +16,7 @@ import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.checksums import Record
-from ckpttool.errors import ContainerError, PlanError
+from ckpttool.errors import ContainerError, PlanError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
@@ -165,7 +165,7 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
     """Place of the central directory, and its number of records."""
     size = reader.nbytes
     if size < _END.size:
-        raise ContainerError(reader.path, f"is only {size} bytes long", _DAMAGED_HINT)
+        raise TruncatedError(reader.path, f"is only {size} bytes long", _DAMAGED_HINT)
     tail_start = max(0, size - _END.size - _LOCATOR64.size - _END64.size - _MAX16)
     tail = reader.read(max(tail_start, size - 4096), size)
     at = tail.rfind(b"PK\x05\x06")
@@ -173,7 +173,7 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
         tail = reader.read(tail_start, size)
         at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
-        raise ContainerError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
+        raise TruncatedError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
     end_start = size - len(tail) + at
     _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     limit = end_start

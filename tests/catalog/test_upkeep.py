@@ -7,11 +7,12 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import ckpttool as api
+from ckpttool.catalog import entries
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
@@ -20,15 +21,13 @@ from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import identity
 from ckpttool.commit.pins import Pin
-from ckpttool.errors import CkptError, PlanError
+from ckpttool.errors import CkptError, PlanError, PruneError
+from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
 from tests.cli.command import ckpttool
 from tests.saving.checkpoints import save_version
 from tests.truth import source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NOW = 1_000_000_000.0
 DAY = 86400.0
@@ -114,6 +113,7 @@ def test_nothing_changes_what_is_pinned_newest_or_named(rules: dict[str, Any]) -
         ({"torn": "incomplete", "problem": "is a root of its own, with 2 checkpoints"}, False, "is a root of its own"),
         ({"torn": "incomplete", "step": 99, "name": "step99"}, False, "torn, but no newer checkpoint is whole"),
         ({"torn": "uncommitted", "step": 99, "name": "step99"}, True, "torn: is missing"),
+        ({"torn": "incomplete, beside weights"}, False, "torn, but weights beside it may be whole"),
     ],
     ids=str,
 )
@@ -278,7 +278,8 @@ def test_prune_removes_what_is_torn_and_nothing_that_may_be_being_saved(root: Pa
 def test_a_reader_that_does_not_know_the_files_removes_nothing(tmp_path: Path) -> None:
     """If none of the run's checkpoints opens, the reader may be what is wrong."""
     shutil.copytree(Path(source("zero2-dp2-bf16"), "global_step3"), tmp_path / "step1")
-    (tmp_path / "step1" / "mp_rank_00_model_states.pt").write_bytes(b"PK of the future")
+    path = tmp_path / "step1" / "mp_rank_00_model_states.pt"
+    path.write_bytes(path.read_bytes()[:-5000])
     (decision,) = api.prune(tmp_path, torn=True, grace=0)
     assert decision.keep
     assert decision.reason.startswith("torn, but no newer checkpoint is whole: ")
@@ -320,13 +321,83 @@ def test_what_cannot_be_thinned_stays_with_the_reason(root: Path) -> None:
         api.unpin(root / "step1")
 
 
-def test_locked_files_of_a_failed_prune_name_what_was_done(
-    root: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_copy: Callable[[str], Path]
-) -> None:
-    (root / "step2" / "model.safetensors").write_text("mine")
-    error = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16").error
-    assert "(done before it: step1)" in error
-    assert api.inspect(root / "step1").thin
+def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> None:
+    (root / "step1" / "model.safetensors").write_text("mine")
+    found = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--json")
+    assert found.code == 1
+    assert "step1/model.safetensors: cannot be thinned: is in the way" in found.stderr
+    told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)]
+    assert told == [("step1", None, True), ("step2", "bf16", True), ("step3", None, True), ("step4", None, True)]
+    assert not api.inspect(root / "step1").thin
+    assert api.inspect(root / "step2").thin
+    (root / "step3" / "model.safetensors").write_text("mine too")
+    with pytest.raises(PruneError, match=r"step1/.*cannot be thinned.*\(and 1 more\)") as caught:
+        api.prune(root, keep_last=1, thin="bf16")
+    assert [d.reason.startswith("cannot be thinned") for d in caught.value.decisions] == [True, False, True, False]
+
+
+def test_a_checkpoint_that_another_process_removes_is_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run removes old checkpoints while ``prune`` looks at them, and then while it works."""
+    opened, removed = open_checkpoint, LOCAL.remove_tree
+
+    def slow(path: str, **options: Any) -> Any:
+        if path.endswith("step1"):
+            shutil.rmtree(path)
+        return opened(path, **options)
+
+    monkeypatch.setattr(entries, "open_checkpoint", slow)
+    assert [d.entry.name for d in api.prune(root, keep_last=1, dry_run=True)] == ["step2", "step3", "step4"]
+    monkeypatch.undo()
+
+    def late(_: object, path: str) -> None:
+        if path.endswith("step2"):
+            shutil.rmtree(path)
+        removed(path)
+
+    monkeypatch.setattr(type(LOCAL), "remove_tree", late)
+    done = {d.entry.name: d.reason for d in api.prune(root, keep_last=1)}
+    assert (done["step2"], done["step3"]) == ("removed by another process", "no rule keeps it")
+    assert {p.name for p in root.iterdir() if p.is_dir()} == {"step4"}
+
+
+def _aged(root: Path) -> None:
+    for path in root.rglob("*"):
+        os.utime(path, (NOW, NOW))
+
+
+def test_a_damaged_checkpoint_is_not_torn(tmp_path: Path) -> None:
+    for name in ("step1", "step2", "step3"):
+        shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / name)
+    path = tmp_path / "step1" / "mp_rank_00_model_states.pt"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"0.19.") + 5] ^= 1
+    path.write_bytes(data)
+    path = tmp_path / "step2" / "mp_rank_00_model_states.pt"
+    path.write_bytes(path.read_bytes()[:-5000])
+    _aged(tmp_path)
+    first, second, _ = api.prune(tmp_path, torn=True)
+    assert first.keep
+    assert first.reason.startswith("cannot be opened, which does not prove it torn: ")
+    assert (second.keep, "torn: " in second.reason) == (False, True)
+
+
+def test_torn_checkpoints_of_other_formats_and_with_weights_stay(tmp_path: Path) -> None:
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
+        shutil.copytree(source("zero3-dp2-bf16-trainer"), tmp_path / name)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        next((tmp_path / name).glob("global_step*/*rank_1*optim_states.pt")).unlink()
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"of the Trainer")
+    _aged(tmp_path)
+    assert [d.keep for d in api.prune(tmp_path, torn=True)] == [False, True, True]
+    universal = Path(source("universal-zero2-dp2-bf16"))
+    shutil.copytree(source("zero2-dp2-bf16"), tmp_path / "run")
+    (torn,) = (path for path in universal.iterdir() if path.is_dir())
+    shutil.copytree(torn, tmp_path / "run" / "global_step1_universal")
+    next((tmp_path / "run" / "global_step1_universal" / "zero").rglob("exp_avg.pt")).unlink()
+    _aged(tmp_path / "run")
+    found = {d.entry.name: d for d in api.prune(tmp_path / "run", torn=True)}["global_step1_universal"]
+    assert found.keep
+    assert not found.entry.whole
 
 
 def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(root: Path) -> None:
