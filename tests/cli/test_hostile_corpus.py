@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from tests.hostile_corpus import GOOD, corpus
 from tests.truth import source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.slow
 
@@ -133,11 +134,15 @@ def _files(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the commands import, once and not in every child."""
     out = tmp_path_factory.mktemp("good")
     for command in _commands(Path(source(GOOD)), out):
         assert ckpttool(*command).code == 0
+    gc.collect()
+    gc.freeze()  # else a child collects what other tests have left: closing s3fs waits for a thread that it lacks
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # there are threads, but none that the child needs
