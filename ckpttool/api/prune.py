@@ -146,7 +146,7 @@ def _carry_out(
     meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)
     planned = iter(thinnings)
     done: list[Decision] = list(decisions)
-    errors: list[CkptError] = []
+    errors: list[PruneError] = []
     work: Callable[[], object]
     first = [n for n, decision in enumerate(decisions) if not decision.keep]  # a thin checkpoint takes space
     for number in [*first, *(n for n, decision in enumerate(decisions) if decision.thin is not None)]:
@@ -158,16 +158,14 @@ def _carry_out(
         done[number], error = _attempt(storage, decision, work)
         errors += [] if error is None else [error]
     if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raised = PruneError(errors[0].path, f"{errors[0].problem}{more}", errors[0].hint, errors[0].options)
-        raised.decisions = done
-        raise raised
+        errors[0].decisions = done
+        raise errors[0]
     return done
 
 
 def _attempt(
     storage: WritableStorage, decision: Decision, work: Callable[[], object]
-) -> tuple[Decision, CkptError | None]:
+) -> tuple[Decision, PruneError | None]:
     """Remove or thin one checkpoint; return what was done, and the error."""
     path = decision.entry.path
     try:
@@ -178,11 +176,11 @@ def _attempt(
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
         if decision.thin is None:
             problem = f"cannot be removed whole: {error.problem}"
-            failed: CkptError = StorageError(path, problem, "repair that, then run it again")
+            failed = PruneError(path, problem, "repair that, then run it again")
         else:
             problem = f"cannot be thinned: {error.problem}"
             own = isinstance(error, StorageError)
             hint = error.hint if own else "repair it, or pin it so that it stays whole"
-            failed = StorageError(error.path, problem, hint, error.options if own else ())
+            failed = PruneError(error.path, problem, hint, error.options if own else ())
         return replace(decision, keep=True, thin=None, freed=0, reason=problem), failed
     return decision, None

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 TITLES = {
     "StorageError": "StorageError: a file or directory cannot be listed, read or written",
     "LinkError": "LinkError: a symbolic link leaves the checkpoint's root",
+    "PruneError": "PruneError: a checkpoint could not be removed or thinned",
     "ContainerError": "ContainerError: a file is damaged, hostile, or of another format",
+    "TruncatedError": "TruncatedError: a file ends before its content does, or was never written",
     "ChecksumError": "ChecksumError: bytes differ from those saved",
     "LayoutError": "LayoutError: the files do not form a checkpoint",
     "PlanError": "PlanError: this checkpoint cannot give the requested output",

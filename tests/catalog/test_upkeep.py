@@ -331,7 +331,7 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin
     (root / "step3" / "model.safetensors").write_text("mine too")
-    with pytest.raises(PruneError, match=r"step1/.*cannot be thinned.*\(and 1 more\)") as caught:
+    with pytest.raises(PruneError, match=r"step1/.*cannot be thinned: is in the way") as caught:
         api.prune(root, keep_last=1, thin="bf16")
     assert [d.reason.startswith("cannot be thinned") for d in caught.value.decisions] == [True, False, True, False]
 

@@ -464,7 +464,7 @@ def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
 
 @pytest.mark.parametrize("to", ["consolidate", "convert"])
 def test_a_wrong_output_is_removed(to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.storage.s3 import S3Writer
+    from ckpttool.storage.s3_writer import S3Writer
 
     right = S3Writer.write
 
