@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import gc
+import io
 import json
 import os
 import subprocess
