@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _KEPT: list[NDArray[np.uint8]] = []
 """Buffers of the last file, for the next one: with new ones a save takes up to a third longer, because the kernel
 allocates and clears their pages meanwhile."""
+os.register_at_fork(after_in_child=_KEPT.clear)  # their memory is shared with the parent, which goes on using it
 KEPT = 2
 """Most buffers to keep: those of a file that is written part by part."""
 
