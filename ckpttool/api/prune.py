@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
+from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -172,7 +173,8 @@ def _attempt(
         work()
     except CkptError as error:
         storage.refresh([])
-        if not storage.is_dir(path):
+        # A removal that fails halfway has renamed the directory already, so that its absence alone proves nothing.
+        if error.problem == MISSING and not storage.is_dir(path):
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
         if decision.thin is None:
             problem = f"cannot be removed whole: {error.problem}"

@@ -65,7 +65,7 @@ OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that holds checkpoints but is not one itself."""
 _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
 """Trainers' names of a checkpoint directory that holds the DeepSpeed checkpoint as a tag."""
-_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+_WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 """The Hugging Face Trainer's names of checkpoint directories in its output folder."""
@@ -299,7 +299,7 @@ def _read_entry(
             manifest = read_manifest(storage, directory)
             missing = size_problems(storage, directory, manifest)
             errors += missing
-            torn = _incomplete(storage, path) if missing else torn
+            torn = _incomplete(storage, path) if missing and _lost(storage, directory, manifest) else torn
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
@@ -338,7 +338,8 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
         return None, False
     for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
         if is_unfinished(storage, directory):
-            return UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
+            beside = directory != path and _holds_weights(storage, path)  # a trainer's own, in the folder above
+            return BESIDE_WEIGHTS if beside else UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
     if storage.is_dir(posixpath.join(path, UNIVERSAL_STATES)):
         return None, False  # a universal checkpoint, which no save writes
     readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
@@ -348,8 +349,20 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
 
 def _incomplete(storage: Storage, path: str) -> str:
     """Return ``CatalogEntry.torn`` of a directory that lacks files."""
-    weights = any(_WEIGHTS.fullmatch(e.name) for e in storage.listing(path) if not e.is_dir)
-    return BESIDE_WEIGHTS if weights else INCOMPLETE
+    return BESIDE_WEIGHTS if _holds_weights(storage, path) else INCOMPLETE
+
+
+def _holds_weights(storage: Storage, path: str) -> bool:
+    """Return whether files of weights lie in a directory, or in one below it, as PEFT writes named adapters."""
+    inside = storage.listing(path)
+    below = [storage.listing(posixpath.join(path, e.name)) for e in inside if e.is_dir]
+    return any(_WEIGHTS.fullmatch(e.name) for entries in (inside, *below) for e in entries if not e.is_dir)
+
+
+def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:
+    """Return whether a file of a manifest is missing or cut off; a longer one was changed after the save."""
+    sizes = {name: entry.nbytes for name, entry in walk(storage, directory)}
+    return any(sizes.get(name, -1) < file.nbytes for name, file in manifest.files.items())
 
 
 def _proves_loss(storage: Storage, error: CkptError) -> bool:

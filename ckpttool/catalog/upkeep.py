@@ -59,24 +59,26 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
         grace: As for ``thinning.recover``.
 
     Returns:
-        Whether there was anything.
-
-    Raises:
-        StorageError: A directory cannot be read, or a file not be removed.
+        Whether there was anything. What cannot be cleared away is logged: the next call tries again.
     """
     found = False
     for path in checkpoints:
         try:
-            inside = storage.listing(path)
+            found = _finish_killed(storage, path, grace=grace) or found
         except StorageError as error:
-            if is_gone(storage, error):  # another process has removed it
-                continue
-            raise
-        for directory in (path, *(posixpath.join(path, entry.name) for entry in inside if entry.is_dir)):
-            entries = inside if directory == path else storage.listing(directory)
-            if any(entry.name.startswith(THINNING) for entry in entries):
-                try:
-                    found = recover(storage, directory, grace=grace) or found
-                except TakenError as error:
-                    LOG.info("%s", error)
+            if not is_gone(storage, error):  # else another process has removed it
+                LOG.warning("what a killed run has left of a thin checkpoint was not removed: %s", error)
+    return found
+
+
+def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool:
+    found = False
+    inside = storage.listing(path)
+    for directory in (path, *(posixpath.join(path, entry.name) for entry in inside if entry.is_dir)):
+        entries = inside if directory == path else storage.listing(directory)
+        if any(entry.name.startswith(THINNING) for entry in entries):
+            try:
+                found = recover(storage, directory, grace=grace) or found
+            except TakenError as error:
+                LOG.info("%s", error)
     return found

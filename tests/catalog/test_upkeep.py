@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog import entries
+from ckpttool.catalog import entries, upkeep
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
@@ -21,7 +21,7 @@ from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import identity
 from ckpttool.commit.pins import Pin
-from ckpttool.errors import CkptError, PlanError, PruneError
+from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
@@ -381,14 +381,48 @@ def test_a_damaged_checkpoint_is_not_torn(tmp_path: Path) -> None:
     assert (second.keep, "torn: " in second.reason) == (False, True)
 
 
+def test_a_committed_file_that_has_grown_is_not_torn(root: Path) -> None:
+    for name in ("step1", "step2"):
+        path = next((root / name).glob("*optim_states.pt"))
+        data = path.read_bytes()
+        path.write_bytes(data + b"x" if name == "step1" else data[:-1])
+    _aged(root)
+    assert [d.entry.name for d in api.prune(root, torn=True) if not d.keep] == ["step2"]
+
+
+def test_a_removal_that_fails_halfway_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(PruneError, match="step1: cannot be removed whole: permission denied"):
+        api.prune(root, keep_last=3)
+
+
+def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "step1" / THINNING).write_text("{")
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise StorageError("step1/file", "permission denied", "check who may read and write it")
+
+    monkeypatch.setattr(upkeep, "recover", refuse)
+    assert [d.keep for d in api.prune(root, keep_last=2)] == [False, False, True, True]
+
+
 def test_torn_checkpoints_of_other_formats_and_with_weights_stay(tmp_path: Path) -> None:
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
         shutil.copytree(source("zero3-dp2-bf16-trainer"), tmp_path / name)
     for name in ("checkpoint-1", "checkpoint-2"):
         next((tmp_path / name).glob("global_step*/*rank_1*optim_states.pt")).unlink()
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"of the Trainer")
+    shutil.copytree(source("zero3-dp2-bf16-trainer"), tmp_path / "checkpoint-0")
+    (tmp_path / "checkpoint-0" / "adapter").mkdir()
+    (tmp_path / "checkpoint-0" / "adapter" / "adapter_model.safetensors").write_bytes(b"of PEFT")
+    (tmp_path / "checkpoint-0" / "global_step3" / MARK).write_text('{"key": "save x", "files": [], "host": "x"}')
     _aged(tmp_path)
-    assert [d.keep for d in api.prune(tmp_path, torn=True)] == [False, True, True]
+    assert [(d.entry.name, d.keep) for d in api.prune(tmp_path, torn=True)] == [
+        ("checkpoint-0", True), ("checkpoint-1", False), ("checkpoint-2", True), ("checkpoint-3", True),
+    ]  # fmt: skip
     universal = Path(source("universal-zero2-dp2-bf16"))
     shutil.copytree(source("zero2-dp2-bf16"), tmp_path / "run")
     (torn,) = (path for path in universal.iterdir() if path.is_dir())
