@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
+from ckpttool.storage import find_text
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ckpttool.catalog.entries import Catalog
+    from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.signing import Key
@@ -94,7 +96,7 @@ def prune(  # noqa: PLR0913  public API
         decisions, thinnings = _planned(decisions, _thin_options(rules, options, key), storage_options)
     if dry_run:
         return decisions
-    return _carry_out(storage, decisions, thinnings, _thin_options(rules, options, key), progress)
+    return _carry_out(storage, found.root, decisions, thinnings, _thin_options(rules, options, key), progress)
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
@@ -133,8 +135,8 @@ def _planned(
 
 
 def _carry_out(
-    storage: WritableStorage, decisions: Sequence[Decision], thinnings: Sequence[Thinning], options: ThinOptions,
-    progress: Progress | None,
+    storage: WritableStorage, root: str, decisions: Sequence[Decision], thinnings: Sequence[Thinning],
+    options: ThinOptions, progress: Progress | None,
 ) -> list[Decision]:  # fmt: skip
     """Remove and thin checkpoints; return what was done.
 
@@ -156,7 +158,7 @@ def _carry_out(
             work = partial(thin, storage, next(planned), options, advance=meter)
         else:
             work = partial(storage.remove_tree, decision.entry.path)
-        done[number], error = _attempt(storage, decision, work)
+        done[number], error = _attempt(storage, root, decision, work)
         errors += [] if error is None else [error]
     if errors:
         errors[0].decisions = done
@@ -165,11 +167,13 @@ def _carry_out(
 
 
 def _attempt(
-    storage: WritableStorage, decision: Decision, work: Callable[[], object]
+    storage: WritableStorage, root: str, decision: Decision, work: Callable[[], object]
 ) -> tuple[Decision, PruneError | None]:
     """Remove or thin one checkpoint; return what was done, and the error."""
     path = decision.entry.path
     try:
+        if (why := _kept_meanwhile(storage, root, decision.entry)) is not None:
+            return replace(decision, keep=True, thin=None, freed=0, reason=why), None
         work()
     except CkptError as error:
         storage.refresh([])
@@ -186,3 +190,14 @@ def _attempt(
             failed = PruneError(error.path, problem, hint, error.options if own else ())
         return replace(decision, keep=True, thin=None, freed=0, reason=problem), failed
     return decision, None
+
+
+def _kept_meanwhile(storage: WritableStorage, root: str, entry: CatalogEntry) -> str | None:
+    """Return why a checkpoint must stay that was to go when the rules were applied; thinning others may take hours."""
+    from ckpttool.commit.pins import find_pin
+
+    storage.refresh([])
+    if find_pin(storage, entry.path) is not None:
+        return "pinned meanwhile"
+    named = (find_text(storage, posixpath.join(root, "latest")) or "").strip()
+    return "latest names it meanwhile" if posixpath.normpath(named).split("/")[0] == entry.name else None

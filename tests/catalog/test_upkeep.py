@@ -399,6 +399,23 @@ def test_a_removal_that_fails_halfway_is_an_error(root: Path, monkeypatch: pytes
         api.prune(root, keep_last=3)
 
 
+def test_what_is_pinned_or_named_while_prune_works_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = LOCAL.remove_tree
+
+    def slow(_: object, path: str) -> None:
+        removed(path)
+        if path.endswith("step1"):
+            api.pin(root / "step2", why="the best so far")
+            (root / "latest").write_text("step3\n")
+
+    monkeypatch.setattr(type(LOCAL), "remove_tree", slow)
+    done = [(d.entry.name, d.keep, d.reason) for d in api.prune(root, keep_last=1)]
+    assert done[:3] == [
+        ("step1", False, "no rule keeps it"), ("step2", True, "pinned meanwhile"),
+        ("step3", True, "latest names it meanwhile"),
+    ]  # fmt: skip
+
+
 def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "step1" / THINNING).write_text("{")
 
