@@ -151,7 +151,7 @@ def _carry_out(
     done: list[Decision] = list(decisions)
     errors: list[PruneError] = []
     work: Callable[[], object]
-    first = [n for n, decision in enumerate(decisions) if not decision.keep]  # a thin checkpoint takes space
+    first = [n for n, decision in enumerate(decisions) if not decision.keep]  # they free the space that thin files take
     for number in [*first, *(n for n, decision in enumerate(decisions) if decision.thin is not None)]:
         decision = decisions[number]
         if decision.keep:
@@ -193,7 +193,10 @@ def _attempt(
 
 
 def _kept_meanwhile(storage: WritableStorage, root: str, entry: CatalogEntry) -> str | None:
-    """Return why a checkpoint must stay that was to go when the rules were applied; thinning others may take hours."""
+    """Return why a checkpoint must stay although the rules remove or thin it; None if nothing has changed.
+
+    Thinning the checkpoints before it may take hours.
+    """
     from ckpttool.commit.pins import find_pin
 
     storage.refresh([])

@@ -112,8 +112,8 @@ class CatalogEntry:
     """The pin that keeps it from being removed or thinned."""
     torn: str | None = None
     """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off;
-    "incomplete, beside weights": so they are, but the directory has files of weights besides. None if it is whole, or
-    cannot be read for another reason."""
+    "incomplete, beside weights": one of the two, but the directory also holds weight files, which may be whole. None if
+    the checkpoint is whole, or cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
 
@@ -338,10 +338,10 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
         return None, False
     for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
         if is_unfinished(storage, directory):
-            beside = directory != path and _holds_weights(storage, path)  # a trainer's own, in the folder above
+            beside = directory != path and _holds_weights(storage, path)  # a trainer wrote them before its tag
             return BESIDE_WEIGHTS if beside else UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
     if storage.is_dir(posixpath.join(path, UNIVERSAL_STATES)):
-        return None, False  # a universal checkpoint, which no save writes
+        return None, False  # a universal checkpoint: a conversion writes it, not a save
     readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
     lost = readable and any(_proves_loss(storage, error) for error in errors)
     return _incomplete(storage, path) if lost else None, False

@@ -218,7 +218,7 @@ def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now
     if entry.torn is None:
         return Decision(entry, keep=True, reason=f"cannot be opened, which does not prove it torn: {entry.problem}")
     if entry.torn == BESIDE_WEIGHTS:
-        return Decision(entry, keep=True, reason=f"torn, but weights beside it may be whole: {entry.problem}")
+        return Decision(entry, keep=True, reason=f"torn, but weight files beside it may be whole: {entry.problem}")
     if entry.being_saved or quiet < rules.grace_seconds:
         return Decision(entry, keep=True, reason=stays)
     # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's.

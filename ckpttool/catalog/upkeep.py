@@ -59,7 +59,7 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
         grace: As for ``thinning.recover``.
 
     Returns:
-        Whether there was anything. What cannot be cleared away is logged: the next call tries again.
+        Whether a killed replacement was found. A failure is logged, and the next call tries again.
     """
     found = False
     for path in checkpoints:

@@ -19,7 +19,7 @@ _CREDENTIALS = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "
 
 
 class _PartBody:
-    """The body of a request, as botocore reads it: parts of one buffer, without the copies of ``io.BytesIO``.
+    """The body of a request: a readable stream over a buffer, which it does not copy as ``io.BytesIO`` does.
 
     A stream, because a single send of all bytes must end within the socket's timeout, however slow the link is.
     """

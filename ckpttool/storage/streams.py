@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _KEPT: list[NDArray[np.uint8]] = []
 """Buffers of the last file, for the next one: with new ones a save takes up to a third longer, because the kernel
 allocates and clears their pages meanwhile."""
-os.register_at_fork(after_in_child=_KEPT.clear)  # their memory is shared with the parent, which goes on using it
+os.register_at_fork(after_in_child=_KEPT.clear)  # parent and child share the memory of anonymous maps
 KEPT = 2
-"""Most buffers to keep: those of a file that is written part by part."""
+"""Number of buffers to keep: a file that is written one part at a time uses two."""
 
 
 def write_stream(writer: Writer, stream: Iterable[bytes | memoryview], *, at_once: int) -> None:

@@ -113,7 +113,7 @@ def test_nothing_changes_what_is_pinned_newest_or_named(rules: dict[str, Any]) -
         ({"torn": "incomplete", "problem": "is a root of its own, with 2 checkpoints"}, False, "is a root of its own"),
         ({"torn": "incomplete", "step": 99, "name": "step99"}, False, "torn, but no newer checkpoint is whole"),
         ({"torn": "uncommitted", "step": 99, "name": "step99"}, True, "torn: is missing"),
-        ({"torn": "incomplete, beside weights"}, False, "torn, but weights beside it may be whole"),
+        ({"torn": "incomplete, beside weights"}, False, "torn, but weight files beside it may be whole"),
     ],
     ids=str,
 )
@@ -416,14 +416,18 @@ def test_what_is_pinned_or_named_while_prune_works_stays(root: Path, monkeypatch
     ]  # fmt: skip
 
 
-def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (root / "step1" / THINNING).write_text("{")
 
     def refuse(*_: object, **__: object) -> bool:
         raise StorageError("step1/file", "permission denied", "check who may read and write it")
 
     monkeypatch.setattr(upkeep, "recover", refuse)
+    monkeypatch.setattr(upkeep, "is_gone", lambda *_: False)
     assert [d.keep for d in api.prune(root, keep_last=2)] == [False, False, True, True]
+    assert "step1/file: permission denied" in caplog.text
 
 
 def test_torn_checkpoints_of_other_formats_and_with_weights_stay(tmp_path: Path) -> None:
