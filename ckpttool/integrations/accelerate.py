@@ -164,7 +164,7 @@ class AcceleratorSaves:
             files = read_files(scratch)
         if unknown := set(given) - {"client_state", "exclude_frozen_parameters"}:
             raise ArgumentError(sorted(unknown)[0], "is no option of a save", "leave it out")
-        before = saves.begin(folder)
+        before = saves.begin(engine, folder)
         self._folder = folder
         own = RANDOM.format(accelerator.process_index)  # other files have the same names on all ranks
         saves.save(

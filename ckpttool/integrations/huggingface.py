@@ -179,7 +179,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             run = functools.partial(original, model, trial)
             frozen = write_small_files(trainer, run, scratch, name=name, best=best)
             files = read_files(os.path.join(scratch, name))
-        before = saves.begin(folder)
+        before = saves.begin(engine, folder)
         self._after = functools.partial(self._committed, trainer, saves, folder, self._export_of(trainer, folder))
         saves.save(
             engine, folder, tag=None, files=files, static=[name for name in files if is_static(name)],

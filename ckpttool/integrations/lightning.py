@@ -100,8 +100,9 @@ class CkptSaves:
         saves = self._folders.at(folder)
         saves.wait()
         metrics = _numbers(strategy.lightning_module.trainer.callback_metrics)
+        engine = strategy.deepspeed_engine
         saves.save(
-            strategy.deepspeed_engine, folder, tag=TAG, files={}, before=saves.begin(folder), metrics=metrics,
+            engine, folder, tag=TAG, files={}, before=saves.begin(engine, folder), metrics=metrics,
             client_state={key: value for key, value in checkpoint.items() if key not in LEFT_OUT},
             exclude_frozen=bool(strategy.exclude_frozen_parameters),
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from ckpttool.messages import brief
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+LOG = logging.getLogger(__name__)
 SHORTEST_PAUSE = 0.001
 """Minimum seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
@@ -67,9 +69,13 @@ class Ranks:
         self._old_keys: list[str] = []
 
     def agree(
-        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
-    ) -> Any:
+        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False,
+        call: Any = None,
+    ) -> Any:  # fmt: skip
         """Send a message to rank 0, and return its decision on the messages of all ranks.
+
+        A call that not all ranks make times out on those that do. A rank that did not make it skips it in its next
+        call, unless that has the same ``what`` and ``call``: then this rank was only late, and gets the same error.
 
         Args:
             what: Name of the task, for error messages.
@@ -78,32 +84,56 @@ class Ranks:
                 on every rank.
             timeout: Seconds to wait for the other ranks.
             last: Whether to wait until all ranks have the decision.
+            call: JSON data that differs between two calls with the same ``what``, such as the step.
 
         Raises:
             RankError: A rank sent no message in time.
             CkptError: The error of ``decide``.
         """
-        self._round += 1
-        key = f"{self._name}/{self._round}"
-        began = time.monotonic()
-        self._put(f"{key}/{self.rank}", message, what)
-        self._call(what, self._store.add, f"{key}/count", 1)
-        if self.rank == 0:
-            decision = self._decide(key, what, decide, began + timeout)
-            self._put(f"{key}/decision", decision, what)
-        else:
-            if not self._wait(lambda: self._check([f"{key}/decision"], what), began + timeout + DECISION_SECONDS):
-                raise RankError(what, f"rank 0 was not heard of for {timeout + DECISION_SECONDS:,.0f} s", _log_hint(0))
-            decision = json.loads(self._call(what, self._store.get, f"{key}/decision"))
-        self._acknowledge(key, what, wait=last)
+        own = json.loads(json.dumps([what, call]))
+        end = time.monotonic() + timeout
+        while True:
+            self._round += 1
+            key = f"{self._name}/{self._round}"
+            decision = self._decision(key, what, own, message, decide, end, timeout)
+            timed_out = decision.get("timed_out")
+            concerned = timed_out is None or timed_out == own
+            self._acknowledge(key, what, wait=last and concerned, keep=timed_out is not None)
+            if concerned:
+                break
+            LOG.warning("rank %d left out a call: %s", self.rank, error_from_data(decision["error"]))
         if "error" in decision:
             raise error_from_data(decision["error"])
         return decision["value"]
 
-    def _decide(self, key: str, what: str, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
-        if not self._wait(lambda: self._message_count(key, what) >= self.size, end):
+    def _decision(
+        self, key: str, what: str, own: Any, message: Any, decide: Callable[[list[Any]], Any], end: float,
+        timeout: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Send the message of this rank, and return the decision; ``timed_out`` in it is a call that timed out."""
+        decided = f"{key}/decision"
+        if self.rank == 0 or not self._check([decided], what):
+            self._put(f"{key}/{self.rank}", message, what)
+            self._call(what, self._store.add, f"{key}/count", 1)
+        if self.rank == 0:
+            self._put(decided, self._decide(key, what, own, decide, end), what)
+        elif not self._wait(lambda: self._check([decided], what), end + DECISION_SECONDS):
+            self._put(f"{key}/given_up", own, what)
+            raise RankError(what, f"rank 0 was not heard of for {timeout + DECISION_SECONDS:,.0f} s", _log_hint(0))
+        decision: dict[str, Any] = json.loads(self._call(what, self._store.get, decided))
+        return decision
+
+    def _decide(
+        self, key: str, what: str, own: Any, decide: Callable[[list[Any]], Any], end: float
+    ) -> dict[str, Any]:  # fmt: skip
+        given_up = [f"{key}/given_up"]
+        self._wait(lambda: self._message_count(key, what) >= self.size or self._check(given_up, what), end)
+        if self._check(given_up, what):  # this rank did not make a call, or was late
+            call = json.loads(self._call(what, self._store.get, given_up[0]))
+            return {"error": error_to_data(late_error(call[0], [0])), "timed_out": call}
+        if self._message_count(key, what) < self.size:
             late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
-            return {"error": error_to_data(late_error(what, late))}
+            return {"error": error_to_data(late_error(what, late)), "timed_out": own}
         messages = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
         try:
             return {"value": decide(messages)}
@@ -113,8 +143,11 @@ class Ranks:
             text = f"{type(error).__name__}: {error}"
             return {"error": error_to_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
 
-    def _acknowledge(self, key: str, what: str, *, wait: bool) -> None:
-        """Count the ranks that have the decision; rank 0 deletes the keys of the previous round."""
+    def _acknowledge(self, key: str, what: str, *, wait: bool, keep: bool) -> None:
+        """Count the ranks that have the decision; rank 0 deletes the keys of the previous round.
+
+        With ``keep`` the decision stays: ranks that did not make the call read it in their next one, however late.
+        """
         acknowledged = f"{key}/acknowledged"
         self._call(what, self._store.add, acknowledged, 1)
         if self.rank:
@@ -126,7 +159,7 @@ class Ranks:
             )
         for old in self._old_keys:
             self._call(what, self._store.delete_key, old)
-        names = [*map(str, range(self.size)), "count", "decision", "acknowledged"]
+        names = [*map(str, range(self.size)), "count", "acknowledged", *(("given_up",) if keep else ("decision",))]
         self._old_keys = [f"{key}/{name}" for name in names]
 
     def _message_count(self, key: str, what: str) -> int:
@@ -164,8 +197,9 @@ class Alone(Ranks):
         self.rank, self.size = 0, 1
 
     def agree(
-        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False
-    ) -> Any:
+        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False,
+        call: Any = None,
+    ) -> Any:  # fmt: skip
         """Return the decision on the only message."""
         return decide([message])
 
@@ -215,7 +249,7 @@ def agree_to_begin(
         return None if decide is None else decide()
 
     try:
-        return ranks.agree(what, message, decide_to_begin, timeout=timeout)
+        return ranks.agree(what, message, decide_to_begin, timeout=timeout, call=message["arguments"])
     except CkptError:
         if own is not None:
             raise own from None
@@ -234,7 +268,7 @@ def late_error(what: str, late: list[int]) -> RankError:
 
 
 def _log_hint(rank: int) -> str:
-    return f"see the log of rank {rank}, or raise timeout="
+    return f"call this on every rank; see the log of rank {rank}, or raise timeout="
 
 
 def error_to_data(error: CkptError) -> list[Any]:

@@ -74,6 +74,10 @@ def _rank(directory: Path) -> None:
         "late preview": lambda: late(lambda: manager.preview(engine)),
         "late load": lambda: late(lambda: ckpttool.load(engine, root, timeout=TIMEOUT)),
         "url": from_elsewhere,
+        "left out by the second": lambda: None if second else manager.save(engine, tag="t"),
+        "save after it": lambda: manager.save(engine, tag="after-second") and None,
+        "left out by the first": lambda: manager.save(engine, tag="t") if second else None,
+        "restore after it": lambda: manager.restore(engine, tag="after-second") and None,
     }
     told: dict[str, Any] = {}
     for name, function in asked.items():

@@ -119,7 +119,7 @@ class Crew:
 
     def __init__(self, size: int, machine: Machine, clock: Clock) -> None:
         self._machine = machine
-        self._clock = clock
+        self.clock = clock
         self.store = MemoryStore(machine)
         self.ranks = [Ranks(r, size, self.store, "crew") for r in range(size)] if size > 1 else [Alone()]
 
@@ -134,10 +134,10 @@ class Crew:
             except BaseException as error:
                 outcomes[number] = Outcome(error=error)
             finally:
-                self._clock.end()
+                self.clock.end()
                 self._machine.rank = None
 
-        self._clock.begin(len(self.ranks))
+        self.clock.begin(len(self.ranks))
         threads = [threading.Thread(target=work, args=(r,)) for r in range(1, len(self.ranks))]
         for thread in threads:
             thread.start()

@@ -43,8 +43,8 @@ def test_late_ranks_are_named(make: Callable[[int], crew.Crew]) -> None:
     outcomes = make(4).do(work)
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, RankError)
-        text = "root/step1: ranks 1, 3 were not heard of in time; see the log of rank 1, or raise timeout="
-        assert str(outcomes[rank].error) == text
+        hint = "call this on every rank; see the log of rank 1, or raise timeout="
+        assert str(outcomes[rank].error) == f"root/step1: ranks 1, 3 were not heard of in time; {hint}"
 
 
 def test_first_rank_that_is_late_is_named(make: Callable[[int], crew.Crew]) -> None:
@@ -134,6 +134,29 @@ def test_ranks_go_on_after_one_was_late(make: Callable[[int], crew.Crew]) -> Non
         return ranks.agree("what", 1, sum, timeout=5)
 
     assert [o.result for o in team.do(after_all)] == [3] * 3
+
+
+@pytest.mark.parametrize("absent", [(1,), (0,), (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_call_that_not_all_ranks_made_fails_alone(
+    make: Callable[[int], crew.Crew], caplog: pytest.LogCaptureFixture, absent: tuple[int, ...], times: int
+) -> None:
+    team = make(3)
+
+    def save(ranks: Ranks, step: int) -> Any:
+        return ranks.agree("root", step, sum, timeout=5, last=True, call=step)
+
+    for step in range(times):
+        outcomes = team.do(lambda ranks, step=step: None if ranks.rank in absent else save(ranks, step))  # type: ignore[misc]
+        assert [rank for rank, o in enumerate(outcomes) if o.succeeded] == list(absent)
+    for step in range(times, times + 3):
+        began = team.clock.monotonic()
+        outcomes = team.do(lambda ranks, step=step: save(ranks, step))  # type: ignore[misc]
+        assert [o.result for o in outcomes] == [3 * step] * 3
+        assert team.clock.monotonic() - began < 1
+    for rank in absent:
+        assert caplog.text.count(f"rank {rank} left out a call: root: ") == times
+    assert caplog.text.count("left out") == len(absent) * times
 
 
 def test_the_store_does_not_grow(make: Callable[[int], crew.Crew]) -> None:

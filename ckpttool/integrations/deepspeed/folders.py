@@ -185,10 +185,13 @@ class Folders:
         if self.on_first_rank(lambda: posixpath.basename(folder) not in run.reported()):
             run.report(folder, metrics)
 
-    def on_first_rank(self, decide: Callable[[], Any]) -> Any:
-        """Run a function on the first rank; return its JSON result, or raise its error, on all ranks."""
+    def on_first_rank(self, decide: Callable[[], Any], call: Any = None) -> Any:
+        """Run a function on the first rank; return its JSON result, or raise its error, on all ranks.
+
+        ``call`` is that of ``Ranks.agree``.
+        """
         # The first rank waits for the others: it may be the end of its process, which may hold their store.
-        return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True)
+        return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
 
     def open(self, candidate: Candidate) -> Checkpoint:
         """Open a checkpoint, on every rank.
@@ -245,13 +248,13 @@ class Folders:
             LOG.info("%s", report)
         return report
 
-    def begin(self, folder: str) -> tuple[str, int]:
+    def begin(self, engine: Any, folder: str) -> tuple[str, int]:
         """Find the previous commit of the run, and remove what must not lie beside a new save; on every rank.
 
         Returns:
             Attempt and number of the previous commit, for ``save``.
         """
-        attempt, number = self.on_first_rank(lambda: self._begin(folder))
+        attempt, number = self.on_first_rank(lambda: self._begin(folder), [folder, int(engine.global_steps)])
         return attempt, number
 
     def _begin(self, folder: str) -> list[Any]:
