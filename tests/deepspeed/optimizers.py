@@ -40,11 +40,13 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
 
     first = build(job["stage"], job["dtype"], job["groups"][0], job["optimizers"][0])
     step(first, STEPS)
-    saved = held(first)
+    saved, scale = held(first), getattr(first.optimizer, "loss_scale", None)
     if job["plain"]:
         first.save_checkpoint(str(root))
     else:
         CheckpointManager(root).save(first)
+    step(first, STEPS)
+    went_on = held(first)
     first.destroy()
     second = build(job["to"], job["dtype"], job["groups"][1], job["optimizers"][1], seed=7)
     manager = CheckpointManager(root)
@@ -56,7 +58,9 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
     now = held(second)
     told["untouched"] = differing(before, now) == [] and second.global_steps == 0
     told["differing"] = differing(saved, now)
-    told["step"] = _told(lambda: step(second, 2))
+    told["loss scales"] = [scale, getattr(second.optimizer, "loss_scale", None)]
+    told["step"] = _told(lambda: step(second, STEPS))
+    told["differing later"] = differing(went_on, held(second), tolerance=1e-4)
     second.destroy()
     return told
 
@@ -190,11 +194,13 @@ def held(engine: Any) -> dict[str, Any]:
     return found
 
 
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """What is not in both, or not the same."""
+def differing(a: dict[str, Any], b: dict[str, Any], tolerance: float = 0.0) -> list[str]:
+    """What is not in both, or not the same; with a tolerance, of tensors relative to their largest element."""
     import torch
 
     def same(x: Any, y: Any) -> bool:
+        if tolerance and isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            return bool((x.float() - y.float()).abs().max() <= tolerance * x.float().abs().max())
         return torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else bool(x == y)
 
     return sorted(key for key in a.keys() | b.keys() if key not in a or key not in b or not same(a[key], b[key]))

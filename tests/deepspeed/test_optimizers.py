@@ -54,14 +54,23 @@ SAME = [
     _job(("one", "one"), (n, n), stages, "bf16") for stages in STAGES for n in ("momentum", "sgd", "amsgrad", "nadam")
 ]
 SKIPPED = [
-    _job(("two", "two"), stages=stages, dtype="fp16") for stages in ((0, 0), (1, 1), (2, 2), (3, 3), (2, 3), (3, 1))
+    _job(("two", "two"), stages=stages, dtype="fp16")
+    for stages in ((0, 0), (1, 1), (2, 2), (3, 3), (2, 3), (3, 1), (2, 0), (3, 0))
 ]
 """The loss scale is so high that every step is skipped."""
 TWO_GROUPS = [
     _job((groups, groups), (name, "adamw"), (0, stage), dtype)
     for stage in (1, 2, 3) for name, dtype in KINDS for groups in ("two", "layers")
 ]  # fmt: skip
-JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *OTHERS, *SAME, *SKIPPED, *TWO_GROUPS]
+WITHOUT = [
+    _job((groups, "two"), (name, name), (stage, 0), dtype)
+    for stage in (1, 2, 3) for name, dtype in KINDS for groups in ("two", "reversed", "swapped")
+]  # fmt: skip
+WITHOUT += [
+    _job(("one", "one"), (n, n), (2, 0), d) for n in ("momentum", "sgd", "amsgrad", "nadam") for d in ("fp32", "bf16")
+]
+WITHOUT_FROZEN = [_job(("frozen a", "frozen b"), (n, n), (2, 0), d) for n, d in KINDS]
+JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *OTHERS, *SAME, *SKIPPED, *TWO_GROUPS, *WITHOUT, *WITHOUT_FROZEN]
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +129,25 @@ def test_every_class_is_restored_into_its_own(job: dict[str, Any], told: dict[st
 @pytest.mark.parametrize("job", SKIPPED, ids=lambda job: job["id"])
 def test_a_run_whose_steps_were_all_skipped_is_restored(job: dict[str, Any], told: dict[str, Any]) -> None:
     assert _restored(told, job) == set()
+    saved, restored = told[job["id"]]["loss scales"]
+    assert saved == restored <= (2**40 if job["stage"] == 0 else 2**39)
 
 
 @pytest.mark.parametrize("job", TWO_GROUPS, ids=lambda job: job["id"])
 def test_several_groups_without_zero_go_on_with_it(job: dict[str, Any], told: dict[str, Any]) -> None:
     differing = _restored(told, job)
     assert not any(key.startswith(("fp32/", "exp_avg/", "exp_avg_sq/", "lr/")) for key in differing)
+
+
+@pytest.mark.parametrize("job", WITHOUT, ids=lambda job: job["id"])
+def test_what_zero_saved_goes_on_without_it(job: dict[str, Any], told: dict[str, Any]) -> None:
+    numbers = ("step/", "mu_product/")  # which the probe does not find under ZeRO
+    assert {key for key in _restored(told, job) if not key.startswith(numbers)} == set()
+    assert {key for key in told[job["id"]]["differing later"] if not key.startswith(numbers)} == set()
+
+
+@pytest.mark.parametrize("job", WITHOUT_FROZEN, ids=lambda job: job["id"])
+def test_parameters_that_zero_did_not_train_start_without_moments(job: dict[str, Any], told: dict[str, Any]) -> None:
+    differing = {key for key in _restored(told, job) if not key.startswith("step/")}
+    assert {key.rpartition("/")[2].partition(".")[0] for key in differing} == {"a", "b"}
+    assert not any(key.startswith("module/") for key in differing)

@@ -71,6 +71,15 @@ NATIVE = [
     Case("zero2-dp2-bf16-legacy", 2, 2),
     Case("zero0-dp2-bf16-unfused", 0, 1),
 ]
+WITHOUT_ZERO = [
+    Case("zero2-dp2-bf16", 0, 2),
+    Case("zero3-dp4-bf16", 0, 3),
+    Case("zero1-dp2-fp16", 0, 1),
+    Case("zero2-dp2-fp32", 0, 2),
+    Case("universal-zero2-dp2-bf16", 0, 2),
+    Case("zero2-dp3-bf16-muon", 0, 1, optimizer="muon"),
+    Case("zero2-dp2-bf16-sgd", 0, 1, optimizer="sgd"),
+]
 WEIGHTS = [Case("zero3-dp4-bf16", stage, 2) for stage in range(4)]
 WEIGHTS.append(Case("zero2-dp2-fp16", 3, 3))
 PLAIN = "zero2-dp2-bf16"
@@ -104,7 +113,7 @@ def _loads(directory: Path) -> list[Load]:
     loads.append(plain("no-masters", zero_options={"load_from_fp32_weights": False}, stage=1, resume={}))
     loads.append(plain("sgd", optimizer="adagrad", config={"scheduler": None}, resume={}))
     loads.append(plain("dtype", dtype="fp16", world_size=1, resume={}))
-    loads.append(plain("no-stage", stage=0, resume={}))
+    loads += [case.load("resumed", str(source(case.source)), resume={}) for case in WITHOUT_ZERO]
     for change in CHANGES:
         config: dict[str, Any] = {"scheduler": None} if "group" in change else {}
         loads.append(plain(f"{change}-strict", change=change, config=config, resume={}))
@@ -167,6 +176,18 @@ def test_it_is_as_if_it_had_been_converted_first(case: Case, loaded: dict[str, L
     assert resumed.facts["step"] == ""
     assert resumed.facts["losses"] == converted.facts["losses"]
     assert len(resumed.facts["losses"]) == 3
+
+
+@pytest.mark.parametrize("case", WITHOUT_ZERO, ids=lambda case: case.id)
+def test_an_engine_without_zero_goes_on_with_what_zero_saved(case: Case, loaded: dict[str, Loaded]) -> None:
+    engine = loaded[f"{case.id}-resumed"]
+    assert engine.error == ""
+    assert _differing(engine, case.source) == []
+    assert engine.facts["report"]["method"] == "planned"
+    assert engine.facts["global_steps"] == ckpttool.inspect(source(case.source)).step
+    assert all(scalars.get("step", 3) == 3 for scalars in engine.facts["scalars"])
+    if not case.source.endswith("fp32"):  # DeepSpeed cannot clip the gradient of a scalar parameter there
+        assert engine.facts["step"] == ""
 
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.id)
@@ -250,7 +271,6 @@ def test_masters_are_made_of_the_16_bit_copies_where_the_configuration_says_so(l
         ),
         ("less-strict", "holds seen, norm.bias that the model lacks; pass strict=False, and they are left out"),
         ("rank 1 fails-strict", "rank 1: Input/output error; check the disk"),
-        ("no-stage", "and the engine has no ZeRO stage; configure stage 1, 2 or 3, or pass weights_only=True"),
         ("sgd", "holds exp_avg, exp_avg_sq, but the engine's optimizer keeps sum"),
     ],
 )

@@ -27,6 +27,11 @@ SAME = sampling.some([3, 2], 1)
 """Stages of resumes on the same ranks."""
 OTHERS = sampling.some([(2, 1, 3), (2, 3, 2), (3, 1, 2), (3, 3, 3)], 2)
 """Resumes on other ranks: stage that saved on two ranks, ranks, stage that resumes."""
+WITHOUT_ZERO = [
+    ("peft0-again", "peft0", 0, 2), ("peft0-alone", "peft0-without", 0, 1), ("peft0-to2", "peft0-without", 2, 1),
+    ("plain2-to0", "plain2", 0, 2), ("plain3-to0", "plain3", 0, 1), ("peft-to0", "peft", 0, 1),
+]  # fmt: skip
+"""Resumes from or at stage 0: name, run that saved on two ranks, stage, ranks."""
 KILLS = [
     {"rank": 0, "number": 1, "everyone": False},  # before the in-progress marker
     {"rank": 1, "number": 2, "everyone": False},
@@ -62,6 +67,8 @@ def _first_jobs(jobs: Jobs, endpoint: str) -> None:
         "peft", 3, 2, peft=True, callback={"export_every": SAVED}, arguments={"save_total_limit": 5},
         save_model=str(jobs.directory / "peft" / "run"),
     )  # fmt: skip
+    jobs.add("peft0", 0, 2, peft=True, dropout=0.5)
+    jobs.add("peft0-without", 0, 2, peft=True, callback=None)
     for number in KILLED:
         point = {**KILLS[number], "step": STEPS}
         jobs.add(f"killed{number}", 2 + number % 2, 2, kill=point, callback={"timeout": 5.0}, fails=True)
@@ -82,6 +89,11 @@ def _resumes(jobs: Jobs, endpoint: str) -> None:
     )  # fmt: skip
     jobs.add("peft-again", 2, 1, peft=True, resume=True)
     _copied(jobs, "peft", "peft-again")
+    for name, source, stage, ranks in WITHOUT_ZERO:
+        jobs.add(name, stage, ranks, peft=source.startswith("peft"), dropout=0.5 * (source == "peft0"), resume=True)
+        _copied(jobs, source, name)
+    jobs.add("other-optimizer", 2, 2, resume=True, arguments={"optim": "sgd"}, fails=True)
+    _copied(jobs, "plain2", "other-optimizer")
     for stage in SAME:
         jobs.add(f"again{stage}", stage, 2, dropout=0.5, resume=True)
         _copied(jobs, f"dropout{stage}", f"again{stage}")
@@ -287,6 +299,22 @@ def test_adapters_are_resumed_and_exported(runs: dict[str, Any]) -> None:
     assert list(_rest(resumed).values()) == pytest.approx(list(_rest(whole).values()), rel=1e-5)
     names = {p.name for p in (runs["peft"]["out"] / "run" / f"checkpoint-{SAVED}").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+
+
+@pytest.mark.parametrize(("name", "source", "stage", "ranks"), WITHOUT_ZERO)
+def test_runs_go_on_at_stage_0_and_from_there(
+    runs: dict[str, Any], name: str, source: str, stage: int, ranks: int
+) -> None:
+    resumed, whole = _rest(runs[name]["losses"]), _rest(runs[source]["losses"])
+    if name == "peft0-again":
+        assert resumed == whole
+    assert list(resumed.values()) == pytest.approx(list(whole.values()), rel=1e-5)
+
+
+def test_a_hint_names_what_the_trainer_can_do(runs: dict[str, Any]) -> None:
+    error = runs["other-optimizer"]["error"]
+    hint = "build the same optimizer as in the saved run, or begin a new run from its weights, "
+    assert error.endswith(f"; {hint}which ckpttool.consolidate writes")
 
 
 def test_save_model_writes_a_whole_adapter_and_nothing_else_changes(runs: dict[str, Any]) -> None:

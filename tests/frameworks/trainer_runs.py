@@ -127,7 +127,6 @@ def build(job: dict[str, Any]) -> Any:
         warmup_steps=2,
         per_device_train_batch_size=GLOBAL_BATCH // job["world_size"],
         per_device_eval_batch_size=4,
-        optim="adamw_torch",
         use_cpu=True,
         ddp_backend="gloo",
         report_to=[],
@@ -139,7 +138,7 @@ def build(job: dict[str, Any]) -> Any:
             "zero_allow_untested_optimizer": True,
             **job.get("config", {}),
         },
-        **job.get("arguments", {}),
+        **{"optim": "adamw_torch", **job.get("arguments", {})},
     )
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -12,6 +12,7 @@ import fnmatch
 import logging
 import os
 import posixpath
+import re
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,12 @@ WITHIN_EPOCH = "within_epoch"
 the random numbers of the epoch."""
 FILES = "files"
 """Key of the framework's files in a rank state: ``torch.uint8`` tensors by path relative to the folder."""
+
+_POSSIBLE = (
+    (r"(pass|load it with) weights_only=True", "begin a new run from its weights, which ckpttool.consolidate writes"),
+    (r"pass strict=False, and they.*", "build the model of the saved run"),
+)
+"""Patterns in hints for ``ckpttool.load``, and what to do instead where a framework loads."""
 
 
 class Folders:
@@ -243,7 +250,11 @@ class Folders:
         """
         options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._options.allow)
         agree = partial(agree_on_all_ranks, self.ranks, checkpoint.location, timeout=self._timeout)
-        report = restore_engine(engine, checkpoint, options, agree)
+        try:
+            report = restore_engine(engine, checkpoint, options, agree)
+        except CkptError as error:
+            hint = _hint_for_frameworks(error.hint)
+            raise type(error)(error.path, error.problem, hint, error.options) from error
         if self.ranks.rank == 0:
             LOG.info("%s", report)
         return report
@@ -351,6 +362,13 @@ def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
             if is_weights(entry.name) if not entry.is_dir else not unfinished:
                 problem = f"holds {entry.name}, but no checkpoint that can be resumed from"
                 raise LayoutError(folder, problem, "move the folder, or choose another output_dir to begin anew")
+
+
+def _hint_for_frameworks(hint: str) -> str:
+    """Return a hint without parameters of ``ckpttool.load`` that no framework passes on."""
+    for pattern, possible in _POSSIBLE:
+        hint = re.sub(pattern, possible, hint)
+    return hint
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

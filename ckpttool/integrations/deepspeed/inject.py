@@ -97,14 +97,15 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             else:
                 files[file.name] = partial(contents.pop, file.name)
     else:
-        model, optimizer = native_files(live, [])[:2]
-        names = [model, optimizer]
-        files = {model: partial(_model_states, live, prepared), optimizer: lambda: prepared.optimizer}
+        model, *others = native_files(live, [])
+        names = [model, *others[: bool(live.stage)]]
+        files = {name: lambda: prepared.optimizer for name in names} | {model: partial(_model_states, live, prepared)}
         if live.stage < 3:
             experts = list(own_experts(engine))
             files |= {expert.file: partial(_expert_states, live, expert) for expert in experts}
             names += [expert.file for expert in experts]
     scheduler = engine.lr_scheduler is not None and checkpoint.scheduler is not None
+    strict = prepared.fitted is None or not (prepared.fitted.missing or prepared.fitted.unexpected)
     with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
         os.mkdir(os.path.join(scratch, TAG))
         for name in names:
@@ -121,7 +122,9 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             replacements["zero_elastic_checkpoint"] = lambda: False
         with _attributes_replaced(engine, replacements):
-            _, client_state = engine.load_checkpoint(scratch, TAG, load_lr_scheduler_states=scheduler)
+            _, client_state = engine.load_checkpoint(
+                scratch, TAG, load_module_strict=strict, load_lr_scheduler_states=scheduler
+            )
     files.clear()
     prepared.release()
     if prepared.method == "planned":

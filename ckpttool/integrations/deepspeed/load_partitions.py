@@ -35,7 +35,9 @@ LEAST_SLICE_BYTES = 1 << 22
 
 
 def shape_of(live: LiveEngine) -> Shape:
-    """Return how the engine partitions its state over ranks."""
+    """Return how the engine partitions its state over ranks; without ZeRO, as stage 1 on a single rank."""
+    if not live.stage:
+        return Shape(1, 1, live.sub_group_size, round_robin=False, dtype=live.dtype)
     experts = live.topology.expert_parallel if live.engine.has_moe_layers else None
     return Shape(
         live.topology.data_parallel, live.stage, live.sub_group_size, live.round_robin, live.dtype, experts,
@@ -49,16 +51,18 @@ def read_partitions(
     fitted: Fitted,
     options: LoadOptions,
 ) -> Prepared:
-    """Read the ranges of this rank's partitions from any source.
+    """Read the ranges of this rank's partitions from any source; without ZeRO, all of the optimizer's states.
 
     Raises:
         CkptError: The partitions cannot be planned, or reading failed.
     """
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
-    if live.partitions_states:
+    has_states = live.partitions_states or not options.weights_only
+    if has_states:
         shape = shape_of(live)
-        plans.append(plan_rank(fitted.checkpoint, shape, live.rank, tag=checkpoint.tag, fresh=fitted.fresh))
+        rank = live.rank if live.stage else 0
+        plans.append(plan_rank(fitted.checkpoint, shape, rank, tag=checkpoint.tag, fresh=fitted.fresh))
         notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
     for name in ("random_ltd", "curriculum_learning"):
         enabled = getattr(live.engine, f"{name}_enabled", None)
@@ -72,7 +76,7 @@ def read_partitions(
     first = min(total, live.rank * slice_bytes)
     own = bytearray(0 if options.dry_run else min(total, first + slice_bytes) - first)
     replicas = Replicas(tensors=tensors, nbytes=total, slice_bytes=slice_bytes, own=own)
-    nbytes = plans[0].nbytes_read if live.partitions_states else 0
+    nbytes = plans[0].nbytes_read if has_states else 0
     nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in tensors)
     prepared = Prepared(
         method="planned",
@@ -95,7 +99,7 @@ def read_partitions(
             with VirtualFile(replica_plan, replica_plan.files[0], sources, memory=options.memory_bytes) as file:
                 file.seek(first)
                 file.readinto(own)
-        for target in plans[0].files if live.partitions_states else ():
+        for target in plans[0].files if has_states else ():
             with VirtualFile(plans[0], target, sources, memory=options.memory_bytes) as file:
                 read.append(read_objects(file, options.allow))
         sources.check_unchanged()
@@ -111,6 +115,11 @@ def _with_partitions(
         LayoutError: The planned partitions differ in size from the engine's.
     """
     states = optimizer["optimizer_state_dict"]
+    if not live.stage and prepared.fitted is not None and live.model is not None:
+        from ckpttool.integrations.deepspeed.stage0 import from_partition  # imports torch
+
+        model["optimizer"] = from_partition(live, live.model, prepared.fitted, states)
+        return replace(prepared, model=model)
     _check_partitions(live, prepared.checkpoint, states)
     if prepared.fitted is not None:
         _fill_missing(live, prepared.fitted, states, model)

@@ -68,9 +68,15 @@ def prepare(
         check_states(live, checkpoint)
     if not why_not:
         return read_native(live, checkpoint, fitted, options)
-    if live.stage == 0 and not options.weights_only:
-        problem = f"{why_not}, and the engine has no ZeRO stage"
-        raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
+    if live.stage == 0 and not options.weights_only and live.model is not None:
+        if live.engine.has_moe_layers:
+            problem = f"{why_not}, and the engine has experts but no ZeRO stage"
+            raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
+        if live.optimizer is None:
+            raise PlanError(
+                checkpoint.location, f"{why_not}, and the engine has no optimizer", "pass weights_only=True"
+            )
+        fitted = fit(checkpoint, live.model, strict=options.strict, weights_only=False)
     if fitted is None or live.engine.zero_nvme_offload_optimizer():
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
@@ -107,7 +113,9 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
         return "only weights are to be loaded"
     if not _same_kind(live, checkpoint):
         return "differs from the engine in stage, dtype or format"
-    differs = fitted.missing or fitted.unexpected
+    differs: object = fitted.missing or fitted.unexpected
+    if not live.stage and live.model is not None:  # what is not trained may differ: the optimizer's states go by name
+        differs = {*fitted.missing}.intersection(*live.model.groups)
     if differs or (live.stage and (fitted.fresh or fitted.unrestored_groups or fitted.regrouped)):
         return "does not have exactly the engine's parameters and groups"
     if live.stage == 0:

@@ -1,5 +1,7 @@
 """Load optimizers without ZeRO: match the numbered parameters of the checkpoint by name, in the engine's order.
 
+States from other files are planned as the partition of a single rank, which is then cut into parameters.
+
 Source: DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py and unfused_optimizer.py (``state_dict``), and
 torch.optim.Optimizer (``state_dict``): groups list numbers; only the order of the optimizer relates them to
 parameters.
@@ -7,6 +9,7 @@ parameters.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ import torch
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import PlanError
+from ckpttool.integrations.deepspeed.engine import keeps_loss_scale
 from ckpttool.integrations.deepspeed.states import REBUILD
 from ckpttool.model import MASTER, MODULE
 from ckpttool.storage import connect
@@ -322,6 +326,47 @@ def _in_optimizer_format(
             saved["fp32_groups"] = [[master_of[n] for n in names] for names in engine_names]
     base["state"] = state
     return base, saved
+
+
+def from_partition(live: LiveEngine, model: LiveModel, fitted: Fitted, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the engine's optimizer in its own format, with the engine's fp32 master weights.
+
+    Args:
+        live: The engine.
+        model: The engine's names.
+        fitted: The match of the checkpoint with them.
+        states: The partition of a single rank at stage 1.
+    """
+    planned = states["base_optimizer_state"]
+    flat = live.wrapper == "FP16_Optimizer"
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(fitted.checkpoint.groups):
+        shapes = [torch.Size(model.shapes[n]) for n in group.parameters]
+        total = sum(shape.numel() for shape in shapes)
+        whole = planned["state"].get(number, {})
+        scalars = {k: v for k, v in whole.items() if k in group.scalars}
+        buffers = {k: v[:total] for k, v in whole.items() if k not in group.scalars}
+        first = sum(len(before["params"]) for before in groups)
+        numbers = [number] if flat else list(range(first, first + len(shapes)))
+        if flat and whole:
+            state[number] = {**scalars, **buffers}
+        elif whole:
+            cut = {k: _cut(v, shapes) for k, v in buffers.items()}
+            for i, name in enumerate(group.parameters):
+                if name not in fitted.fresh:
+                    # Each parameter needs a step of its own: the optimizer adds to it in place.
+                    state[numbers[i]] = copy.deepcopy(scalars) | {k: pieces[i].clone() for k, pieces in cut.items()}
+        options = {**live.hyperparameters[number], **planned["param_groups"][number]}
+        groups.append({**options, "params": numbers})
+    base = {"state": state, "param_groups": groups}
+    if not live.wrapper:
+        return base
+    saved = {**live.optimizer.state_dict(), "optimizer_state_dict": base}
+    if keeps_loss_scale(live, fitted.checkpoint) and saved.get("dynamic_loss_scale") == states["dynamic_loss_scale"]:
+        scaler = vars(states["loss_scaler"])
+        saved |= {key: scaler[key] for key in saved.keys() & scaler.keys()}
+    return saved
 
 
 def check_places(live: LiveEngine, checkpoint: Checkpoint, model_states: Mapping[str, Any]) -> None:
