@@ -122,6 +122,8 @@ def rotate(
     whole = {one.folder for one in every}
     doomed = spare[:surplus]
     doomed += [path for _, path in folders(storage, root) if path not in whole and _is_leftover(storage, path, grace)]
+    hidden = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir and e.name.startswith(".")]
+    doomed += [path for path in hidden if is_half_removed(storage, path)]
     removed = []
     for folder in doomed:
         if is_linked(storage, root, folder):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.catalog.trainer_runs import trainer_commits
+from ckpttool.catalog.trainer_runs import rotate, trainer_commits
 from ckpttool.commit.manifest import commits
 from ckpttool.storage.local import LocalStorage
 from tests.truth import source
@@ -43,6 +43,15 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(victim: str, tmp_
     _run(tmp_path)
     found = trainer_commits(_Removing(os.path.join(tmp_path, victim)), str(tmp_path))
     assert [one.step for one in found] == [6]
+
+
+def test_a_rotation_finishes_the_removals_of_a_killed_one(tmp_path: Path) -> None:
+    _run(tmp_path)
+    for name in (".checkpoint-1.removed", ".checkpoint_2.removed", ".git", ".removed"):
+        (tmp_path / name / "global_step1").mkdir(parents=True)
+        (tmp_path / name / "global_step1" / "half").write_bytes(b"x")
+    rotate(LocalStorage(), str(tmp_path), None, keep=(), grace=3600.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".git", ".removed", "checkpoint-3", "checkpoint-6"]
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
