@@ -48,6 +48,7 @@ from ckpttool.integrations.huggingface_hooks import (
     install,
     is_adapter,
     logged_numbers,
+    without_removal,
     without_weights,
     write_small_files,
 )
@@ -74,6 +75,8 @@ class _Resume:
     checkpoint: Checkpoint
     directory: str
     """Local directory with the Trainer's files; it is passed to the Trainer as ``resume_from_checkpoint``."""
+    best: str
+    """Name of the folder of the best checkpoint; "" if there is none."""
     report: LoadReport | None = None
     """Report of the engine's load; None before it."""
     failed: CkptError | None = None
@@ -138,6 +141,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         self._saves.wait()
         self._saves.on_first_rank(lambda: None if self._exporter is None else self._exporter.wait())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the best checkpoint of a resumed run the path that the Trainer would give it."""
+        if self._resume is not None and self._resume.best:
+            state.best_model_checkpoint = os.path.join(self._output_dir, self._resume.best)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the last save and for the exports."""
@@ -289,9 +297,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
         token = LOADER.set(functools.partial(self._load, saves))
         try:
-            if not found:
-                return original(None, trial, *args, **kwargs)
-            return self._train_from(trainer, saves, found, lambda path: original(path, trial, *args, **kwargs))
+            with without_removal(trainer):
+                if not found:
+                    return original(None, trial, *args, **kwargs)
+                return self._train_from(trainer, saves, found, lambda path: original(path, trial, *args, **kwargs))
         finally:
             LOADER.reset(token)
             self._resume = None
@@ -305,8 +314,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 try:
                     checkpoint = saves.open(candidate)
                     saves.write_files(checkpoint, directory)
-                    self._resume = _Resume(checkpoint, directory)
-                    adapt_state(directory, trainer.args, functools.partial(self._is_in_bucket, saves))
+                    best = adapt_state(directory, trainer.args, functools.partial(self._is_whole, saves))
+                    self._resume = _Resume(checkpoint, directory, best)
                     return run(directory)
                 except (PlanError, LinkError, RankError):
                     raise  # it is sound but does not fit, or the user must decide: an older one does not help
@@ -322,8 +331,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         raise LayoutError(saves.root, problem, "restore one from a copy, or choose another output_dir to begin anew")
 
     @staticmethod
-    def _is_in_bucket(saves: Folders, name: str) -> bool:
-        return saves.storage.remote and saves.storage.exists(posixpath.join(saves.root, name, "latest"))
+    def _is_whole(saves: Folders, name: str) -> bool:
+        return saves.storage.exists(posixpath.join(saves.root, name, "latest"))
 
     def _find(self, saves: Folders, given: Any) -> list[tuple[str, str, bool]]:
         """Return the checkpoints to try, best first, on the first rank."""

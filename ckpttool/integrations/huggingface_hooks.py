@@ -170,27 +170,47 @@ def _names(directory: str) -> list[str]:
     return os.listdir(directory) if os.path.isdir(directory) else []
 
 
-def adapt_state(directory: str, arguments: Any, is_in_bucket: Callable[[str], bool]) -> None:
+def adapt_state(directory: str, arguments: Any, is_whole: Callable[[str], bool]) -> str:
     """Adapt the state of a checkpoint to this run, before the Trainer reads it.
 
     transformers 4.57 takes the batch size of the save, not that of the arguments: they differ on other ranks. And the
-    Trainer forgets the best checkpoint if it has no local folder.
+    Trainer forgets the best checkpoint if it has no local folder: until the training begins, it gets an empty one.
 
     Args:
-        directory: The Trainer's files of the checkpoint to resume from.
+        directory: The Trainer's files of the checkpoint to resume from, in a scratch directory.
         arguments: The Trainer's arguments.
-        is_in_bucket: Tells whether a checkpoint lies in a bucket, by the name of its folder.
+        is_whole: Tells whether the run has a checkpoint, by the name of its folder.
+
+    Returns:
+        Name of the folder of the best checkpoint; "" if there is none.
     """
     path = os.path.join(directory, STATE)
     if not os.path.exists(path):
-        return
+        return ""
     state = transformers.TrainerState.load_from_json(path)
     if not arguments.auto_find_batch_size:
         state.train_batch_size = arguments.train_batch_size
-        state.save_to_json(path)
-    best = state.best_model_checkpoint
-    if best and is_in_bucket(posixpath.basename(best)):
-        LOCAL.make_directory(best)
+    best = posixpath.basename(state.best_model_checkpoint or "")
+    if best and is_whole(best):
+        state.best_model_checkpoint = make_folder(directory, best)
+    else:
+        best = ""
+    state.save_to_json(path)
+    return best
+
+
+@contextlib.contextmanager
+def without_removal(trainer: Any) -> Iterator[None]:
+    """Context manager: let the Trainer remove no checkpoint at its end: it knows neither pins nor other directories.
+
+    With ``save_total_limit=1`` it removes all but the best one.
+    """
+    if hasattr(trainer_module, "sort_checkpoints"):
+        with replaced(trainer_module, sort_checkpoints=lambda *_, **__: []):
+            yield
+    else:  # transformers 4.57
+        with replaced(trainer, _sorted_checkpoints=lambda *_, **__: []):
+            yield
 
 
 def logged_numbers(state: Any) -> dict[str, float]:

@@ -48,16 +48,15 @@ def _first_jobs(jobs: Jobs, endpoint: str) -> None:
     for stage in (2, 3):
         jobs.add(f"plain{stage}", stage, 2)
     jobs.add("without", 2, 2, callback=None)
-    best = {
-        "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2,
-        "eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "constant",
-    }  # fmt: skip
+    best = {**_only_best(), "save_total_limit": 2}
     jobs.add(
         "best", 3, 2, steps=5, save_steps=1, learning_rate=0.3, arguments=best, evaluate=True,
         callback={"async_save": True, "export_every": 2}, save_model=str(jobs.directory / "best" / "weights"),
     )  # fmt: skip
     pushed = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_always_push": True}
     jobs.add("hub", 3, 2, steps=2, save_steps=1, arguments=pushed, push=True)
+    for name, root in _best_roots(jobs).items():
+        jobs.add(name, 2, 2, steps=2, **_best_run(name, root, endpoint))
     bucket = {"root": "s3://runs/trainer", "storage_options": {"endpoint_url": endpoint}, "export_every": 4}
     jobs.add(
         "bucket", 2, 2, steps=4, save_steps=1, learning_rate=0.3, arguments=best, evaluate=True,
@@ -74,6 +73,32 @@ def _first_jobs(jobs: Jobs, endpoint: str) -> None:
         jobs.add(f"killed{number}", 2 + number % 2, 2, kill=point, callback={"timeout": 5.0}, fails=True)
 
 
+def _only_best() -> dict[str, Any]:
+    """Arguments of a run that evaluates each step and keeps the best checkpoint."""
+    return {
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1,
+        "eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+
+
+BEST_ROOTS = ("bucket-falling", "beside-rising", "bucket-rising", "inside-rising")
+"""Runs that keep the best checkpoint: where it lies, in or beside the Trainer's output, and how the losses go."""
+
+
+def _best_roots(jobs: Jobs) -> dict[str, str]:
+    inside = str(jobs.directory / BEST_ROOTS[3] / "run")
+    places = ("s3://runs/falling", str(jobs.directory / "beside"), "s3://runs/rising", inside)
+    return dict(zip(BEST_ROOTS, places, strict=True))
+
+
+def _best_run(name: str, root: str, endpoint: str) -> dict[str, Any]:
+    options = {"root": root, "storage_options": {"endpoint_url": endpoint} if "://" in root else None}
+    return {
+        "save_steps": 1, "arguments": _only_best(), "callback": options, "environment": server.ENVIRONMENT,
+        "learning_rate": 0.01 if name.endswith("falling") else 2.0,
+    }  # fmt: skip
+
+
 def _copied(jobs: Jobs, source: str, name: str) -> None:
     """Give a run the first checkpoint of another."""
     shutil.copytree(
@@ -87,6 +112,10 @@ def _resumes(jobs: Jobs, endpoint: str) -> None:
         "from-bucket", 3, 1, learning_rate=0.3, callback=bucket, environment=server.ENVIRONMENT,
         output_dir=str(jobs.directory / "bucket" / "run"),
     )  # fmt: skip
+    for name, root in _best_roots(jobs).items():
+        output_dir = str(jobs.directory / name / "run")
+        values = {**_best_run(name, root, endpoint), "output_dir": output_dir, "evaluate": True}
+        jobs.add(f"{name}-again", 2, 2, steps=4, resume=True, **values)
     jobs.add("peft-again", 2, 1, peft=True, resume=True)
     _copied(jobs, "peft", "peft-again")
     for name, source, stage, ranks in WITHOUT_ZERO:
@@ -280,7 +309,7 @@ def test_a_bucket_holds_the_run_with_its_limit_and_its_best_model(runs: dict[str
     best = min(facts["evals"], key=lambda step: facts["evals"][step])
     assert facts["evaluated"] == facts["evals"][best]
     assert facts["saved once"], "a bucket cannot replace a checkpoint as a whole"
-    folders = {key.split("/")[1] for key in facts["keys"] if "/export/" not in key}
+    folders = {key.split("/")[1] for key in facts["keys"] if key.startswith("trainer/") and "/export/" not in key}
     steps = {int(name.removeprefix("checkpoint-")) for name in folders}
     assert {STEPS, int(best)} <= steps | {4}
     assert "trainer/export/checkpoint-4/model.safetensors" in facts["keys"]
@@ -299,6 +328,23 @@ def test_adapters_are_resumed_and_exported(runs: dict[str, Any]) -> None:
     assert list(_rest(resumed).values()) == pytest.approx(list(_rest(whole).values()), rel=1e-5)
     names = {p.name for p in (runs["peft"]["out"] / "run" / f"checkpoint-{SAVED}").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+
+
+@pytest.mark.parametrize("name", BEST_ROOTS)
+def test_a_resumed_run_keeps_the_best_checkpoint_wherever_it_lies(runs: dict[str, Any], name: str) -> None:
+    facts, run = runs[f"{name}-again"], runs[name]["out"] / "run"
+    assert list(facts["evals"]) == ["1", "2", "3", "4"]
+    best = min(facts["evals"], key=lambda step: facts["evals"][step])
+    assert (int(best) > 2) == name.endswith("falling")
+    assert facts["best"] == str(run / f"checkpoint-{best}")
+    assert facts["evaluated"] == facts["evals"][best]
+    kept = {f"checkpoint-{best}", "checkpoint-4"}
+    assert {p.name for p in run.glob("checkpoint-*")} == (kept if name.startswith("inside") else set())
+    if name.startswith("beside"):
+        assert {p.name for p in (run.parent.parent / "beside").iterdir()} == kept
+    if name.startswith("bucket"):
+        prefix = f"{name.partition('-')[2]}/"
+        assert {key.split("/")[1] for key in runs["bucket"]["keys"] if key.startswith(prefix)} == kept
 
 
 @pytest.mark.parametrize(("name", "source", "stage", "ranks"), WITHOUT_ZERO)
