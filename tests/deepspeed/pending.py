@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -41,8 +42,10 @@ def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
 def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
     """What is other than in a run that goes on without a restore, after as many steps."""
     from ckpttool import CheckpointManager
-    from tests.deepspeed.optimizers import build, differing, held, step
+    from tests.deepspeed import optimizers
+    from tests.deepspeed.optimizers import build, differing, held
 
+    step = _step_as_accelerate if job.get("accelerate") else optimizers.step
     engines = [
         build(job["stage"], job["dtype"], "two", job["optimizer"], seed=seed, accumulation=ACCUMULATION)
         for seed in (0, 7)
@@ -54,8 +57,9 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
     step(first, 2 * ACCUMULATION)
     step(second, ACCUMULATION + job["pending"])
     before = held(second)
+    told: dict[str, Any] = {"warned": _warnings_of_saves(first, second, root.parent / "warned")}
     manager.preview(second)
-    told: dict[str, Any] = {"untouched": differing(before, held(second)) == []}
+    told["untouched"] = differing(before, held(second)) == []
     manager.restore(second, weights_only=job["weights_only"])
     report = manager.restored
     assert report is not None
@@ -67,6 +71,42 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
     for engine in engines:
         engine.destroy()
     return told
+
+
+def _step_as_accelerate(engine: Any, count: int) -> None:
+    """Train on micro batches from a step on, and tell the engine of the boundaries, as Accelerate does."""
+    import torch
+
+    for number in range(count):
+        torch.manual_seed(5)
+        x = torch.randn(2, 6).to(next(engine.module.parameters()).dtype)
+        engine.set_gradient_accumulation_boundary(number % ACCUMULATION == ACCUMULATION - 1)
+        engine.backward((engine(x).float() ** 2).sum())
+        if engine.is_gradient_accumulation_boundary():
+            engine.step()
+
+
+def _warnings_of_saves(after_step: Any, other: Any, root: Path) -> list[str]:
+    """What two saves of each engine say of gradients."""
+    import torch
+
+    from ckpttool import CheckpointManager
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckpttool")
+    logger.addHandler(handler)
+    manager = CheckpointManager(root)
+    for number in range(2):
+        manager.save(after_step, tag=f"whole{number}")
+        manager.save(other, tag=f"other{number}")
+    logger.removeHandler(handler)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(root)
+    torch.distributed.barrier()
+    return [line.partition(":")[0] for line in lines if "gradients" in line]
 
 
 if __name__ == "__main__":

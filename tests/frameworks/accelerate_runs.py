@@ -95,11 +95,12 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         left = accelerator.skip_first_batches(rows, done) if done else rows
         left.set_epoch(epoch)  # accelerate 1.11 forgets it when it skips
         for (given,) in left:
-            loss = (engine(given) - given.roll(1, 1)).square().mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(engine):
+                loss = (engine(given) - given.roll(1, 1)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             progress.step += 1
             losses[str(progress.step)] = float(accelerator.gather(loss.detach().reshape(1)).mean())
             if job.get("notes"):

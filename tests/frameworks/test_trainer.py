@@ -48,6 +48,8 @@ def _first_jobs(jobs: Jobs, endpoint: str) -> None:
     for stage in (2, 3):
         jobs.add(f"plain{stage}", stage, 2)
     jobs.add("without", 2, 2, callback=None)
+    accumulating = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    jobs.add("accumulating", 2, 1, arguments=accumulating, config={"gradient_accumulation_steps": "auto"})
     best = {**_only_best(), "save_total_limit": 2}
     jobs.add(
         "best", 3, 2, steps=5, save_steps=1, learning_rate=0.3, arguments=best, evaluate=True,
@@ -206,6 +208,11 @@ def test_the_trainer_resumes_from_a_commit_without_the_callback(runs: dict[str, 
 def test_a_save_of_the_trainer_without_the_callback_is_resumed_on_other_ranks(runs: dict[str, Any]) -> None:
     resumed, whole = _rest(runs["from-trainer"]["losses"]), _rest(runs["without"]["losses"])
     assert list(resumed.values()) == pytest.approx(list(whole.values()), rel=1e-5)
+
+
+def test_no_save_of_the_trainer_is_between_two_micro_batches(runs: dict[str, Any]) -> None:
+    assert ckpttool.inspect(runs["accumulating"]["out"] / "run" / f"checkpoint-{SAVED}").step == SAVED
+    assert not any("micro batches" in line for line in runs["accumulating"]["told"])
 
 
 def test_a_save_has_the_files_of_the_trainer_except_the_weights(runs: dict[str, Any]) -> None:

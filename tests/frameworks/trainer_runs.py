@@ -125,7 +125,6 @@ def build(job: dict[str, Any]) -> Any:
         logging_steps=1,
         learning_rate=job.get("learning_rate", 0.05),
         warmup_steps=2,
-        per_device_train_batch_size=GLOBAL_BATCH // job["world_size"],
         per_device_eval_batch_size=4,
         use_cpu=True,
         ddp_backend="gloo",
@@ -138,7 +137,11 @@ def build(job: dict[str, Any]) -> Any:
             "zero_allow_untested_optimizer": True,
             **job.get("config", {}),
         },
-        **{"optim": "adamw_torch", **job.get("arguments", {})},
+        **{
+            "optim": "adamw_torch",
+            "per_device_train_batch_size": GLOBAL_BATCH // job["world_size"],
+            **job.get("arguments", {}),
+        },
     )
     model = LlamaForCausalLM(
         LlamaConfig(

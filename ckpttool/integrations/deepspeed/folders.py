@@ -102,7 +102,6 @@ class Folders:
         self._timeout = timeout
         self._options = LoadOptions(allow=tuple(sorted(allow)))
         self._met: Ranks | None = None
-        self._warned = False
 
     @property
     def ranks(self) -> Ranks:
@@ -151,7 +150,6 @@ class Folders:
             CkptError: This save failed, or the previous one in the background. Nothing was committed.
         """
         self.wait()
-        self._warn_of_gradients(engine)
         own = {name: _as_tensor(data) for name, data in files.items() if name not in static}
         self._manager.save_into(
             folder, engine, tag=tag, client_state=client_state or {}, metrics=metrics or {}, overwrite=True,
@@ -162,16 +160,6 @@ class Folders:
         self._unreported = folder, metrics or {}
         if not self._async_save:
             self.wait()
-
-    def _warn_of_gradients(self, engine: Any) -> None:
-        """Warn once of a save between two micro batches: gradients are in no checkpoint."""
-        between = int(engine.micro_steps) % max(1, int(engine.gradient_accumulation_steps()))
-        if between and not self._warned and self.ranks.rank == 0:
-            LOG.warning(
-                "a save between two micro batches leaves out the accumulated gradients, so that a resumed run differs: "
-                "save after a step of the optimizer"
-            )
-        self._warned = self._warned or bool(between)
 
     def wait(self) -> None:
         """Wait until the save in the background is committed, and report it to Ray Train; on every rank.

@@ -238,11 +238,9 @@ def _inject(
 
 def _pending(live: LiveEngine) -> list[str]:
     """Notes on gradients that the engine has accumulated since its last step."""
-    count = micro_batches(live)
-    if not count:
+    if not micro_batches(live.engine):
         return []
-    batches = "a micro batch" if count == 1 else f"{count} micro batches"
-    return [f"{batches} accumulated since the last step: the load drops the gradients"]
+    return ["micro batches were accumulated since the last step: the load drops their gradients"]
 
 
 def _report(

@@ -138,6 +138,7 @@ class CheckpointManager:
         self._memory: HostMemory | None = None
         self._background = Background()
         self._group: Any = None
+        self._warned = False
         self.restored: LoadReport | None = None
         """Report of the last ``restore``."""
 
@@ -242,6 +243,7 @@ class CheckpointManager:
         what = posixpath.join(root, str(tag)) if tag is not None else root
         agree_to_begin(ranks, what, asked, check, timeout=self._timeout, hints=HINTS)
         (request,) = requests
+        self._warn_of_gradients(engine, ranks)
         captured = capture(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
             exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
@@ -472,6 +474,19 @@ class CheckpointManager:
 
             self._ranks = ranks_of_process_group(MEETING)
         return self._ranks
+
+    def _warn_of_gradients(self, engine: Any, ranks: Ranks) -> None:
+        """Warn once of a save between two micro batches: gradients are in no checkpoint."""
+        from ckpttool.integrations.deepspeed.pending import micro_batches
+
+        if self._warned or not micro_batches(engine):
+            return
+        self._warned = True
+        if ranks.rank == 0:
+            LOG.warning(
+                "a save between two micro batches leaves out the accumulated gradients, so that a resumed run differs: "
+                "save after a step of the optimizer"
+            )
 
     def _host_memory(self, engine: Any) -> HostMemory | None:
         """Return buffers for a copy of the state; None if it can be written directly from host memory."""
