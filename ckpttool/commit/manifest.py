@@ -71,6 +71,8 @@ class Manifest:
     """Checksums of every file, by path relative to the directory."""
     groups: tuple[tuple[str, ...], ...] = ()
     """Without ZeRO, the parameter names of each optimizer group in order; the files have only their numbers."""
+    optimizer: str = ""
+    """Class of the optimizer and the names of its states, to recognise an engine that is built alike; "" if unknown."""
     parent: str = ""
     """``attempt`` of the previous commit, which ``latest`` named; "" without one."""
     number: int = 0
@@ -247,6 +249,7 @@ def parse_manifest(data: bytes) -> Manifest:
         versions={str(k): str(v) for k, v in found["versions"].items()},
         files=files,
         groups=tuple(tuple(map(str, names)) for names in found.get("groups", ())),
+        optimizer=str(found.get("optimizer", "")),
         parent=str(found.get("parent", "")),
         number=int(found.get("number", 0)),
         batch={str(name): int(size) for name, size in found.get("batch", {}).items()},

@@ -214,7 +214,7 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
         return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
     return replace(
         checkpoint, storage=checked.inner.spec, files=tuple(files), batch=manifest.batch, attempt=manifest.attempt,
-        metrics=manifest.metrics, provenance=manifest.provenance,
+        optimizer=manifest.optimizer, metrics=manifest.metrics, provenance=manifest.provenance,
     )  # fmt: skip
 
 

@@ -68,6 +68,8 @@ class Request:
     """Whether to replace a checkpoint of the same tag."""
     groups: Sequence[Sequence[str]] = ()
     """``Manifest.groups``."""
+    optimizer: str = ""
+    """``Manifest.optimizer``."""
     batch: Mapping[str, int] = field(default_factory=dict)
     """``Manifest.batch``."""
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -61,6 +61,10 @@ class FlatBuffer(NamedTuple):
 
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+STEP = "step"
+"""The only number of an optimizer that all parameters, ranks and parts of a model must share: others may be local."""
+_OF_ALL_RANKS = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "alpha", "rho", STEP})
+"""Hyperparameters of every rank; some optimizers (Prodigy, D-Adaptation) keep others that each rank computes."""
 
 
 class Partitions(NamedTuple):
@@ -115,8 +119,8 @@ def read_flat_buffer(
     """Sort the optimizer's states of one flat buffer by form.
 
     A 1-D tensor with the length of the partition (in elastic checkpoints, of the master's partition) can be sliced; a
-    number or 0-dim tensor belongs to the whole buffer; other values depend on the optimizer (Muon's matrices, 8-bit
-    blocks).
+    number or 0-dim tensor that all ranks share belongs to the whole buffer; other values depend on the optimizer
+    (Muon's matrices, 8-bit blocks, the RMS of a partition that Adafactor computes).
 
     Args:
         files: The checkpoint.
@@ -133,9 +137,9 @@ def read_flat_buffer(
     for key in dict.fromkeys(key for state in states for key in state):
         values = [state.get(key) for state in states]
         numbers = [file.scalar(value) for file, value in zip(files.optimizer, values, strict=True)]
-        if numbers[0] is not None:
+        if key == STEP and numbers[0] is not None:
             check_agreement(files.optimizer, f"{key} of {what}", [n and n.value for n in numbers], report)
-            scalars[str(key)] = numbers[0]
+            scalars[key] = numbers[0]
         elif key in {MASTER, MODULE} or not isinstance(key, str):
             odd[f"{key} (the optimizer's)"] = values  # ckpttool uses this name for another state
         elif all(
@@ -143,6 +147,8 @@ def read_flat_buffer(
             for v, own in zip(values, masters, strict=True)
         ):
             tensors[str(key)] = [v for v in values if isinstance(v, TensorRef | SwappedTensor)]
+        elif numbers[0] is not None and _agree([n and n.value for n in numbers]):
+            scalars[key] = numbers[0]
         elif (single := _single(files, values)) is not None:
             scalars[key] = single
         elif any(v is not None for v in values):
@@ -241,10 +247,18 @@ def read_group(
     what: str,
     report: Report,
 ) -> ParamGroup:
-    """Read a parameter group, and report hyper-parameters that differ between ranks."""
+    """Read a parameter group, and report hyper-parameters of all ranks that differ between ranks."""
     values = [_hyperparameters(g, f) for g, f in zip(groups, files, strict=True)]
-    check_agreement(files, f"hyper-parameters of {what}", list(values), report)
+    shared = [{k: v for k, v in own.items() if k in _OF_ALL_RANKS} for own in values]
+    check_agreement(files, f"hyper-parameters of {what}", shared, report)
     return ParamGroup(parameters, values[0], scalars)
+
+
+def local_hyperparameters(files: Sequence[RankFile], groups: Sequence[Fields]) -> list[str]:
+    """Return the names of hyper-parameters that each rank computes: no other rank may take them over."""
+    values = [_hyperparameters(g, f) for g, f in zip(groups, files, strict=True)]
+    names = dict.fromkeys(name for own in values for name in own if name not in _OF_ALL_RANKS)
+    return [name for name in names if not _agree([own.get(name) for own in values])]
 
 
 def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
@@ -269,9 +283,10 @@ def _number(value: Any, file: RankFile) -> Any:
 def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], report: Report) -> None:
     """Report a parameter group whose values differ between parts of the model."""
     for group in groups[1:]:
-        same = fingerprint(dict(group.hyperparameters)) == fingerprint(dict(groups[0].hyperparameters))
+        shared = [{k: v for k, v in g.hyperparameters.items() if k in _OF_ALL_RANKS} for g in (group, groups[0])]
         # A part without parameters of the group has no step.
-        if not same or (group.parameters and groups[0].parameters and dict(group.scalars) != dict(groups[0].scalars)):
+        has_step = group.parameters and groups[0].parameters
+        if not _agree(shared) or (has_step and group.scalars.get(STEP) != groups[0].scalars.get(STEP)):
             problem = f"{what} is not the same in all parts of the model: two saves are mixed"
             report(LayoutError(file.path, problem, RESTORE))
             return
@@ -281,12 +296,17 @@ def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[objec
     """Report the first rank whose value differs from rank 0's."""
     if not files:
         return
-    expected = fingerprint(values[0])
     for file, value in zip(files, values, strict=True):
-        if value is not values[0] and fingerprint(value) != expected:
+        if not _agree([values[0], value]):
             problem = f"{what} differs from rank 0's{_both(value, values[0])}: two saves are mixed"
             report(LayoutError(file.path, problem, RESTORE))
             return
+
+
+def _agree(values: Sequence[object]) -> bool:
+    """Return whether all values are the same as the first."""
+    expected = fingerprint(values[0])
+    return all(value is values[0] or fingerprint(value) == expected for value in values[1:])
 
 
 def _both(ours: object, theirs: object) -> str:

@@ -18,7 +18,7 @@ from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
 from ckpttool.formats.zero.matching import match_names
-from ckpttool.formats.zero.partitions import Partitions, merge_partitions, read_group
+from ckpttool.formats.zero.partitions import STEP, Partitions, merge_partitions, read_group
 from ckpttool.model import MASTER, MODULE, ScalarState, State
 from ckpttool.model.places import Contiguous
 
@@ -364,26 +364,30 @@ def _listed_states(
 ) -> _GroupStates:
     """Read the states of a group with separate tensors for each parameter.
 
-    Raises:
-        LayoutError: The parameters of the group have different numbers in common states.
+    A number that differs between parameters stays with its parameter: only the files of the same layout keep it. The
+    step of a group is its largest.
+
+    Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).
     """
     numbers = optimizer.groups[group]["params"]
     masters = optimizer.masters[group] if optimizer.masters else [None] * len(names)
     if names and len(masters) != len(names):
         raise optimizer.fields.error("fp32_groups", f"does not fit the {len(names)} parameters of group {group}")
     states = {}
-    scalars: dict[str, ScalarState] = {}
+    numbers_of: dict[str, list[ScalarState]] = {}
     odd: list[str] = []
     for name, number, master in zip(names, numbers, masters, strict=False):
         weights = known[name] if master is None else _whole(file, master)
         own, own_scalars, own_odd = _states_of(file, _items(optimizer.states, number), weights.shape)
         for key, scalar in own_scalars.items():
-            if (expected := scalars.setdefault(key, scalar)) != scalar:
-                problem = f"has parameters of one group at {key} {expected.value} and {scalar.value}"
-                raise LayoutError(file.path, problem, RESTORE)
+            numbers_of.setdefault(key, []).append(scalar)
         states[name] = {MASTER: weights, **own}
         odd += own_odd
-    return _GroupStates(states, scalars, odd)
+    scalars = {key: found[0] for key, found in numbers_of.items() if all(n == found[0] for n in found)}
+    if (steps := numbers_of.get(STEP)) and STEP not in scalars:
+        # FusedAdam counts in the last parameter of a group; torch's optimizers count only the steps with a gradient.
+        scalars[STEP] = max(steps, key=lambda step: step.value)
+    return _GroupStates(states, scalars, odd + [key for key in numbers_of if key not in scalars])
 
 
 def _states_of(
@@ -402,7 +406,7 @@ def _states_of(
     scalars: dict[str, ScalarState] = {}
     odd: list[str] = []
     for key, value in items:
-        if isinstance(value, TensorRef) and value.shape == shape and key not in {MASTER, MODULE, "step"}:
+        if isinstance(value, TensorRef) and value.shape == shape and key not in {MASTER, MODULE, STEP}:
             states[key] = whole_tensor(file.torch, file.file_index, value)
         elif (scalar := file.scalar(value) or file.single(value)) is not None:
             scalars[key] = scalar

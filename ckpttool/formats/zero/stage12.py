@@ -23,6 +23,7 @@ from ckpttool.formats.zero.partitions import (
     Partitions,
     check_agreement,
     flat_state,
+    local_hyperparameters,
     locate_states,
     merge_partitions,
     read_flat_buffer,
@@ -188,7 +189,10 @@ def _read_group(
     return Partitions(
         states=located,
         groups=(read_group(files.optimizer, group_fields, tuple(names), buffer.scalars, what, report),),
-        nonpartitionable=tuple(nonpartitionable),
+        nonpartitionable=(
+            *nonpartitionable,
+            *(f"{what}: {name}" for name in local_hyperparameters(files.optimizer, group_fields)),
+        ),
         replicas=tuple(replicas),
     )
 
@@ -244,13 +248,13 @@ def _flat_state(states: Fields, group: int) -> Mapping[Any, Any]:
         return flat_state(states.child("base_optimizer_state"), group)
     if group >= len(value) or not isinstance(value[group], dict):
         raise states.error("base_optimizer_state", f"lacks group {group}")
-    step = states.values.get("base_optimizer_state_step")
-    return value[group] if step is None else {"step": step, **value[group]}
+    return value[group]
 
 
 def _param_group(states: Fields, group: int) -> Fields:
     if isinstance(states.values.get("base_optimizer_state"), list):
-        return Fields(states.path, states.place, {})
+        step = states.values.get("base_optimizer_state_step")
+        return Fields(states.path, states.place, {} if step is None else {"step": step})
     base = states.child("base_optimizer_state")
     groups = base.get("param_groups", list)
     if len(groups) <= group or not isinstance(groups[group], dict):

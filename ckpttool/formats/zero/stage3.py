@@ -17,10 +17,12 @@ from ckpttool.formats.zero.fragments import EqualParts, Partitioned, StoredParti
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
 from ckpttool.formats.zero.opener import SWAPPED
 from ckpttool.formats.zero.partitions import (
+    STEP,
     Partitions,
     check_agreement,
     find_swapped,
     flat_state,
+    local_hyperparameters,
     locate_states,
     merge_partitions,
     read_flat_buffer,
@@ -64,8 +66,9 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
         sub_groups.append(read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report))
     in_sub_groups = [part.groups[0] for part in sub_groups]
     base = [s.child("optimizer_state_dict") for s in states]
-    groups = _groups(files, base, in_sub_groups, report)
-    return merge_partitions(sub_groups)._replace(groups=tuple(groups), frozen=read_frozen(files.model, report))
+    merged = merge_partitions([*sub_groups, _groups(files, base, in_sub_groups, report)])
+    groups = merged.groups[len(sub_groups) :]
+    return merged._replace(groups=groups, frozen=read_frozen(files.model, report))
 
 
 def _in_sub_groups(
@@ -179,10 +182,11 @@ def _groups(
     base: Sequence[Fields],
     sub_groups: Sequence[ParamGroup],
     report: Report,
-) -> list[ParamGroup]:
+) -> Partitions:
     """Read the user's parameter groups: each lists its sub-groups."""
     lists = [b.get("param_groups", list) for b in base]
     result: list[ParamGroup] = []
+    odd: list[str] = []
     for g in range(len(lists[0])):
         fields = []
         for b, groups in zip(base, lists, strict=True):
@@ -193,13 +197,16 @@ def _groups(
         if not all(0 <= i < len(sub_groups) for i in members):
             raise fields[0].error("params", "names a sub-group that does not exist")
         names = tuple(name for i in members for name in sub_groups[i].parameters)
-        for i in members[1:]:
-            if sub_groups[i].scalars != sub_groups[members[0]].scalars:
+        scalars = [sub_groups[i].scalars for i in members]
+        for i, own in zip(members, scalars, strict=True):
+            if own.get(STEP) != scalars[0].get(STEP):
                 problem = f"has sub-groups {members[0]} and {i}, which took different steps: two saves are mixed"
                 raise fields[0].error("params", problem)
-        shared = sub_groups[members[0]].scalars if members else {}
+        local = {key for own in scalars for key in own if any(other.get(key) != own[key] for other in scalars)}
+        shared = {key: number for key, number in scalars[0].items() if key not in local} if members else {}
+        odd += [f"group {g}: {key}" for key in (*sorted(local), *local_hyperparameters(files.optimizer, fields))]
         result.append(read_group(files.optimizer, fields, names, shared, f"group {g}", report))
-    return result
+    return Partitions(groups=tuple(result), nonpartitionable=tuple(odd))
 
 
 def read_frozen(model: Sequence[RankFile], report: Report) -> dict[str, State]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.errors import PlanError
+from ckpttool.integrations.deepspeed.engine import has_optimizer
 from ckpttool.model import MASTER, MODULE
 
 STEP = "step"
@@ -24,7 +25,7 @@ _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("
 """States of optimizers that cannot run a trial step: they count steps outside of Python."""
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model import Checkpoint
@@ -33,10 +34,15 @@ if TYPE_CHECKING:
 def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
     """Compare the names of the states of each parameter, per element or scalar.
 
+    An optimizer that a manifest records as the engine's own needs no comparison: a trial step shows the states of a
+    fresh optimizer, not all that training may add.
+
     Raises:
         PlanError: The optimizers keep different states: their classes or their settings differ.
     """
     if live.optimizer is None or not checkpoint.groups:
+        return
+    if checkpoint.optimizer and checkpoint.optimizer == optimizer_identity(live):
         return
     saved = {key for p in checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
     # Non-partitionable states count too, such as the blocks of 8-bit optimizers.
@@ -79,8 +85,7 @@ def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
 
 def _engine_states(live: LiveEngine) -> tuple[set[str], set[str]] | None:
     """Return the names of the per-element states, and of all states; None if unknown."""
-    inner = getattr(live.optimizer, "optimizer", live.optimizer)
-    owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
+    inner, owners = _owners(live)
     states = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
     if not owners:
         return None
@@ -88,12 +93,31 @@ def _engine_states(live: LiveEngine) -> tuple[set[str], set[str]] | None:
         known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
         if known:
             return set(known[0]), set(known[0])
-        probed = _trial_step(inner)
+        probed = _trial_step(inner, owners)
         if probed is None:
             return None
-        states = [probed]
+        states = probed
     needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
     return needed, {key for _, state in states for key in state}
+
+
+def optimizer_identity(live: LiveEngine) -> str:
+    """Return the class of an engine's optimizer, and the states of a trial step; "" without an optimizer.
+
+    Engines that are built alike have the same, however long they have trained.
+    """
+    if live.optimizer is None or not has_optimizer(live.optimizer):
+        return ""
+    inner, owners = _owners(live)
+    names = sorted({key for _, state in _trial_step(inner, owners) or () for key in state})
+    return f"{type(inner).__module__}.{type(inner).__qualname__}({', '.join(names)})"
+
+
+def _owners(live: LiveEngine) -> tuple[Any, list[Any]]:
+    """Return the optimizer inside DeepSpeed's, and the parameters that it updates: partitions, or whole ones."""
+    inner = getattr(live.optimizer, "optimizer", live.optimizer)
+    owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
+    return inner, owners
 
 
 def _is_flat(value: Any, parameter: Any) -> bool:
@@ -101,19 +125,24 @@ def _is_flat(value: Any, parameter: Any) -> bool:
     return bool(parameter.dim() and getattr(value, "shape", None) == parameter.shape)
 
 
-def _trial_step(optimizer: Any) -> tuple[Any, Mapping[str, Any]] | None:
-    """Run a trial step of an optimizer of this class: return a parameter and its states; None if it cannot run."""
+def _trial_step(optimizer: Any, owners: Sequence[Any]) -> list[tuple[Any, Mapping[str, Any]]] | None:
+    """Run a trial step of an optimizer of this class, on a small parameter for each number of dimensions.
+
+    Returns:
+        The parameters and their states; None if the optimizer cannot run.
+    """
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return None  # these count steps outside of Python
     try:
         probe = copy.copy(optimizer)
-        parameter = torch.nn.Parameter(torch.zeros(2, 3))
-        parameter.grad = torch.zeros(2, 3)
+        parameters = [torch.nn.Parameter(torch.zeros((2,) * n)) for n in sorted({int(p.dim()) for p in owners})]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
         options = {k: v for k, v in optimizer.param_groups[0].items() if k not in {"params", "param_names"}}
         probe.state = defaultdict(dict)
-        probe.param_groups = [{**copy.deepcopy(options), "params": [parameter]}]
+        probe.param_groups = [{**copy.deepcopy(options), "params": parameters}]
         with torch.random.fork_rng(devices=[]):
             type(optimizer).step(probe)
-        return parameter, dict(probe.state[parameter])
+        return [(parameter, dict(probe.state[parameter])) for parameter in parameters]
     except Exception:  # an optimizer may need any argument
         return None

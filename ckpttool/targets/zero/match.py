@@ -209,13 +209,15 @@ class _Matcher:
                     elements[p.group] = elements.get(p.group, 0) + p.numel
             sources = [self.checkpoint.groups[i] for i in elements]
             options = [{k: v for k, v in g.hyperparameters.items() if k != "params"} for g in sources]
-            if not options or not options[0] or any(o != options[0] for o in options):
+            if not options or not options[0].keys() - {"step"} or any(o != options[0] for o in options):
                 if not self.weights_only:
                     unrestored.append(number)
                     differ = f"its parameters are in groups {_numbers(elements)} of the checkpoint, which differ"
-                    why = differ if any(options) else "the checkpoint has none"
+                    why = differ if any(o.keys() - {"step"} for o in options) else "the checkpoint has none"
                     self.notes.append(f"group {number} keeps the model's hyper-parameters: {why}")
-                options = [{}]
+                # Elastic checkpoints have the step of optimizers that count it in their groups, and nothing else.
+                only_step = options and all(o == options[0] for o in options) and options[0].keys() == {"step"}
+                options = options[:1] if only_step else [{}]
             scalars: Mapping[str, ScalarState] = {}
             if sources:
                 largest = max(elements, key=lambda i: elements[i])

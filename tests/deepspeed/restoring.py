@@ -1,0 +1,463 @@
+"""Any configuration of DeepSpeed, drawn with a seed: saved, verified, restored into an engine built alike, trained on.
+
+DeepSpeed saves the same state beside. What a rank holds is compared tensor by tensor, from the live engines alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import sys
+import types
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests import forked
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TORCH = (
+    "AdamW", "Adam amsgrad=1", "SGD lr=0.01", "SGD lr=0.01 momentum=0.9", "RMSprop", "RMSprop momentum=0.9 centered=1",
+    "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adafactor", "Muon",
+)  # fmt: skip
+TRANSFORMERS = ("HFAdafactor", "HFAdafactor beta1=0.9")
+DEEPSPEED = ("Adam", "AdamW", "Adam torch_adam=1", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "MuAdam")
+OPTIMIZERS = (*(f"torch {n}" for n in TORCH), *(f"torch {n}" for n in TRANSFORMERS), *(f"deepspeed {n}" for n in DEEPSPEED))
+"""Those that users pass, and those that the configuration names."""
+STAGES = (0, 1, 2, 3)
+DTYPES = ("fp32", "fp16", "bf16", "bf16 states")
+OFFLOADS = ("", "optimizer", "all")
+SCHEDULERS = ("", "WarmupLR", "OneCycle", "StepLR")
+MODELS = ("plain", "frozen", "tied", "counting")
+GROUPS = ("one", "two", "adapter")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One configuration."""
+
+    optimizer: str
+    stage: int
+    dtype: str
+    offload: str
+    accumulation: int
+    clipping: float
+    scheduler: str
+    model: str
+    groups: str
+    ranks: int
+    zero: str = ""
+    """A further setting of ``zero_optimization``."""
+    target: tuple[int, int] = (0, 0)
+    """Ranks and stage of the engine that the save is restored into beside."""
+
+    @property
+    def id(self) -> str:
+        """A name for it."""
+        parts = [self.optimizer, f"zero{self.stage}", f"dp{self.ranks}", self.dtype, self.offload, self.model, self.groups]
+        parts += [self.scheduler, self.zero, str(self.accumulation), str(self.clipping)]
+        return "-".join(p.replace(" ", "_").replace("=", "") for p in parts if p) + f"-to{self.target[0]}x{self.target[1]}"
+
+
+def draws(count: int, seed: int = 0) -> list[Draw]:
+    """Draw configurations; optimizers, stages and types come in turn, so that all pairs of them are drawn soon."""
+    chosen: dict[str, Draw] = {}
+    random_ = random.Random(seed)
+    bases = list(itertools.product(OPTIMIZERS, STAGES, DTYPES))
+    random_.shuffle(bases)
+    for optimizer, stage, dtype in itertools.islice(itertools.cycle(bases), count):
+        zero = random_.choice(["", "", "", "round_robin_gradients", "sub_group_size", "overlap_comm", "elastic_checkpoint"])
+        draw = Draw(
+            optimizer, stage, dtype, random_.choice([*OFFLOADS, ""]) if stage else "", random_.choice((1, 2)),
+            random_.choice((0.0, 1.0)), random_.choice(SCHEDULERS), random_.choice(MODELS), random_.choice(GROUPS),
+            random_.choice((1, 2, 2, 3)), zero if stage else "", (random_.choice((1, 2, 3)), random_.choice(STAGES)),
+        )  # fmt: skip
+        chosen.setdefault(draw.id, draw)
+    return list(chosen.values())
+
+
+def run(chosen: Sequence[Draw], directory: Path) -> dict[str, dict[str, Any]]:
+    """Do all of it; by id, what was found."""
+    forked.start("tests.deepspeed.restoring", [asdict(draw) for draw in chosen], directory)
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.glob("found-*.jsonl")):
+        for line in path.read_text().splitlines():
+            one = json.loads(line)
+            found.setdefault(one.pop("id"), {}).update(one)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- in the processes
+
+
+def _main(directory: Path) -> None:
+    import deepspeed  # noqa: F401  once, for all that are forked
+    from recipes import common
+    from transformers.optimization import Adafactor  # noqa: F401  the same
+
+    common.preload()
+    jobs = [Draw(**{**values, "target": tuple(values["target"])}) for values in forked.jobs_in(directory)]
+    for function, ranks_of in ((_same_ranks, lambda d: d.ranks), (_other_ranks, lambda d: d.target[0])):
+        for ranks, group in itertools.groupby(sorted(jobs, key=ranks_of), ranks_of):
+            forked.run_ranks(ranks, partial(_rank, function, list(group), directory))
+
+
+def _rank(function: Any, jobs: Sequence[Draw], directory: Path) -> None:
+    import torch
+    from recipes import common
+
+    common.start(seed=3)
+    _kernels_in_python()
+    rank = torch.distributed.get_rank()
+    for job in jobs:
+        forked.end_if_stuck(60)
+        found = function(job, directory / job.id)
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, found)
+        if rank == 0:
+            merged: dict[str, Any] = {"id": job.id}
+            for one in everyone:
+                merged |= {k: v for k, v in one.items() if v or k not in merged}
+            with (directory / f"found-{function.__name__}.jsonl").open("a") as file:
+                file.write(json.dumps(merged) + "\n")
+    common.leave()
+
+
+def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
+    """Save with both, verify, restore into a new engine, and train both engines on."""
+    import torch
+
+    import ckpttool
+
+    found: dict[str, Any] = {}
+    try:
+        engine = build(draw)
+        train(engine, draw, 2)
+        engine.save_checkpoint(str(root / "theirs"), client_state={"epoch": 1})
+    except Exception as error:
+        return {"deepspeed": f"cannot train: {type(error).__name__}: {str(error)[:200]}"}
+    named = _named(engine)
+    before = snapshot(engine)
+    manager = ckpttool.CheckpointManager(root / "ours")
+    found["save"] = told(lambda: manager.save(engine, client_state={"epoch": 1}))
+    found["kept"] = differing(before, snapshot(engine))  # a save changes nothing
+    losses = train(engine, draw, 2)
+    after = snapshot(engine)
+    if torch.distributed.get_rank() == 0:
+        torch.save(named, root / "named.pt")
+        for name in ("ours", "theirs"):
+            found[f"verify {name}"] = told(lambda name=name: _verify(root / name))
+    engine.destroy()
+    torch.distributed.barrier()
+    if found["save"]:
+        return found
+    other = build(draw, seed=8)
+    found["load"] = told(lambda: ckpttool.load(other, root / "theirs"))
+    found["loaded"] = [] if found["load"] else differing(before, snapshot(other))
+    state: list[Any] = []
+    manager = ckpttool.CheckpointManager(root / "ours")
+    if found["load"]:
+        other.destroy()
+        other = build(draw, seed=8)
+    found["restore"] = told(lambda: state.append(manager.restore(other)))
+    if found["restore"]:
+        other.destroy()
+        other = build(draw, seed=9)
+        found["deepspeed"] = told(lambda: other.load_checkpoint(str(root / "theirs")))
+        other.destroy()
+        return found
+    found["client_state"] = "" if state == [{"epoch": 1}] else repr(state)
+    found["restored"] = differing(before, snapshot(other))
+    again = train(other, draw, 2)
+    found["trained"] = [*(["losses"] if again != losses else []), *differing(after, snapshot(other))]
+    found["notes"] = list(manager.restored.notes) if manager.restored else []
+    other.destroy()
+    if found["restored"] or found["trained"]:
+        other = build(draw, seed=9)
+        found["deepspeed"] = told(lambda: other.load_checkpoint(str(root / "theirs")))
+        found["deepspeed restored"] = differing(before, snapshot(other))
+        train(other, draw, 2)
+        found["deepspeed trained"] = differing(after, snapshot(other))
+        other.destroy()
+    return found
+
+
+def _other_ranks(draw: Draw, root: Path) -> dict[str, Any]:
+    """Restore on other ranks and at another stage: by name the same values, or a refusal that changes nothing."""
+    import torch
+
+    import ckpttool
+
+    if not (root / "named.pt").exists() or not (root / "ours" / "latest").exists():
+        return {}
+    changed = Draw(**{**asdict(draw), "stage": draw.target[1], "ranks": draw.target[0], "offload": "", "zero": ""})
+    try:
+        engine = build(changed, seed=8)
+        before = snapshot(engine)
+        manager = ckpttool.CheckpointManager(root / "ours")
+    except Exception as error:
+        return {"other deepspeed": f"{type(error).__name__}: {str(error)[:200]}"}
+    found: dict[str, Any] = {"other": told(lambda: manager.restore(engine))}
+    if found["other"]:
+        found["other touched"] = differing(before, snapshot(engine))
+    else:
+        found["other notes"] = list(manager.restored.notes) if manager.restored else []
+        saved, now = torch.load(root / "named.pt", weights_only=False), _named(engine)
+        common_keys = saved.keys() & now.keys()
+        found["other lacks"] = sorted(saved.keys() ^ now.keys())
+        found["other differs"] = differing({k: saved[k] for k in common_keys}, {k: now[k] for k in common_keys})
+        found["other trains"] = told(lambda: train(engine, changed, 1))
+    engine.destroy()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(root)
+    return found
+
+
+def told(function: Any) -> str:
+    """What a function raised: "" for nothing."""
+    from ckpttool import CkptError
+
+    try:
+        function()
+    except CkptError as error:
+        return str(error)
+    except Exception as error:
+        return f"raw: {type(error).__name__}: {error}"
+    return ""
+
+
+def _verify(path: Path) -> None:
+    import ckpttool
+
+    report = ckpttool.verify(path, deep=True)
+    if report.findings:
+        raise report.findings[0]
+
+
+# ------------------------------------------------------------------------------------------------- engines
+
+
+def build(draw: Draw, seed: int = 0) -> Any:
+    """An engine of the configuration."""
+    import deepspeed
+    import torch
+
+    torch.manual_seed(seed)
+    kind, _, rest = draw.optimizer.partition(" ")
+    name, *pairs = rest.split()
+    options = {key: float(value) if "." in value else bool(int(value)) for key, value in (p.split("=") for p in pairs)}
+    net = _model(draw.model)
+    if draw.groups == "adapter":
+        for p in [*net.parameters()][::2]:
+            p.requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    if rest.startswith("Muon") and kind == "torch":
+        for p in trained:
+            p.requires_grad_(p.dim() == 2)
+        trained = [p for p in trained if p.requires_grad]
+    groups = _groups(trained, draw.groups)
+    zero: dict[str, Any] = {"stage": draw.stage, "stage3_param_persistence_threshold": 10}
+    if draw.zero:
+        zero[draw.zero] = 200 if draw.zero == "sub_group_size" else True
+    if draw.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if draw.offload == "all" and draw.stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "steps_per_print": 10_000,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "gradient_accumulation_steps": draw.accumulation, "gradient_clipping": draw.clipping,
+    }  # fmt: skip
+    if draw.dtype.startswith("bf16"):
+        config["bf16"] = {"enabled": True}
+        if draw.dtype == "bf16 states":
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    elif draw.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    if draw.scheduler in {"WarmupLR", "OneCycle"}:
+        one_cycle = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3, "cycle_momentum": False}
+        warmup = {"warmup_max_lr": 0.01, "warmup_num_steps": 10}
+        config["scheduler"] = {"type": draw.scheduler, "params": warmup if draw.scheduler == "WarmupLR" else one_cycle}
+    given: dict[str, Any] = {"model_parameters": groups}
+    if kind == "deepspeed":
+        config["optimizer"] = {"type": name, "params": {"lr": 0.01, **options}}
+    else:
+        given = {"optimizer": _optimizer(name, groups, options)}
+    if draw.scheduler == "StepLR":
+        given["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    return deepspeed.initialize(model=net, config=config, **given)[0]
+
+
+def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
+    import torch
+
+    if name == "HFAdafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False, **options)
+    return getattr(torch.optim, name)(groups, **{"lr": 0.01, **options})
+
+
+def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:
+    matrices, rest = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+    if how == "one" or not matrices or not rest:
+        return [{"params": trained, "lr": 0.01}]
+    if how == "two":
+        return [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0, "lr": 0.003}]
+    return [{"params": rest, "lr": 0.002}, {"params": matrices, "lr": 0.016}]  # as LoRA+
+
+
+def _model(kind: str) -> Any:
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):  # type: ignore[misc]  # torch is not followed
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(13, 6)
+            self.up = nn.Linear(6, 9)
+            self.norm = nn.LayerNorm(9)
+            self.down = nn.Linear(9, 6)
+            self.head = nn.Linear(6, 13, bias=False)
+            self.register_buffer("scales", torch.tensor([1.5, 2.5]))
+            self.register_buffer("calls", torch.tensor(0))
+            if kind == "tied":
+                self.head.weight = self.embed.weight
+            if kind == "frozen":
+                self.embed.weight.requires_grad_(False)
+                self.down.bias.requires_grad_(False)
+
+        def forward(self, tokens: Any) -> Any:
+            if kind == "counting":
+                self.calls += 1
+            return self.head(self.down(torch.tanh(self.norm(self.up(self.embed(tokens))))))
+
+    return Net()
+
+
+def train(engine: Any, draw: Draw, steps: int) -> list[float]:
+    """Train on tokens that depend on the rank and the step; the losses."""
+    import torch
+
+    losses = []
+    for _ in range(steps):
+        for micro in range(draw.accumulation):
+            generator = torch.Generator().manual_seed(97 * engine.global_steps + 7 * micro + engine.global_rank)
+            tokens = torch.randint(0, 13, (8,), generator=generator)
+            loss = torch.nn.functional.cross_entropy(engine(tokens).float(), tokens)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """Everything that this rank holds, as it holds it."""
+    import torch
+
+    wrapper = engine.optimizer
+    inner = getattr(wrapper, "optimizer", wrapper)
+    found: dict[str, Any] = {}
+    for name, p in engine.module.named_parameters():
+        found[f"weights/{name}"] = (p.ds_tensor if hasattr(p, "ds_tensor") else p.data).detach().clone()
+    found |= {f"buffer/{name}": b.detach().clone() for name, b in engine.module.named_buffers()}
+    owners = getattr(wrapper, "fp32_partitioned_groups_flat", None)
+    if owners is None:
+        owners = [p for group in inner.param_groups for p in group["params"]]
+    for number, owner in enumerate(owners):
+        found[f"master/{number}"] = owner.detach().clone()
+        for key, value in inner.state.get(owner, {}).items():
+            found[f"{key}/{number}"] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    for number, group in enumerate(wrapper.param_groups):
+        found |= {f"option {key}/{number}": value for key, value in group.items() if key != "params"}
+    if engine.lr_scheduler is not None:
+        found |= {f"scheduler/{k}": v for k, v in engine.lr_scheduler.state_dict().items() if k != "_get_lr_called_within_step"}
+    found["scale"] = float(getattr(wrapper, "cur_scale", 0) or 0)
+    return found | {"steps": engine.global_steps, "samples": engine.global_samples, "skipped": engine.skipped_steps}
+
+
+def _named(engine: Any) -> dict[str, Any]:
+    """Whole tensors by name, from the live engine; weights alone if some states are not per element."""
+    import torch
+    from recipes import common
+
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    states = [(p.numel(), value) for p, state in inner.state.items() for key, value in state.items() if key != "step"]
+    tensors = [(n, v) for n, v in states if isinstance(v, torch.Tensor) and v.dim()]
+    simple = all(v.numel() == n for n, v in tensors) and not any(g.get("use_muon") for g in inner.param_groups)
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, simple)
+    if all(everyone):
+        return {k: v.detach().cpu().clone() for k, v in common.live_tensors(engine).items()}
+    if engine.zero_optimization_stage() == 3:
+        return {}
+    return {f"module/{name}": p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What is not in both, or not the same."""
+    return sorted(key for key in a.keys() | b.keys() if key not in a or key not in b or not _same(a[key], b[key]))
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return float(a) == float(b)
+    return bool(a == b)
+
+
+def _kernels_in_python() -> None:
+    """Give DeepSpeed's optimizers kernels of torch in the place of compiled ones: compiling takes minutes.
+
+    The optimizers' own code, which keeps their states, is DeepSpeed's.
+    """
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def adam(p: Any, g: Any, m: Any, v: Any, step: int, lr: float, betas: Any, eps: float, decay: float, bias: bool) -> None:
+        g = g.to(p.dtype)
+        p.mul_(1 - lr * decay)
+        m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
+        v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        first, second = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias else (1.0, 1.0)
+        p.addcdiv_(m, (v / second).sqrt_().add_(eps), value=-lr / first)
+
+    def fused(_: int, __: Any, lists: Any, lr: float, b1: float, b2: float, eps: float, step: int, *rest: Any) -> None:
+        for g, p, m, v in zip(*lists, strict=True):
+            adam(p.data, g, m, v, step, lr, (b1, b2), eps, rest[2], bool(rest[1]))
+
+    def cpu_adam(_: int, step: int, lr: float, b1: float, b2: float, eps: float, decay: float, bias: bool, *t: Any) -> None:
+        adam(t[0].data, t[1], t[2], t[3], step, lr, (b1, b2), eps, decay, bias)
+
+    def lion(_: int, __: int, lr: float, b1: float, b2: float, decay: float, p: Any, g: Any, m: Any) -> None:
+        p.data.mul_(1 - lr * decay).add_((m * b1 + g * (1 - b1)).sign_(), alpha=-lr)
+        m.mul_(b2).add_(g, alpha=1 - b2)
+
+    def adagrad(_: int, __: int, lr: float, eps: float, decay: float, p: Any, g: Any, v: Any) -> None:
+        g = g + decay * p
+        v.addcmul_(g, g)
+        p.addcdiv_(g, v.sqrt().add_(eps), value=-lr)
+
+    nothing = lambda *_: 0  # noqa: E731
+    kernels = types.SimpleNamespace(
+        multi_tensor_adam=fused, adam_update=cpu_adam, lion_update=lion, adagrad_update=adagrad,
+        **{f"{verb}_{kind}": nothing for verb in ("create", "destroy") for kind in ("adam", "lion", "adagrad")},
+    )  # fmt: skip
+    known = {"fused_adam", "cpu_adam", "cpu_lion", "cpu_adagrad"}
+    load = OpBuilder.load
+    OpBuilder.load = lambda self, verbose=True: kernels if self.name in known else load(self, verbose)
+    OpBuilder.jit_load = lambda self, verbose=True: (_ for _ in ()).throw(RuntimeError(f"{self.name} is not compiled here"))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
