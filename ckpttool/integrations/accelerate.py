@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
-from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from ckpttool.catalog.restore_order import Candidate, whole_first
 from ckpttool.catalog.retention import GRACE
@@ -246,11 +247,11 @@ class AcceleratorSaves:
         self._restore_rng(engine, report)
         if report.source.world_size != accelerator.num_processes:
             _rescale(accelerator, report.source.world_size)
-            if any(_has_own_order(loader) for loader in accelerator._dataloaders):
-                LOG.warning(
-                    "a data loader shuffles in another order on another number of ranks, so that samples are read "
-                    "twice or not at all: pass DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
-                )
+        if accelerator.is_main_process and any(_has_unsaved_order(loader) for loader in accelerator._dataloaders):
+            LOG.warning(
+                "a data loader shuffles in an order that is not saved, so that the resumed run may read samples twice "
+                "or not at all: pass DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
+            )
 
     def _restore_rng(self, engine: Any, report: LoadReport) -> None:
         """Restore the random number generators; after a save within an epoch, once more at the first step.
@@ -326,13 +327,15 @@ def _is_within_epoch(accelerator: Any) -> bool:
     return bool(state.in_dataloader and not state.end_of_dataloader)
 
 
-def _has_own_order(loader: Any) -> bool:
-    """Return whether a data loader shuffles in an order that depends on the number of ranks.
+def _has_unsaved_order(loader: Any) -> bool:
+    """Return whether a data loader shuffles in an order that follows from no seed and no epoch.
 
-    Source: accelerate 1.15, data_loader.py (``prepare_data_loader``).
+    Source: accelerate 1.15, data_loader.py (``prepare_data_loader``, ``BatchSamplerShard``, ``set_sampler``).
     """
-    sampler = get_sampler(loader)
-    return isinstance(sampler, torch.utils.data.RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # that of all ranks
+    sampler = getattr(batches, "sampler", None)
+    return isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
 
 
 def _rescale(accelerator: Any, saved: int) -> None:
