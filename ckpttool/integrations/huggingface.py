@@ -291,6 +291,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if trainer.args.save_only_model:
             problem = "cannot save weights alone: save_only_model is on"
             raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
+        if is_url(trainer.args.output_dir):
+            problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
+            raise ArgumentError("output_dir", problem, "pass a local directory, and the URL to CkptCallback")
         saves, given = self._folders(trainer), resume_from_checkpoint
         found = [Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given))]
         if given is True and not found:

@@ -148,6 +148,8 @@ def _resumes(jobs: Jobs, endpoint: str) -> None:
         flip(jobs.directory / name / "run" / f"checkpoint-{STEPS}")
     jobs.add("none", 2, 1, resume=True, fails=True)
     jobs.add("only-model", 2, 1, arguments={"save_only_model": True}, fails=True)
+    for name, options in (("url", {}), ("url-and-root", {"root": str(jobs.directory / "url-root")})):
+        jobs.add(name, 2, 1, output_dir="s3://runs/url", working_directory=True, callback=options, fails=True)
     jobs.add("begins", 2, 1, steps=1, callback={"auto_resume": True})
     jobs.add("mistyped", 2, 1, resume=str(jobs.directory / "elsewhere" / f"checkpoint-{SAVED}"), fails=True)
     _copied(jobs, "plain2", "mistyped")
@@ -299,6 +301,15 @@ def test_a_run_on_disk_resumes_from_a_bucket(runs: dict[str, Any]) -> None:
 def test_saves_of_weights_alone_are_refused_before_the_training(runs: dict[str, Any]) -> None:
     assert "cannot save weights alone: save_only_model is on; leave it out" in runs["only-model"]["error"]
     assert not list((runs["only-model"]["out"] / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("name", ["url", "url-and-root"])
+def test_an_output_directory_in_a_bucket_is_refused(runs: dict[str, Any], name: str) -> None:
+    hint = "pass a local directory, and the URL to CkptCallback"
+    assert runs[name]["error"] == (
+        f"ArgumentError: output_dir: is s3://runs/url, but the Trainer writes to local disk; {hint}"
+    )
+    assert not [p for p in runs[name]["out"].rglob("*") if p.name != "facts.json" and not p.is_dir()]
 
 
 def test_pushes_to_the_hub_have_the_weights(runs: dict[str, Any]) -> None:
