@@ -26,6 +26,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from torch.utils.data import BatchSampler, RandomSampler
 
+from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Candidate, whole_first
 from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folders, rotate, step_of_folder
@@ -151,7 +152,7 @@ class AcceleratorSaves:
         elif output_dir is None:
             raise ArgumentError("output_dir", "is missing, and automatic_checkpoint_naming is off", "pass a folder")
         else:
-            folder = absolute_path(os.fspath(output_dir))
+            folder = absolute_path(checked_path("output_dir", output_dir))
         saves = self._folders.at(folder)
         saves.wait()
         given: dict[str, Any] = {}
@@ -195,7 +196,11 @@ class AcceleratorSaves:
         Raises:
             CkptError: There is none, or it cannot be restored; the same on every rank.
         """
-        root = self._automatic_root() if input_dir is None else absolute_path(os.path.expanduser(os.fspath(input_dir)))
+        root = (
+            self._automatic_root()
+            if input_dir is None
+            else absolute_path(os.path.expanduser(checked_path("input_dir", input_dir)))
+        )
         saves = self._folders.at(posixpath.join(root, "checkpoint"))
         saves.wait()
         found = [Candidate(*one) for one in saves.on_first_rank(lambda: _find(saves, root, newest=input_dir is None))]
@@ -304,7 +309,7 @@ def prepare(
     if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
         raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
     saves = AcceleratorSaves(
-        accelerator, root=None if root is None else os.fspath(root), async_save=async_save, timeout=timeout,
+        accelerator, root=None if root is None else checked_path("root", root), async_save=async_save, timeout=timeout,
         grace=grace, storage_options=storage_options, allow=allow,
     )  # fmt: skip
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state

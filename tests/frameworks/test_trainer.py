@@ -148,8 +148,9 @@ def _resumes(jobs: Jobs, endpoint: str) -> None:
         flip(jobs.directory / name / "run" / f"checkpoint-{STEPS}")
     jobs.add("none", 2, 1, resume=True, fails=True)
     jobs.add("only-model", 2, 1, arguments={"save_only_model": True}, fails=True)
-    for name, options in (("url", {}), ("url-and-root", {"root": str(jobs.directory / "url-root")})):
-        jobs.add(name, 2, 1, output_dir="s3://runs/url", working_directory=True, callback=options, fails=True)
+    url = {"output_dir": "s3://runs/url", "working_directory": True, "fails": True}
+    jobs.add("url", 2, 1, **url)
+    jobs.add("url-and-root", 2, 1, callback={"root": str(jobs.directory / "url-root")}, **url)
     jobs.add("begins", 2, 1, steps=1, callback={"auto_resume": True})
     jobs.add("mistyped", 2, 1, resume=str(jobs.directory / "elsewhere" / f"checkpoint-{SAVED}"), fails=True)
     _copied(jobs, "plain2", "mistyped")

@@ -8,9 +8,9 @@ import posixpath
 import time
 from dataclasses import astuple, replace
 from functools import partial
-from os import fspath
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Candidate, none_restored
 from ckpttool.catalog.retention import GRACE, Rules
 from ckpttool.catalog.upkeep import maintain
@@ -109,11 +109,11 @@ class CheckpointManager:
         sign_key: Key | None = None,
         storage: WritableStorage | None = None,
     ) -> None:
-        given = fspath(root)
-        self.root = without_credentials(local_path(given)).rstrip("/") or given
-        if not is_url(self.root):
-            self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
         try:
+            given = checked_path("root", root)
+            self.root = without_credentials(local_path(given)).rstrip("/") or given
+            if not is_url(self.root):
+                self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
             self._storage = storage or open_storage(given, storage_options)
             self.source = confined(self._storage, self.root, storage_options)
             """The storage that ``restore`` reads from."""
