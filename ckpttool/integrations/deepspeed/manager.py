@@ -20,7 +20,13 @@ from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
-from ckpttool.integrations.deepspeed.save_arguments import check_client_state, checked_metrics, checked_tag, versions
+from ckpttool.integrations.deepspeed.save_arguments import (
+    check_client_state,
+    checked_metrics,
+    checked_tag,
+    tag_validation,
+    versions,
+)
 from ckpttool.integrations.deepspeed.signals import SignalWatch
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import RankError, agree_to_begin
@@ -172,7 +178,9 @@ class CheckpointManager:
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
-            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps.
+            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
+                between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
+                that of the first rank counts.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             metrics: Numbers for ``keep_best``; the manifest gets those of the first rank.
             overwrite: Replace a checkpoint of that name.
@@ -235,14 +243,23 @@ class CheckpointManager:
                 own_files.update(rank_state_file(engine, ranks, rank_state))
 
         ranks = self._agreeing_ranks()
+        validation = tag_validation(engine)
+        one_tag = tag if validation == "FAIL" else None  # else the first rank's counts
         asked = {
-            "root": root, "tag": tag, "overwrite": overwrite, "exclude_frozen_parameters": exclude_frozen,
-            "async_save": self.saves_in_background, "step": getattr(engine, "global_steps", None),
+            "root": root, "tag": one_tag, "tag_validation": validation, "overwrite": overwrite,
+            "exclude_frozen_parameters": exclude_frozen, "async_save": self.saves_in_background,
+            "step": getattr(engine, "global_steps", None),
             "rank_state": "missing" if rank_state is None else "given",
         }  # fmt: skip
-        what = posixpath.join(root, str(tag)) if tag is not None else root
-        agree_to_begin(ranks, what, asked, check, timeout=self._timeout, hints=HINTS)
+        what = posixpath.join(root, str(one_tag)) if one_tag is not None else root
+        first_tag = agree_to_begin(
+            ranks, what, asked, check, timeout=self._timeout, hints=HINTS, decide=lambda: requests[0].tag
+        )
         (request,) = requests
+        if request.tag != first_tag:
+            if validation == "WARN":
+                LOG.warning("rank %d has tag %s: the save has that of rank 0, %s", ranks.rank, request.tag, first_tag)
+            request = replace(request, tag=first_tag)
         self._warn_of_gradients(engine, ranks)
         captured = capture(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
