@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
@@ -23,14 +24,18 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ArgumentError(name, f"is {brief(value)}, not {allowed}", f"choose {allowed}")
 
 
-def check_path(name: str, value: str) -> None:
-    """Refuse an empty path.
+def checked_path(name: str, value: Any) -> str:
+    """Return a path or URL as text.
 
     Raises:
-        ArgumentError: The path is empty.
+        ArgumentError: The value is empty, or not a path.
     """
-    if not value:
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentError(name, f"is {brief(value)}, not a path or URL", "name a directory")
+    path = os.fspath(value)
+    if not path:
         raise ArgumentError(name, "is an empty name", "name a directory")
+    return str(path)
 
 
 def check_at_least(name: str, value: Any, least: int) -> None:

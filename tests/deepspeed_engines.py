@@ -280,10 +280,12 @@ def _change(change: str, model: Any) -> None:
 def _load_parallel(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same with an engine whose ranks hold parts of a model."""
     import torch
-    from recipes import common
+    from recipes import common, moe
 
     from tests.parallel_engines import build
 
+    if load.change == "more experts":
+        moe.EXPERTS *= 2  # in this forked process alone
     config = {"scheduler": None, "gradient_clipping": None, **load.config}
     case = common.Case(load.id, load.stage, load.world_size, common.no_training, load.dtype, load.zero_options, config)
     config = {**common.ds_config(case), "checkpoint": {"load_universal": load.universal}}

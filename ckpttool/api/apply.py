@@ -12,7 +12,7 @@ from ckpttool.api._common import check_prove, open_for
 from ckpttool.api._deltas import after, check_digest, open_result
 from ckpttool.api.consolidate import WrittenFile
 from ckpttool.api.options import Options
-from ckpttool.arguments import checked_size
+from ckpttool.arguments import checked_path, checked_size
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.execution.output.destination import Destination
@@ -130,7 +130,7 @@ def apply(  # noqa: PLR0913  public API
     paths = [deltas] if isinstance(deltas, str | os.PathLike) else list(deltas)
     if not paths:
         raise ArgumentError("deltas", "is empty", "name the deltas to apply")
-    return _apply(a, paths, os.fspath(out), checked_size("max_shard_size", max_shard_size), options)
+    return _apply(a, paths, checked_path("out", out), checked_size("max_shard_size", max_shard_size), options)
 
 
 def _apply(a: Source, paths: Sequence[str | os.PathLike[str]], out: str, limit: int, options: Options) -> ApplyReport:

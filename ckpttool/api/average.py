@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._common import check_prove, open_each, workers_for
 from ckpttool.api.consolidate import WrittenFile
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_at_least, check_choice, checked_size
+from ckpttool.arguments import check_at_least, check_choice, checked_path, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
@@ -261,7 +261,7 @@ def average(  # noqa: PLR0913  public API
     request = _Request(
         to, numbers, ema, schedule, accumulate, dtype, max_shard_size, include, exclude, world_size, stage
     )
-    return _average(src, os.fspath(out), request, options)
+    return _average(src, checked_path("out", out), request, options)
 
 
 def _average(src: Sequence[Source], out: str, request: _Request, options: Options) -> AverageReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._common import check_prove, open_for, workers_for
 from ckpttool.api._rename_map import read_rename_map
 from ckpttool.api.options import Options
+from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
@@ -17,6 +17,7 @@ from ckpttool.plan.moves import moves_of
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
     from ckpttool.execution.forecast import Needs
@@ -182,7 +183,7 @@ def consolidate(  # noqa: PLR0913  public API
         to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, optimizer=optimizer,
     )  # fmt: skip
     merge = _Merge(merge_lora, base, adapter)
-    return _consolidate(src, os.fspath(out), chosen, merge, rename_map, options)
+    return _consolidate(src, checked_path("out", out), chosen, merge, rename_map, options)
 
 
 def _consolidate(

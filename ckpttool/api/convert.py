@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._common import open_for, workers_for
 from ckpttool.api.consolidate import WrittenFile
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_at_least, check_choice
+from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
@@ -20,6 +19,7 @@ from ckpttool.plan.moves import moves_of
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from ckpttool.execution.forecast import Needs
@@ -154,7 +154,7 @@ def convert(  # noqa: PLR0913  public API
         resume=resume, overwrite=None, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
     target = _Target(to, world_size, stage, sub_group_size, round_robin, expert_parallel, dtype)
-    return _convert(src, os.fspath(out), target, options)
+    return _convert(src, checked_path("out", out), target, options)
 
 
 def _convert(src: Source, out: str, target: _Target, options: Options) -> ConvertReport:

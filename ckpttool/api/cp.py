@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_path
+from ckpttool.arguments import checked_path
 from ckpttool.errors import LayoutError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
@@ -17,6 +16,7 @@ from ckpttool.formats import Source, open_checkpoint
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from ckpttool.execution.read_checks import Check, ReadReport
@@ -89,14 +89,14 @@ def cp(  # noqa: PLR0913  public API
         tag=tag, jobs=jobs, memory=memory, progress=progress, check=check, prove=prove, resume=resume,
         trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
-    return _cp(src, os.fspath(dst), options)
+    return _cp(src, checked_path("dst", dst), options)
 
 
 def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
 
     began = time.perf_counter()
-    check_path("dst", dst)
+    checked_path("dst", dst)
     checkpoint = options.open(src)
     root = Destination(dst, options.storage_options)
     tagged = copies.is_tagged(checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import time
 from contextlib import nullcontext
@@ -13,7 +12,7 @@ from ckpttool.api._common import check_prove, open_each
 from ckpttool.api._deltas import after, check_digest, digest_of_typed, open_result
 from ckpttool.api.consolidate import WrittenFile
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_choice
+from ckpttool.arguments import check_choice, checked_path
 from ckpttool.dtypes import SHORT_NAMES, TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
@@ -27,6 +26,7 @@ from ckpttool.targets.delta import main_dtype, plan_delta, typed_pair
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping
 
     from ckpttool.analysis.delta import Comparison
@@ -140,7 +140,7 @@ def delta(  # noqa: PLR0913  public API
     )  # fmt: skip
     if dtype is not None:
         check_choice("dtype", dtype, tuple(TRAINING_DTYPES))
-    return _delta((a, tag_a), (b, tag_b), os.fspath(out), dtype, options)
+    return _delta((a, tag_a), (b, tag_b), checked_path("out", out), dtype, options)
 
 
 def _delta(

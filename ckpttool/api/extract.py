@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_choice
+from ckpttool.arguments import check_choice, checked_path
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from ckpttool.execution.read_checks import Check, ReadReport
@@ -131,7 +131,9 @@ def extract_to_file(  # noqa: PLR0913  public API
     found = find(checkpoint, name, state)
     checks = options.read_checks(source_files(checkpoint), checkpoint)
     values = read_part(checkpoint, found, part, checks)
-    parts = encode(values, name, os.fspath(out))
-    written = write_file(os.fspath(out), parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint))
+    parts = encode(values, name, checked_path("out", out))
+    written = write_file(
+        checked_path("out", out), parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint)
+    )
     report = None if checks is None else checks.report
     return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes, report)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     from ckpttool.catalog.entries import Catalog
@@ -21,6 +21,7 @@ def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | Non
     Raises:
         CkptError: The directory cannot be read, or holds no checkpoint.
     """
+    from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog
 
-    return catalog(os.fspath(root), options=storage_options)
+    return catalog(checked_path("root", root), options=storage_options)

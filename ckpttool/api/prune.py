@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import checked_path
 from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
 from ckpttool.storage import find_text
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.catalog.entries import Catalog, CatalogEntry
@@ -83,10 +84,10 @@ def prune(  # noqa: PLR0913  public API
     rules = Rules(keep_last, keep_every, keep_best, keep_for, thin, thin_every, torn, grace)
     options = Options(jobs=jobs, memory=memory, progress=progress, storage_options=storage_options)
     key = read_key(sign_key)
-    found = catalog(os.fspath(root), options=storage_options)
-    storage = open_storage(os.fspath(root), storage_options)
+    found = catalog(checked_path("root", root), options=storage_options)
+    storage = open_storage(checked_path("root", root), storage_options)
     if not dry_run and _recover(storage, found, rules):
-        found = catalog(os.fspath(root), options=storage_options)
+        found = catalog(checked_path("root", root), options=storage_options)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_path
+from ckpttool.arguments import checked_path
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import commits, read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
@@ -154,7 +154,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         StorageError: The directory cannot be read.
         LayoutError: The directory holds no checkpoint, or another process writes it.
     """
-    check_path("root", root)
+    checked_path("root", root)
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
     root = without_credentials(local_path(root)).rstrip("/") or root
     if not is_url(root) and posixpath.basename(root) in {".", ".."}:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import checked_path
 from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
 from ckpttool.commit import is_commit
@@ -50,7 +51,7 @@ def source_paths(src: Source) -> list[str]:
         ArgumentError: The source is empty, or not a path.
     """
     if isinstance(src, str | os.PathLike):
-        return [os.fspath(src)]
+        return [checked_path("src", src)]
     try:
         paths = [os.fspath(path) for path in src]
     except TypeError:

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
-from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
+from torch.utils.data import BatchSampler, RandomSampler
 
+from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Candidate, whole_first
 from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folders, rotate, step_of_folder
@@ -150,7 +152,7 @@ class AcceleratorSaves:
         elif output_dir is None:
             raise ArgumentError("output_dir", "is missing, and automatic_checkpoint_naming is off", "pass a folder")
         else:
-            folder = absolute_path(os.fspath(output_dir))
+            folder = absolute_path(checked_path("output_dir", output_dir))
         saves = self._folders.at(folder)
         saves.wait()
         given: dict[str, Any] = {}
@@ -194,7 +196,11 @@ class AcceleratorSaves:
         Raises:
             CkptError: There is none, or it cannot be restored; the same on every rank.
         """
-        root = self._automatic_root() if input_dir is None else absolute_path(os.path.expanduser(os.fspath(input_dir)))
+        root = (
+            self._automatic_root()
+            if input_dir is None
+            else absolute_path(os.path.expanduser(checked_path("input_dir", input_dir)))
+        )
         saves = self._folders.at(posixpath.join(root, "checkpoint"))
         saves.wait()
         found = [Candidate(*one) for one in saves.on_first_rank(lambda: _find(saves, root, newest=input_dir is None))]
@@ -246,11 +252,11 @@ class AcceleratorSaves:
         self._restore_rng(engine, report)
         if report.source.world_size != accelerator.num_processes:
             _rescale(accelerator, report.source.world_size)
-            if any(_has_own_order(loader) for loader in accelerator._dataloaders):
-                LOG.warning(
-                    "a data loader shuffles in another order on another number of ranks, so that samples are read "
-                    "twice or not at all: pass DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
-                )
+        if accelerator.is_main_process and any(_has_unsaved_order(loader) for loader in accelerator._dataloaders):
+            LOG.warning(
+                "a data loader shuffles in an order that is not saved, so that the resumed run may read samples twice "
+                "or not at all: pass DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
+            )
 
     def _restore_rng(self, engine: Any, report: LoadReport) -> None:
         """Restore the random number generators; after a save within an epoch, once more at the first step.
@@ -303,7 +309,7 @@ def prepare(
     if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
         raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
     saves = AcceleratorSaves(
-        accelerator, root=None if root is None else os.fspath(root), async_save=async_save, timeout=timeout,
+        accelerator, root=None if root is None else checked_path("root", root), async_save=async_save, timeout=timeout,
         grace=grace, storage_options=storage_options, allow=allow,
     )  # fmt: skip
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
@@ -326,13 +332,15 @@ def _is_within_epoch(accelerator: Any) -> bool:
     return bool(state.in_dataloader and not state.end_of_dataloader)
 
 
-def _has_own_order(loader: Any) -> bool:
-    """Return whether a data loader shuffles in an order that depends on the number of ranks.
+def _has_unsaved_order(loader: Any) -> bool:
+    """Return whether a data loader shuffles in an order that follows from no seed and no epoch.
 
-    Source: accelerate 1.15, data_loader.py (``prepare_data_loader``).
+    Source: accelerate 1.15, data_loader.py (``prepare_data_loader``, ``BatchSamplerShard``, ``set_sampler``).
     """
-    sampler = get_sampler(loader)
-    return isinstance(sampler, torch.utils.data.RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # that of all ranks
+    sampler = getattr(batches, "sampler", None)
+    return isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
 
 
 def _rescale(accelerator: Any, saved: int) -> None:

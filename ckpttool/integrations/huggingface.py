@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import TrainerCallback
 
+from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Candidate, whole_first
 from ckpttool.catalog.retention import GRACE
 from ckpttool.catalog.trainer_runs import folder_name, folders, rotate
@@ -113,10 +114,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             raise ArgumentError("export_every", f"is {export_every}", "pass a number of steps, 1 or more")
         if export_dtype not in {None, *DTYPES.values()}:
             raise ArgumentError("export_dtype", f"is {export_dtype!r}", "pass fp32, bf16 or fp16")
-        self._root = None if root is None else os.fspath(root)
+        self._root = None if root is None else checked_path("root", root)
         self._async_save, self._auto_resume = async_save, auto_resume
         self._export_every, self._export_dtype = export_every, export_dtype
-        self._export_to = None if export_to is None else os.fspath(export_to)
+        self._export_to = None if export_to is None else checked_path("export_to", export_to)
         self._timeout, self._grace = timeout, grace
         self._storage_options, self._allow = storage_options, allow
         self._saves: Folders | None = None
@@ -291,6 +292,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if trainer.args.save_only_model:
             problem = "cannot save weights alone: save_only_model is on"
             raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
+        if is_url(trainer.args.output_dir):
+            problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
+            raise ArgumentError("output_dir", problem, "pass a local directory, and the URL to CkptCallback")
         saves, given = self._folders(trainer), resume_from_checkpoint
         found = [Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given))]
         if given is True and not found:

@@ -24,6 +24,7 @@ import lightning
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Candidate, candidates
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
@@ -177,7 +178,7 @@ def newest_checkpoint(
     Returns:
         Its path or URL; None if there is none yet.
     """
-    root = absolute_path(os.fspath(directory))
+    root = absolute_path(checked_path("directory", directory))
     storage = open_storage(root, storage_options)
     found = []
     for entry in storage.listing(root) if storage.is_dir(root) else []:

@@ -154,7 +154,7 @@ class RayTrainCheckpoints:
         self.finish()
         step = int(engine.global_steps)
         name, *before = self._on_first_worker(
-            lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()]
+            lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()], step
         )
         self._manager.save_into(
             posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
@@ -205,9 +205,9 @@ class RayTrainCheckpoints:
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
 
-    def _on_first_worker(self, decide: Callable[[], Any]) -> Any:
+    def _on_first_worker(self, decide: Callable[[], Any], call: Any = None) -> Any:
         """Run a function on the first worker; return its JSON result, or raise its error, on all workers."""
-        return self._ranks.agree(self._root, None, lambda _: decide(), timeout=self._timeout)
+        return self._ranks.agree(self._root, None, lambda _: decide(), timeout=self._timeout, call=call)
 
     # ------------------------------------------------------------------------------------------- restoring
 

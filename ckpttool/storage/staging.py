@@ -8,7 +8,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from ckpttool.arguments import check_path
+from ckpttool.arguments import checked_path
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import MARK
 from ckpttool.storage.error_texts import translate_os_errors
@@ -47,7 +47,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
     Raises:
         StorageError: OUT is not a directory, is not empty, or its parent cannot be written.
     """
-    check_path("out", out)
+    checked_path("out", out)
     check_link(out)
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")

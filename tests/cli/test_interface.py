@@ -428,9 +428,6 @@ def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str)
         ("world_size", lambda untyped, out: untyped.convert(ZERO3, out / "x", to="zero", world_size=1 << 21)),
         ("expert_parallel", lambda untyped, out: untyped.convert(
             ZERO3, out / "x", to="zero", world_size=2, expert_parallel=4)),
-        ("out", lambda untyped, out: untyped.consolidate(ZERO3, "", to="torch")),
-        ("dst", lambda untyped, out: untyped.cp(ZERO3, "")),
-        ("root", lambda untyped, out: untyped.ls("")),
         ("dtype", lambda untyped, out: untyped.load_state_dict(ZERO3, dtype="int8")),
         ("check", lambda untyped, out: untyped.load_state_dict(ZERO3, check="some")),
     ],
@@ -441,6 +438,34 @@ def test_a_wrong_argument_is_one_class_of_error(name: str, call: Callable[[Any, 
     assert caught.value.path == name
     assert caught.value.hint
     assert isinstance(caught.value, ValueError)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["", None, 3], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("out", lambda untyped, value: untyped.consolidate(ZERO3, value, to="torch")),
+        ("out", lambda untyped, value: untyped.convert(ZERO3, value, to="zero", world_size=2)),
+        ("out", lambda untyped, value: untyped.average([ZERO3, ZERO3], value, to="torch")),
+        ("out", lambda untyped, value: untyped.delta(ZERO3, ZERO3, value)),
+        ("out", lambda untyped, value: untyped.extract_to_file(ZERO3, "up.weight", value)),
+        ("dst", lambda untyped, value: untyped.cp(ZERO3, value)),
+        ("root", lambda untyped, value: untyped.ls(value)),
+        ("root", lambda untyped, value: untyped.prune(value, keep_last=1)),
+        ("root", lambda untyped, value: untyped.CheckpointManager(value)),
+        ("src", lambda untyped, value: untyped.inspect(value)),
+        ("src", lambda untyped, value: untyped.verify(value)),
+        ("src", lambda untyped, value: untyped.cp(value, "x")),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_none_is_refused(
+    name: str, call: Callable[[Any, Any], object], value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"is an empty name|not a path or URL") as caught:
+        call(api, value)
+    assert caught.value.path == name
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -80,6 +81,21 @@ def _rank(directory: Path) -> None:
         "restore after it": lambda: manager.restore(engine, tag="after-second") and None,
     }
     told: dict[str, Any] = {}
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpttool").addHandler(handler)
+    for mode in ("Warn", "IGNORE", "fail"):
+        engine._config._param_dict["checkpoint"] = {"tag_validation": mode}
+        lines.clear()
+        try:
+            manager.save(engine, tag=f"{mode}-{rank}")
+            text = ""
+        except Exception as error:
+            text = str(error)
+        told[mode] = text, list(lines), sorted(p.name for p in Path(root).glob(f"{mode}-*"))
+        torch.distributed.barrier()
+    del engine._config._param_dict["checkpoint"]
     for name, function in asked.items():
         forked.end_if_stuck(90)
         began = time.monotonic()

@@ -76,5 +76,14 @@ def test_a_call_that_one_rank_left_out_does_not_disturb_the_next(told: list[dict
             assert text or seconds < SLACK
 
 
+def test_tags_that_differ_are_treated_as_the_configuration_says(told: list[dict[str, Any]]) -> None:
+    warning = "rank 1 has tag Warn-1: the save has that of rank 0, Warn-0"
+    assert [one["Warn"] for one in told] == [["", [], ["Warn-0"]], ["", [warning], ["Warn-0"]]]
+    assert [one["IGNORE"] for one in told] == [["", [], ["IGNORE-0"]]] * 2
+    for text, _, saved in (one["fail"] for one in told):
+        assert "rank 0 has tag 'fail-0', rank 1 has 'fail-1'" in text
+        assert saved == []
+
+
 def test_the_ranks_go_on_as_if_nothing_had_been(told: list[dict[str, Any]]) -> None:
     assert [one["after"] for one in told] == [[{}, []], [{}, []]]

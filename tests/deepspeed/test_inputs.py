@@ -70,4 +70,4 @@ def test_signal_handlers_are_restored(told: dict[str, Any]) -> None:
 
 
 def test_accumulated_gradients_are_noted(told: dict[str, Any]) -> None:
-    assert told["pending"] == ["a micro batch accumulated since the last step: the load drops the gradients"]
+    assert told["pending"] == ["micro batches were accumulated since the last step: the load drops their gradients"]

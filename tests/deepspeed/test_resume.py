@@ -444,6 +444,25 @@ def test_models_that_are_spread_over_ranks(case: Spread, spread: dict[str, Loade
     assert engine.facts["step"] == ""
 
 
+MORE_EXPERTS = {
+    "autoep-zero2-dp2-ep2-bf16": ("autoep", 3, 2, 2, "model.layers.0.mlp"),
+    "universal-autoep-zero2-dp2-ep2-bf16": ("autoep", 2, 2, 2, "model.layers.0.mlp"),
+    "universal-autoep-zero3-dp2-ep2-bf16": ("autoep", 3, 1, 1, "model.layers.0.mlp"),
+    "moe-zero2-dp2-bf16": ("moe", 1, 1, 1, "first"),
+}
+"""Checkpoints with four experts: engine with eight, its stage, ranks and expert-parallel size, and its first layer."""
+
+
+@pytest.mark.parametrize("name", MORE_EXPERTS)
+def test_another_number_of_experts_is_named(name: str, tmp_path: Path) -> None:
+    model, stage, ranks, parallel, layer = MORE_EXPERTS[name]
+    load = Load("more", source(name), stage, ranks, dtype="bf16", model=model, experts=parallel, change="more experts",
+                resume={"weights_only": True})  # fmt: skip
+    error = load_all([load], tmp_path)["more"].error
+    hint = "build the model with the shapes of the checkpoint"
+    assert error.endswith(f"has 4 experts in {layer}, but the model has 8; {hint}")
+
+
 def test_a_report_has_what_is_asserted_here() -> None:
     """Its fields are the library's interface."""
     assert {"path", "tag", "client_state", "missing", "unexpected", "notes"} <= {*LoadReport.__dataclass_fields__}

@@ -50,7 +50,8 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
         add(f"again{stage}", stage, 2, dropout=0.5, load=str(directory / f"dropout{stage}" / f"step_{SAVED}"))
     for saved, ranks, stage in OTHERS:
         add(f"from{saved}-to{stage}-dp{ranks}", stage, ranks, load=str(directory / f"plain{saved}" / f"step_{SAVED}"))
-    add("unseeded", 2, 1, load=str(directory / "plain2" / f"step_{SAVED}"), unseeded=True)
+    for ranks in (1, 2, 3):
+        add(f"unseeded{ranks}", 2, ranks, load=str(directory / "plain2" / f"step_{SAVED}"), unseeded=True)
     add("from-accelerate", 3, 1, load=str(directory / "without" / f"step_{SAVED}"))
     add("by-accelerate", 2, 2, load=str(directory / "plain2" / f"step_{SAVED}"), prepare=None)
     shutil.copytree(directory / "automatic", directory / "automatic-again")
@@ -85,8 +86,9 @@ def test_a_resume_on_other_ranks_and_stages_goes_on(runs: dict[str, Any], saved:
         assert list(resumed[key].values()) == pytest.approx(list(_rest(whole, key).values()), rel=1e-5)
 
 
-def test_a_loader_with_another_order_on_other_ranks_is_named(runs: dict[str, Any]) -> None:
-    assert any("use_seedable_sampler=True" in line for line in runs["unseeded"]["told"])
+def test_a_loader_whose_order_is_not_saved_is_named(runs: dict[str, Any]) -> None:
+    for ranks in (1, 2, 3):
+        assert any("use_seedable_sampler=True" in line for line in runs[f"unseeded{ranks}"]["told"])
     for name in ("by-accelerate", *(f"from{saved}-to{stage}-dp{ranks}" for saved, ranks, stage in OTHERS)):
         assert not any("use_seedable_sampler" in line for line in runs[name]["told"])
 

@@ -148,6 +148,9 @@ def _resumes(jobs: Jobs, endpoint: str) -> None:
         flip(jobs.directory / name / "run" / f"checkpoint-{STEPS}")
     jobs.add("none", 2, 1, resume=True, fails=True)
     jobs.add("only-model", 2, 1, arguments={"save_only_model": True}, fails=True)
+    url = {"output_dir": "s3://runs/url", "working_directory": True, "fails": True}
+    jobs.add("url", 2, 1, **url)
+    jobs.add("url-and-root", 2, 1, callback={"root": str(jobs.directory / "url-root")}, **url)
     jobs.add("begins", 2, 1, steps=1, callback={"auto_resume": True})
     jobs.add("mistyped", 2, 1, resume=str(jobs.directory / "elsewhere" / f"checkpoint-{SAVED}"), fails=True)
     _copied(jobs, "plain2", "mistyped")
@@ -299,6 +302,15 @@ def test_a_run_on_disk_resumes_from_a_bucket(runs: dict[str, Any]) -> None:
 def test_saves_of_weights_alone_are_refused_before_the_training(runs: dict[str, Any]) -> None:
     assert "cannot save weights alone: save_only_model is on; leave it out" in runs["only-model"]["error"]
     assert not list((runs["only-model"]["out"] / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("name", ["url", "url-and-root"])
+def test_an_output_directory_in_a_bucket_is_refused(runs: dict[str, Any], name: str) -> None:
+    hint = "pass a local directory, and the URL to CkptCallback"
+    assert runs[name]["error"] == (
+        f"ArgumentError: output_dir: is s3://runs/url, but the Trainer writes to local disk; {hint}"
+    )
+    assert not [p for p in runs[name]["out"].rglob("*") if p.name != "facts.json" and not p.is_dir()]
 
 
 def test_pushes_to_the_hub_have_the_weights(runs: dict[str, Any]) -> None:

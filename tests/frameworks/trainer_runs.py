@@ -60,6 +60,8 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     from transformers import trainer as trainer_module
 
     os.environ |= job.get("environment", {})
+    if job.get("working_directory"):  # the Trainer takes a URL for a path relative to it
+        os.chdir(job["out"])
     facts["uploads"] = []
     hub = _Hub(facts["uploads"])
     trainer_module.hf_api = lambda: hub

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_path
+from ckpttool.arguments import checked_path
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output.directory import DirectoryOutput
@@ -47,7 +47,7 @@ class Destination:
     """
 
     def __init__(self, out: str, options: Mapping[str, Any] | None, parent_mode: int = 0o777) -> None:
-        check_path("out", out)
+        checked_path("out", out)
         self.out = without_credentials(local_path(out))
         self._remote: RemoteStorage | None = None
         if is_url(out):
@@ -242,7 +242,7 @@ def check_file(out: str, *, overwrite: bool, options: Mapping[str, Any] | None) 
         ArgumentError: The path is empty.
         StorageError: The file exists and ``overwrite`` is False.
     """
-    check_path("out", out)
+    checked_path("out", out)
     shown = without_credentials(local_path(out))
     if not overwrite and open_storage(out, options).exists(shown):
         raise _exists(shown)

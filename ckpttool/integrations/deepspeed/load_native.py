@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.targets.zero.match import Fitted
 
+EXPERT_LAYERS = {"MoE", "AutoEPMoELayer"}
+"""DeepSpeed's modules that hold experts."""
+
 
 def read_native(
     live: LiveEngine,
@@ -128,7 +131,7 @@ def own_experts(engine: Any) -> Iterator[OwnExpert]:
     layer = 0
     for name, module in engine.module.named_modules():
         kind = {c.__name__ for c in type(module).__mro__}
-        if not kind & {"MoE", "AutoEPMoELayer"}:
+        if not kind & EXPERT_LAYERS:
             continue
         stacked = "AutoEPMoELayer" in kind
         rank = groups._get_expert_parallel_rank(module.ep_group_name if stacked else module.expert_group_name)

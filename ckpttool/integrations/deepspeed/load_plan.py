@@ -10,11 +10,12 @@ from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import has_optimizer
-from ckpttool.integrations.deepspeed.load_native import read_native
+from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS, read_native
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
 from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
 from ckpttool.storage import connect
+from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed
 from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.prepared import LoadOptions, Prepared
     from ckpttool.model import Checkpoint
 
+BUILD_ALIKE = "build the model with the shapes of the checkpoint"
 CONVERT = "convert it to a universal checkpoint, and load that with load_universal"
 
 
@@ -151,11 +153,16 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
         return fit(checkpoint, model, strict=options.strict, weights_only=options.weights_only or not live.stage)
     # Each rank names its experts by local indexes.
     if live.stage:
+        _check_experts(live, checkpoint)
         try:
             planned = local_shapes(checkpoint, shape_of(live), live.rank)
         except ValueError as error:
             raise PlanError(checkpoint.location, str(error), CONVERT) from error
         ours = [[(name, model.shapes[name]) for name in names] for names in model.groups]
+        for name, shape in (item for group in planned for item in group):
+            if model.shapes.get(name, shape) != shape:
+                problem = f"{name} has shape {list(shape)}, but {list(model.shapes[name])} in the model"
+                raise PlanError(checkpoint.location, problem, BUILD_ALIKE)
         if planned != ours:
             flat, actual = ([item for group in groups for item in group] for groups in (planned, ours))
             difference = next((b[0] for a, b in zip(flat, actual, strict=False) if a != b), "other groups")
@@ -180,6 +187,24 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
         hint = "pass strict=False, and they keep the model's values"
         raise PlanError(checkpoint.location, f"lacks {listed(missing)} of the model", hint)
     return Fitted(checkpoint=fitted, buffers=buffers, missing=missing)
+
+
+def _check_experts(live: LiveEngine, checkpoint: Checkpoint) -> None:
+    """Check that the layers of the engine's model have as many experts as those of the checkpoint.
+
+    Raises:
+        PlanError: They have not.
+    """
+    layers = TargetExperts(checkpoint, live.topology.data_parallel, parallel=1).layers
+    modules = (
+        (name, int(module.num_experts))
+        for name, module in live.engine.module.named_modules()
+        if {c.__name__ for c in type(module).__mro__} & EXPERT_LAYERS
+    )
+    for layer, (name, count) in zip(layers, modules, strict=False):
+        if layer.experts != count:
+            problem = f"has {layer.experts} experts in {name}, but the model has {count}"
+            raise PlanError(checkpoint.location, problem, BUILD_ALIKE)
 
 
 def _without_moments(checkpoint: Checkpoint, p: Parameter) -> Parameter:

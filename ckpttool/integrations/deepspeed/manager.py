@@ -8,9 +8,9 @@ import posixpath
 import time
 from dataclasses import astuple, replace
 from functools import partial
-from os import fspath
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Candidate, none_restored
 from ckpttool.catalog.retention import GRACE, Rules
 from ckpttool.catalog.upkeep import maintain
@@ -20,7 +20,13 @@ from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
-from ckpttool.integrations.deepspeed.save_arguments import check_client_state, checked_metrics, checked_tag, versions
+from ckpttool.integrations.deepspeed.save_arguments import (
+    check_client_state,
+    checked_metrics,
+    checked_tag,
+    tag_validation,
+    versions,
+)
 from ckpttool.integrations.deepspeed.signals import SignalWatch
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import RankError, agree_to_begin
@@ -109,11 +115,11 @@ class CheckpointManager:
         sign_key: Key | None = None,
         storage: WritableStorage | None = None,
     ) -> None:
-        given = fspath(root)
-        self.root = without_credentials(local_path(given)).rstrip("/") or given
-        if not is_url(self.root):
-            self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
         try:
+            given = checked_path("root", root)
+            self.root = without_credentials(local_path(given)).rstrip("/") or given
+            if not is_url(self.root):
+                self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
             self._storage = storage or open_storage(given, storage_options)
             self.source = confined(self._storage, self.root, storage_options)
             """The storage that ``restore`` reads from."""
@@ -172,7 +178,9 @@ class CheckpointManager:
 
         Args:
             engine: What ``deepspeed.initialize`` returned.
-            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps.
+            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
+                between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
+                that of the first rank counts.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             metrics: Numbers for ``keep_best``; the manifest gets those of the first rank.
             overwrite: Replace a checkpoint of that name.
@@ -235,14 +243,23 @@ class CheckpointManager:
                 own_files.update(rank_state_file(engine, ranks, rank_state))
 
         ranks = self._agreeing_ranks()
+        validation = tag_validation(engine)
+        one_tag = tag if validation == "FAIL" else None  # else the first rank's counts
         asked = {
-            "root": root, "tag": tag, "overwrite": overwrite, "exclude_frozen_parameters": exclude_frozen,
-            "async_save": self.saves_in_background, "step": getattr(engine, "global_steps", None),
+            "root": root, "tag": one_tag, "tag_validation": validation, "overwrite": overwrite,
+            "exclude_frozen_parameters": exclude_frozen, "async_save": self.saves_in_background,
+            "step": getattr(engine, "global_steps", None),
             "rank_state": "missing" if rank_state is None else "given",
         }  # fmt: skip
-        what = posixpath.join(root, str(tag)) if tag is not None else root
-        agree_to_begin(ranks, what, asked, check, timeout=self._timeout, hints=HINTS)
+        what = posixpath.join(root, str(one_tag)) if one_tag is not None else root
+        first_tag = agree_to_begin(
+            ranks, what, asked, check, timeout=self._timeout, hints=HINTS, decide=lambda: requests[0].tag
+        )
         (request,) = requests
+        if request.tag != first_tag:
+            if validation == "WARN":
+                LOG.warning("rank %d has tag %s: the save has that of rank 0, %s", ranks.rank, request.tag, first_tag)
+            request = replace(request, tag=first_tag)
         self._warn_of_gradients(engine, ranks)
         captured = capture(
             engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),

@@ -37,6 +37,17 @@ def checked_tag(given: Any) -> str:
     return tag
 
 
+def tag_validation(engine: Any) -> str:
+    """Return what the configuration says of tags that differ between ranks: "WARN", "IGNORE" or "FAIL"; default: FAIL.
+
+    DeepSpeed's own default warns: its ranks then write one checkpoint into several directories.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_checkpoint_tag_validation``).
+    """
+    config = getattr(getattr(engine, "_config", None), "_param_dict", {}).get("checkpoint")
+    return str((config or {}).get("tag_validation", "FAIL")).upper()
+
+
 def check_client_state(client_state: Any) -> None:
     """Refuse client state whose names a restore would not return.
 
