@@ -359,6 +359,8 @@ class Checkpoint:
     """Batch sizes of the run by their names in that configuration, from the manifest of a save; empty without one."""
     attempt: str = ""
     """Identifier of the save in its manifest; "" without one."""
+    optimizer: str = ""
+    """Class of the optimizer and the names of its states, from the manifest; "" without one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the train loop in the manifest."""
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -385,6 +385,7 @@ def _finish(
             "metrics": dict(request.metrics),
             "versions": dict(request.versions),
             "groups": [list(names) for names in request.groups],
+            "optimizer": request.optimizer,
             "batch": dict(request.batch),
             "provenance": dict(request.provenance),
         }

@@ -237,7 +237,7 @@ def _verify(path: Path) -> None:
 
     report = ckpttool.verify(path, deep=True)
     if report.findings:
-        raise report.findings[0]
+        raise RuntimeError(str(report.findings[0]))
 
 
 # ------------------------------------------------------------------------------------------------- engines

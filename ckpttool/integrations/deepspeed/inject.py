@@ -121,16 +121,38 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
         if prepared.method == "planned":
             replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             replacements["zero_elastic_checkpoint"] = lambda: False
+        if live.stage == 3:
+            # DeepSpeed builds torch's Adagrad anew with its partitions, and its load adds them once more.
+            for group in live.optimizer.optimizer.param_groups:
+                group["params"] = []
         with _attributes_replaced(engine, replacements):
             _, client_state = engine.load_checkpoint(
                 scratch, TAG, load_module_strict=strict, load_lr_scheduler_states=scheduler
             )
     files.clear()
     prepared.release()
+    _restore_rates(live, prepared)
     if prepared.method == "planned":
         _update_weights(live)
         _broadcast_replicas(live, prepared.replicas)
     return dict(client_state or {})
+
+
+def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:
+    """Set the learning rates of groups without saved hyper-parameters (elastic checkpoints) by the scheduler.
+
+    Source: DeepSpeed 0.19.8, runtime/lr_schedules.py (``get_lr``: the rates since the last step).
+    """
+    kept = prepared.fitted.unrestored_groups if prepared.fitted is not None else ()
+    scheduler, saved = live.engine.lr_scheduler, prepared.checkpoint.scheduler
+    if not kept or scheduler is None or not isinstance(saved, dict):
+        return
+    rates = saved.get("_last_lr")
+    if rates is None and saved.get("last_batch_iteration", -1) >= 0 and hasattr(scheduler, "get_lr"):
+        rates = scheduler.get_lr()
+    for number, group in enumerate(live.optimizer.param_groups):
+        if number in kept and rates is not None and len(rates) == len(live.optimizer.param_groups):
+            group["lr"] = rates[number]
 
 
 def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:

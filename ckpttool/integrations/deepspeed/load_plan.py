@@ -17,7 +17,7 @@ from ckpttool.model import MASTER, Parameter
 from ckpttool.storage import connect
 from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import sub_groups
-from ckpttool.targets.zero.match import Fitted, fit, listed
+from ckpttool.targets.zero.match import Fitted, fit, listed, nonpartitionable_error
 from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
 from ckpttool.targets.zero.writer import local_shapes
 
@@ -70,6 +70,8 @@ def prepare(
         check_states(live, checkpoint)
     if not why_not:
         return read_native(live, checkpoint, fitted, options)
+    if checkpoint.nonpartitionable and not options.weights_only:
+        raise nonpartitionable_error(checkpoint)
     if live.stage == 0 and not options.weights_only and live.model is not None:
         if live.engine.has_moe_layers:
             problem = f"{why_not}, and the engine has experts but no ZeRO stage"
@@ -149,7 +151,10 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
 
 def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOptions) -> Fitted:
     if not live.engine.has_moe_layers:
-        # At stage 0 DeepSpeed restores the optimizer itself; names and shapes are compared nevertheless.
+        # DeepSpeed restores the optimizer itself at stage 0, and from files of the same layout: states that no other
+        # layout can hold are no obstacle there. Names and shapes are compared nevertheless.
+        if _same_kind(live, checkpoint) and live.topology == checkpoint.topology:
+            checkpoint = replace(checkpoint, nonpartitionable=())
         return fit(checkpoint, model, strict=options.strict, weights_only=options.weights_only or not live.stage)
     # Each rank names its experts by local indexes.
     if live.stage:

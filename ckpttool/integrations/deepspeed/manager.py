@@ -216,7 +216,9 @@ class CheckpointManager:
         from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
         from ckpttool.integrations.deepspeed.provenance import current_provenance
+        from ckpttool.integrations.deepspeed.engine import inspect_engine
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
+        from ckpttool.integrations.deepspeed.states import optimizer_identity
 
         requests: list[Request] = []
         own_files: dict[str, Any] = {}
@@ -232,13 +234,14 @@ class CheckpointManager:
                     versions=versions(),
                     overwrite=overwrite,
                     groups=groups_without_zero(engine),
+                    optimizer=optimizer_identity(inspect_engine(engine)),
                     batch=engine_batch(engine).to_config(),
                     provenance=current_provenance(engine) if self._provenance and ranks.rank == 0 else {},
                     before=before,
                     root_files=root_files or {},
                 )
             )
-            check_client_state(client_state)
+            check_client_state(client_state, engine)
             if rank_state is not None:
                 own_files.update(rank_state_file(engine, ranks, rank_state))
 

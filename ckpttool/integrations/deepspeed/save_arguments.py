@@ -48,7 +48,7 @@ def tag_validation(engine: Any) -> str:
     return str((config or {}).get("tag_validation", "FAIL")).upper()
 
 
-def check_client_state(client_state: Any) -> None:
+def check_client_state(client_state: Any, engine: Any) -> None:
     """Refuse client state whose names a restore would not return.
 
     Raises:
@@ -56,13 +56,17 @@ def check_client_state(client_state: Any) -> None:
     """
     from ckpttool.formats.zero.module import ENGINE_KEYS
 
+    reserved = ENGINE_KEYS | {"folding"}
+    if not engine.has_moe_layers:
+        reserved -= {"universal_checkpoint_info"}  # Megatron-DeepSpeed passes it here, and DeepSpeed reads it here
+
     if not isinstance(client_state, Mapping):
         problem = f"is a {type(client_state).__name__}, not a mapping"
         raise ArgumentError("client_state", problem, 'pass a dict, as client_state={"step": step}')
     for name in client_state:
         if not isinstance(name, str):
             raise ArgumentError("client_state", f"has the name {brief(name)}, which is not text", "use text as names")
-    if taken := sorted(set(client_state) & (ENGINE_KEYS | {"folding"})):
+    if taken := sorted(set(client_state) & reserved):
         problem = f"has names that DeepSpeed uses in the same file: {', '.join(taken)}"
         raise ArgumentError("client_state", problem, "use other names")
 

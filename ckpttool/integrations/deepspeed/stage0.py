@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.match import LiveModel
 
 Names = list[list[str]]
+BY_POSITION = "the files do not record which parameter a state of the optimizer belongs to: the order is the engine's"
+"""Note on states that are assigned as DeepSpeed does: a run that builds other groups would mix them up."""
 
 
 def saved_names(checkpoint: Checkpoint) -> Names | None:
@@ -48,8 +50,8 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
 
 
 def needs_weights(live: LiveEngine, checkpoint: Checkpoint) -> bool:
-    """Return whether only a comparison of fp32 master weights with the model's weights identifies the names."""
-    return bool(live.wrapper) and saved_names(checkpoint) is None
+    """Return whether only the optimizer's states, or its fp32 master weights, identify the names."""
+    return saved_names(checkpoint) is None and (bool(live.wrapper) or not _is_recorded(checkpoint))
 
 
 def prepare_whole(
@@ -69,6 +71,8 @@ def prepare_whole(
     """
     check_wrapper(live, checkpoint, model_states)
     fitted, names = fit_whole(live, checkpoint, model, model_states, strict=strict)
+    if BY_POSITION in fitted.notes and model_states is not None:
+        check_places(live, checkpoint, model_states)
     if model_states is not None:
         model_states["optimizer"] = reordered(live, checkpoint, model, fitted, names, model_states)
     return fitted
@@ -108,6 +112,7 @@ def fit_whole(
         PlanError: Names cannot be identified, or do not fit.
     """
     names = saved_names(checkpoint)
+    by_position = names is None and not live.wrapper and not _is_recorded(checkpoint)
     if names is None:
         names = _names_from_files(live, checkpoint, model, model_states)
     groups = {name: g for g, names_of_group in enumerate(names) for name in names_of_group}
@@ -133,24 +138,38 @@ def fit_whole(
         ),
         nonpartitionable=(),
     )
-    return fit(known, model, strict=strict, weights_only=False), names
+    fitted = fit(known, model, strict=strict, weights_only=False)
+    return replace(fitted, notes=(*fitted.notes, *([BY_POSITION] if by_position else []))), names
+
+
+def _is_recorded(checkpoint: Checkpoint) -> bool:
+    """Return whether shapes and order identify the parameter of each state."""
+    named = all(g.parameters for g in checkpoint.groups)
+    return named and not any(": optimizer" in u for u in checkpoint.nonpartitionable)
 
 
 def _names_from_files(
     live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None
 ) -> Names:
-    """Identify names from the files: shapes, order, and fp32 master weights that equal the model's weights."""
+    """Identify names from the files: shapes, order, and fp32 master weights that equal the model's weights.
+
+    Without ZeRO and master weights several orders may fit. Then the states have the order of the engine, as for
+    DeepSpeed itself, unless the learning rates of the groups show another one.
+    """
     recorded = [list(g.parameters) for g in checkpoint.groups]
-    is_recorded = all(recorded) and not any(": optimizer" in u for u in checkpoint.nonpartitionable)
+    is_recorded = _is_recorded(checkpoint)
+    if is_recorded and not live.wrapper:
+        return recorded
+    source = _sources(checkpoint, model)
+    engine_names = [[source[n] for n in names] for names in model.groups]
     if not live.wrapper:
-        if is_recorded:
-            return recorded
+        saved, own = [g.hyperparameters.get("lr") for g in checkpoint.groups], [g.get("lr") for g in live.hyperparameters]
+        if saved == own or sorted(map(repr, saved)) != sorted(map(repr, own)):
+            return engine_names
         problem = "does not record the parameter of each optimizer state, and several orders fit"
         raise PlanError(checkpoint.location, problem, "pass weights_only=True; CheckpointManager records it")
     if model_states is None:
         raise PlanError(checkpoint.location, "was not read", "this is a bug in ckpttool")
-    source = _sources(checkpoint, model)
-    engine_names = [[source[n] for n in names] for names in model.groups]
     for names in ([recorded] if is_recorded else []) + [engine_names]:
         if _masters_fit(live, model_states, names):
             return names

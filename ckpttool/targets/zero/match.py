@@ -74,11 +74,18 @@ def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: 
     Raises:
         PlanError: A shape differs; with ``strict`` a name is missing; or the checkpoint has no optimizer states.
     """
-    if not weights_only and (not checkpoint.groups or checkpoint.nonpartitionable):
-        problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.nonpartitionable[:NAMED])}"
-        problem = problem if checkpoint.nonpartitionable else "does not record the trained parameters"
-        raise PlanError(checkpoint.location, problem, "load it with weights_only=True")
+    if not weights_only and checkpoint.nonpartitionable:
+        raise nonpartitionable_error(checkpoint)
+    if not weights_only and not checkpoint.groups:
+        raise PlanError(checkpoint.location, "does not record the trained parameters", "load it with weights_only=True")
     return _Matcher(checkpoint, live, weights_only).fitted(strict)
+
+
+def nonpartitionable_error(checkpoint: Checkpoint) -> PlanError:
+    """Return the error of a match with an engine of another layout."""
+    names = ", ".join(checkpoint.nonpartitionable[:NAMED])
+    problem = f"holds states that cannot be re-partitioned: {names}"
+    return PlanError(checkpoint.location, problem, "resume on the same ranks and stage, or load it with weights_only=True")
 
 
 class _Matcher:
