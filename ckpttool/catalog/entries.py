@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import check_path
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import commits, read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.commit.marks import is_alive, read_mark, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
@@ -336,10 +336,10 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
     """Return ``CatalogEntry.torn`` and ``being_saved`` of a directory whose reading raised some errors."""
     if not errors or is_half_removed(storage, path):
         return None, False
-    for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
-        if is_unfinished(storage, directory):
-            beside = directory != path and _holds_weights(storage, path)  # a trainer wrote them before its tag
-            return BESIDE_WEIGHTS if beside else UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
+    if unfinished := unfinished_below(storage, path):
+        beside = path not in unfinished and _holds_weights(storage, path)  # a trainer wrote them before its tag
+        alive = any(is_alive(read_mark(storage, directory)) for directory in unfinished)
+        return BESIDE_WEIGHTS if beside else UNCOMMITTED, alive
     if storage.is_dir(posixpath.join(path, UNIVERSAL_STATES)):
         return None, False  # a universal checkpoint: a conversion writes it, not a save
     readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
@@ -353,10 +353,8 @@ def _incomplete(storage: Storage, path: str) -> str:
 
 
 def _holds_weights(storage: Storage, path: str) -> bool:
-    """Return whether files of weights lie in a directory, or in one below it, as PEFT writes named adapters."""
-    inside = storage.listing(path)
-    below = [storage.listing(posixpath.join(path, e.name)) for e in inside if e.is_dir]
-    return any(_WEIGHTS.fullmatch(e.name) for entries in (inside, *below) for e in entries if not e.is_dir)
+    """Return whether files of weights lie in a directory or below it, as PEFT writes named adapters."""
+    return any(_WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
 
 
 def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.commit.marks import is_alive, read_mark, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import is_gone, is_half_removed, is_linked, walk
@@ -140,8 +140,7 @@ def _is_leftover(storage: Storage, folder: str, grace: float) -> bool:
     """Return whether a folder has only an unfinished save of a process that does not run any more."""
     if is_half_removed(storage, folder):
         return True
-    inside = [posixpath.join(folder, entry.name) for entry in storage.listing(folder) if entry.is_dir]
-    unfinished = [directory for directory in inside if is_unfinished(storage, directory)]
+    unfinished = unfinished_below(storage, folder)
     if not unfinished or any(is_alive(read_mark(storage, directory)) for directory in unfinished):
         return False
     newest = max((entry.modified or 0.0 for _, entry in walk(storage, folder)), default=0.0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import posixpath
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import directories
-from ckpttool.commit.marks import TakenError
+from ckpttool.commit.marks import TakenError, below
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.messages import printable
 from ckpttool.storage import THINNING, is_gone, is_linked
@@ -55,7 +54,7 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
 
     Args:
         storage: Storage of the checkpoints.
-        checkpoints: Their directories, or a trainer's ``checkpoint-N`` with them.
+        checkpoints: Their directories, or directories above them.
         grace: As for ``thinning.recover``.
 
     Returns:
@@ -73,12 +72,9 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
 
 def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool:
     found = False
-    inside = storage.listing(path)
-    for directory in (path, *(posixpath.join(path, entry.name) for entry in inside if entry.is_dir)):
-        entries = inside if directory == path else storage.listing(directory)
-        if any(entry.name.startswith(THINNING) for entry in entries):
-            try:
-                found = recover(storage, directory, grace=grace) or found
-            except TakenError as error:
-                LOG.info("%s", error)
+    for directory in {directory for directory, _ in below(storage, path, THINNING)}:
+        try:
+            found = recover(storage, directory, grace=grace) or found
+        except TakenError as error:
+            LOG.info("%s", error)
     return found

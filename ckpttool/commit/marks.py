@@ -15,7 +15,7 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import MARK, find_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ckpttool.storage import Storage
 
@@ -28,6 +28,34 @@ ALIVE: set[str] = set()
 
 class TakenError(StorageError):
     """Another process has claimed the directory."""
+
+
+def below(storage: Storage, path: str, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the marks of a checkpoint at a path: directory and name of each file whose name has the prefix.
+
+    The checkpoint may lie at any depth: Ray Train and trainers nest their directories. Links are not followed, as a
+    removal of the path does not follow them.
+
+    Raises:
+        StorageError: A directory cannot be listed.
+    """
+    storage.list_tree(path)
+    waiting = [path]
+    while waiting:
+        directory = waiting.pop()
+        for entry in storage.listing(directory):
+            inside = posixpath.join(directory, entry.name)
+            if not entry.is_dir:
+                if entry.name.startswith(prefix):
+                    yield directory, entry.name
+            elif storage.remote or not os.path.islink(inside):
+                waiting.append(inside)
+
+
+def unfinished_below(storage: Storage, path: str) -> list[str]:
+    """Return the directories at or below a path into which a save has begun that is not committed."""
+    directories = dict.fromkeys(directory for directory, _ in below(storage, path, MARK))
+    return [directory for directory in directories if is_unfinished(storage, directory)]
 
 
 def read_mark(storage: Storage, directory: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.restore_order import Candidate, candidates, step_of
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, read_mark
+from ckpttool.commit.marks import is_alive, read_mark, unfinished_below
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
@@ -325,8 +325,7 @@ class RayTrainCheckpoints:
                 continue
             times = [entry.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            inside = [f"{directory}/{e.name}" for e in storage.listing(directory) if e.is_dir]
-            alive = any(is_alive(read_mark(storage, one)) for one in inside)
+            alive = any(is_alive(read_mark(storage, one)) for one in unfinished_below(storage, directory))
             if newest < math.inf and is_old(newest, self._grace) and not alive:
                 found.append(directory)
         return found
