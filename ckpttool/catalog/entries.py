@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import check_path
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import commits, read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, read_mark, unfinished_below
+from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
@@ -116,6 +116,8 @@ class CatalogEntry:
     the checkpoint is whole, or cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
+    state: str = ""
+    """Changes when any file below the directory is written or removed."""
 
     @property
     def is_root(self) -> bool:
@@ -200,6 +202,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
     entries = []
     for directory in commits(storage, root):
         try:
+            state = state_of(storage, directory)
             manifest = read_manifest(storage, directory)
         except CkptError:
             continue  # without metrics it has no rank: the rules neither count nor remove it
@@ -223,6 +226,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
                 saved=manifest.created,
                 thin=manifest.thin or None,
                 pin=find_pin(storage, directory),
+                state=state,
             )
         )
     return sorted(entries, key=lambda entry: entry.order)
@@ -267,6 +271,7 @@ def _read_entry(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
 ) -> CatalogEntry | None:
     path = posixpath.join(root, name)
+    state = state_of(storage, path) if not leads_out(storage, path) else ""
     link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
     if link is not None and leads_out(storage, path):
         return _linked(name, path, link, latest=latest, reported=reported)
@@ -329,6 +334,7 @@ def _read_entry(
         pin=find_pin(storage, path),
         torn=torn,
         being_saved=being_saved,
+        state=state,
     )
 
 

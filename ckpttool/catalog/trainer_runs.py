@@ -6,16 +6,17 @@ accelerate 1.15, accelerator.py (``save_state``): ``checkpoint_N``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.cleanup import is_old
+from ckpttool.catalog.cleanup import is_old, remove_unchanged
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.commit.marks import is_alive, read_mark, unfinished_below
+from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import is_gone, is_half_removed, is_linked, walk
@@ -114,6 +115,10 @@ def rotate(
     Raises:
         StorageError: The root cannot be read.
     """
+    seen = {}
+    for _, path in folders(storage, root):
+        with contextlib.suppress(StorageError):  # it stays; another process may be removing it
+            seen[path] = state_of(storage, path)
     every = trainer_commits(storage, root)
     pinned = {one.folder for one in every if find_pin(storage, one.folder) is not None}
     found = [one for one in every if one.folder not in pinned]
@@ -127,12 +132,12 @@ def rotate(
         if is_linked(storage, root, folder):
             continue
         try:
-            storage.remove_tree(folder)
+            why = remove_unchanged(storage, folder, seen.get(folder, ""))
         except CkptError as error:
             LOG.warning("an old checkpoint was not removed: %s", error)
-        else:
-            removed.append(folder)
-            LOG.info("removed %s", folder)
+            continue
+        removed += [folder] if why is None else []
+        LOG.info("removed %s" if why is None else f"%s stays: {why}", folder)
     return removed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import changed_since, tidy
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import directories
 from ckpttool.commit.marks import TakenError, below
@@ -43,6 +43,9 @@ def maintain(
         options = ThinOptions(dtype=decision.thin or "", jobs=1, key=key, grace=grace)
         path = decision.entry.path
         try:
+            if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
+                LOG.info("%s stays whole: %s", printable(path), why)
+                continue
             thin(storage, plan_thinning(storage, path, options), options)
             LOG.info("thinned %s: its weights are left, in %s", printable(path), options.dtype)
         except CkptError as error:
