@@ -19,7 +19,7 @@ from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage import is_gone, is_half_removed, is_linked, walk
+from ckpttool.storage import is_gone, is_half_removed, is_linked, link_into, links_below, walk
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -128,8 +128,9 @@ def rotate(
     doomed = spare[:surplus]
     doomed += [path for _, path in folders(storage, root) if path not in whole and _is_leftover(storage, path, grace)]
     removed = []
+    links = links_below(root) if doomed else []
     for folder in doomed:
-        if is_linked(storage, root, folder):
+        if is_linked(storage, root, folder) or link_into(links, root, folder) is not None:
             continue
         try:
             why = remove_unchanged(storage, folder, seen.get(folder, ""))
