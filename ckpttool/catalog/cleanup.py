@@ -119,7 +119,7 @@ def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decisi
                 return []
             rules = replace(rules, best=None)  # without metrics no checkpoint is better than another
     doomed = [d for d in decide(entries, rules, root=root) if not d.keep or d.thin is not None]
-    newest = max((e for e in entries if e.whole), key=lambda e: e.order, default=None)
+    newest = max((e for e in entries if e.whole), key=lambda e: e.rank, default=None)
     if not doomed or newest is None:
         return []
     try:

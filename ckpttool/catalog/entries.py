@@ -6,13 +6,13 @@ import contextlib
 import os
 import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import check_path
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import commits, read_manifest, size_problems
+from ckpttool.commit.manifest import Saved, commits, last_after, newest_first, read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
@@ -32,6 +32,7 @@ from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,
+    MARK,
     find_text,
     is_gone,
     is_half_removed,
@@ -118,6 +119,8 @@ class CatalogEntry:
     """Whether the process that saves it still runs on this machine."""
     state: str = ""
     """Changes when any file below the directory is written or removed."""
+    rank: int = 0
+    """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
 
     @property
     def is_root(self) -> bool:
@@ -180,9 +183,10 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     tasks = (partial(_present_entry, storage, root, name, name in named, name in reported, options) for name in names)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
-        found = [entry for entry in results if entry is not None]
-    if not found:
+        pairs = [pair for pair in results if pair is not None]
+    if not pairs:
         raise LayoutError(root, "holds no checkpoints", "pass the directory that holds their directories")
+    found = _ranked(pairs)
     return Catalog(root, tuple(sorted(found, key=lambda entry: entry.order)), tuple(problems))
 
 
@@ -199,7 +203,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
         named = (find_text(storage, latest) or "").strip()
     except CkptError:
         named = ""
-    entries = []
+    pairs = []
     for directory in commits(storage, root):
         try:
             state = state_of(storage, directory)
@@ -208,28 +212,40 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
             continue  # without metrics it has no rank: the rules neither count nor remove it
         name = directory.removeprefix(f"{root.rstrip('/')}/")
         problems = size_problems(storage, directory, manifest)
-        entries.append(
-            CatalogEntry(
-                name=name,
-                path=directory,
-                format="thin" if manifest.thin else "zero",
-                stage=None if manifest.thin else manifest.stage,
-                world_size=manifest.world_size,
-                step=manifest.step,
-                nbytes=manifest.nbytes,
-                modified=manifest.created,
-                whole=not problems,
-                problem=str(problems[0]) if problems else None,
-                latest=name == posixpath.normpath(named),
-                link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
-                metrics=manifest.metrics,
-                saved=manifest.created,
-                thin=manifest.thin or None,
-                pin=find_pin(storage, directory),
-                state=state,
+        pairs.append(
+            (
+                CatalogEntry(
+                    name=name,
+                    path=directory,
+                    format="thin" if manifest.thin else "zero",
+                    stage=None if manifest.thin else manifest.stage,
+                    world_size=manifest.world_size,
+                    step=manifest.step,
+                    nbytes=manifest.nbytes,
+                    modified=manifest.created,
+                    whole=not problems,
+                    problem=str(problems[0]) if problems else None,
+                    latest=name == posixpath.normpath(named),
+                    link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
+                    metrics=manifest.metrics,
+                    saved=manifest.created,
+                    thin=manifest.thin or None,
+                    pin=find_pin(storage, directory),
+                    state=state,
+                ),
+                Saved.of(name, manifest, marked=storage.exists(posixpath.join(directory, MARK))),
             )
         )
-    return sorted(entries, key=lambda entry: entry.order)
+    return sorted(_ranked(pairs), key=lambda entry: entry.order)
+
+
+def _ranked(pairs: Sequence[tuple[CatalogEntry, Saved]]) -> list[CatalogEntry]:
+    """Return the entries with their ranks."""
+    ordered = sorted(pairs, key=lambda pair: pair[0].order, reverse=True)
+    saved = [one for _, one in ordered]
+    named = next((entry.name for entry, _ in ordered if entry.latest and entry.format != "universal"), "")
+    ranks = {name: rank for rank, name in enumerate(reversed(newest_first(saved, last_after(saved, named))), 1)}
+    return [replace(entry, rank=ranks[entry.name]) for entry, _ in ordered]
 
 
 def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
@@ -256,7 +272,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
-def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> CatalogEntry | None:
+def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> tuple[CatalogEntry, Saved] | None:
     """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
     try:
         return _read_entry(storage, root, name, *known)
@@ -269,12 +285,12 @@ def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> Catal
 
 def _read_entry(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
-) -> CatalogEntry | None:
+) -> tuple[CatalogEntry, Saved] | None:
     path = posixpath.join(root, name)
     state = state_of(storage, path) if not leads_out(storage, path) else ""
     link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
     if link is not None and leads_out(storage, path):
-        return _linked(name, path, link, latest=latest, reported=reported)
+        return _linked(name, path, link, latest=latest, reported=reported), Saved(name, -1)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
@@ -314,7 +330,7 @@ def _read_entry(
             nbytes += entry.nbytes
             if entry.modified is not None:
                 modified = max(modified or 0.0, entry.modified)
-    return CatalogEntry(
+    one = CatalogEntry(
         name=name,
         path=path,
         format=checkpoint.format if checkpoint else None,
@@ -336,6 +352,9 @@ def _read_entry(
         being_saved=being_saved,
         state=state,
     )
+    if manifest is None:
+        return one, Saved(name, one.order[0])
+    return one, Saved.of(name, manifest, marked=storage.exists(posixpath.join(directory, MARK)))
 
 
 def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str | None, bool]:

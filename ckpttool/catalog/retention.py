@@ -124,7 +124,8 @@ def decide(
         PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
     now = time.time() if now is None else now
-    whole = sorted((e for e in entries if e.whole and e.stage is not None and not e.link), key=lambda e: e.order)
+    whole = [e for e in entries if e.whole and e.stage is not None and not e.link]
+    whole.sort(key=lambda e: (e.rank, e.order))
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     for number, entry in enumerate(reversed(whole)):
         why = reasons[entry.name]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalog.cleanup import is_old, remove_unchanged
 from ckpttool.catalog.restore_order import candidates
-from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.manifest import Saved, newest_first, read_manifest
 from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
@@ -30,9 +30,9 @@ LOG = logging.getLogger("ckpttool")
 _NAME = re.compile(r"checkpoint[-_](\d+)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class TrainerCommit:
-    """A whole checkpoint of a run. The order is that of time: plain saves, then commits by number, then by step."""
+    """A whole checkpoint of a run."""
 
     number: int
     """``Manifest.number``; 0 for a plain save of the Trainer."""
@@ -68,14 +68,15 @@ def folders(storage: Storage, root: str) -> list[tuple[int, str]]:
 
 
 def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
-    """Return the whole checkpoints of a run, oldest first. Tensor bytes are not read.
+    """Return the whole checkpoints of a run, oldest first, as ``newest_first`` orders them. Tensor bytes are not read.
 
     A folder that another process removes meanwhile, as Ray Train does with old checkpoints, is none of them.
 
     Raises:
         StorageError: A folder cannot be read.
     """
-    found = []
+    found: dict[str, TrainerCommit] = {}
+    saved = []
     for step, folder in folders(storage, root):
         try:
             best = candidates(storage, folder)[:1]
@@ -84,7 +85,7 @@ def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
                 raise
             continue
         for candidate in best:
-            number, attempt = 0, ""
+            number, attempt, order = 0, "", Saved(folder, step)
             if candidate.committed:
                 try:
                     manifest = read_manifest(storage, candidate.path)
@@ -92,9 +93,10 @@ def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
                     continue
                 if manifest.thin:
                     continue  # no run can resume from it; ``prune`` has decided to keep it
-                number, attempt = manifest.number, manifest.attempt
-            found.append(TrainerCommit(number, step, folder, attempt))
-    return sorted(found)
+                number, attempt, order = manifest.number, manifest.attempt, Saved.of(folder, manifest)
+            found[folder] = TrainerCommit(number, step, folder, attempt)
+            saved.append(order)
+    return [found[folder] for folder in reversed(newest_first(saved))]
 
 
 def rotate(

@@ -349,11 +349,14 @@ class RayTrainCheckpoints:
 
 def _run_candidates(storage: Storage, run: str, reported: str) -> list[Any]:
     """Return the candidates of a run, newest first: commits, and the last checkpoint reported without ckpttool."""
-    found = [((c.step, 1, c.number, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
+    commits = run_commits(storage, run)
+    found = [[c.tag, c.path, True] for c in commits]
     if reported and not posixpath.basename(reported).startswith(PREFIX):
-        others = candidates(storage, reported)
-        found += [((step_of(storage, c.path, c.tag), 0, 0, 0.0), astuple(c)) for c in others]
-    return [list(one) for _, one in sorted(found, reverse=True)]
+        for other in reversed(candidates(storage, reported)):
+            step = step_of(storage, other.path, other.tag)
+            at = next((n for n, c in enumerate(commits) if c.step < step), len(commits))
+            found.insert(at, list(astuple(other)))
+    return found
 
 
 def _candidates(storage: Storage, root: str) -> list[Any]:
