@@ -159,8 +159,8 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[str]:
 
     The newest is the one that ``latest`` names, or else the last commit. A later commit that still has its marker is
     newer: its run was killed before it wrote ``latest``. The checkpoints that these were trained from follow, from
-    parent to parent; then others of no later step, from which they may have been trained; then those of later steps,
-    which a run has abandoned when it went back. Modification times of files do not count.
+    parent to parent; then others by step, from which they may have been trained; then the commits of later steps than
+    the last parent's, which a run has abandoned when it went back. Modification times of files do not count.
 
     Args:
         found: The checkpoints; those that nothing else orders stay in this order.
@@ -180,7 +180,8 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[str]:
         order.append(tail)
         tail = by_attempt.get(tail.parent, tail)
     rest = [one for one in found if one not in order]
-    rest.sort(key=lambda one: (one.step <= tail.step, one.step, one.number, one.modified), reverse=True)
+    abandoned = {one.name for one in rest if one.number and one.step > tail.step}
+    rest.sort(key=lambda one: (one.name not in abandoned, one.step, one.number, one.modified), reverse=True)
     return [one.name for one in (*order, *rest)]
 
 
