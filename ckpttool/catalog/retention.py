@@ -110,9 +110,9 @@ def decide(
     """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
     The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep
-    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, pinned ones, links, and
-    what any link below the root leads to. Incomplete checkpoints stay, because a save may still write them, unless
-    ``rules.torn`` is set. Thin checkpoints stay, unless ``rules.thin_every`` says which do.
+    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, the best of a trainer's
+    run, pinned ones, links, and what any link below the root leads to. Incomplete checkpoints stay, because a save may
+    still write them, unless ``rules.torn`` is set. Thin checkpoints stay, unless ``rules.thin_every`` says which do.
 
     Args:
         entries: The checkpoints.
@@ -164,6 +164,7 @@ def _standing(entry: CatalogEntry) -> list[str]:
     return [
         *(["latest names it"] if entry.latest else []),
         *([REPORTED] if entry.reported else []),
+        *(["the trainer's best"] if entry.best else []),
         *([] if entry.pin is None else [printable(f"pinned by {entry.pin.who or '?'}: {entry.pin.why}", 300)]),
     ]
 

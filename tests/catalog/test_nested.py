@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool as api
+from ckpttool.catalog.entries import TRAINER_STATE
 from ckpttool.commit.marks import identity
 from ckpttool.storage import MARK, THINNING
 from tests.cli.command import ckpttool
@@ -54,3 +55,52 @@ def test_an_unfinished_save_is_recognized(run: Path) -> None:
         path.unlink()
     (location / MARK).write_text(json.dumps({"key": "save x", "files": [], **identity(), "process": os.getppid()}))
     assert api.ls(run).entries[0].torn == "uncommitted"
+
+
+# ------------------------------------------------------------------------------------------------- a trainer's best
+
+
+def _trainer_run(root: Path, names: list[str], inner: str = "", best: str | None = "/old/out/checkpoint-3") -> None:
+    for name in names:
+        shutil.copytree(Path(source("zero2-dp2-bf16-trainer")), root / name / inner)
+    (root / names[-1] / inner / TRAINER_STATE).write_text(json.dumps({"best_model_checkpoint": best}))
+
+
+@pytest.mark.parametrize("thin", [None, "bf16"])
+def test_the_trainers_best_stays(thin: str | None, tmp_path: Path) -> None:
+    _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6", "checkpoint-9"])
+    decisions = api.prune(tmp_path, keep_last=1, thin=thin)
+    assert (decisions[0].keep, decisions[0].thin, decisions[0].reason) == (True, None, "the trainer's best")
+    assert (decisions[1].keep, decisions[1].thin) == (thin is not None, thin)
+    assert [e.name for e in api.ls(tmp_path).entries if e.best] == ["checkpoint-3"]
+
+
+def test_the_state_in_the_output_folder_counts_too(tmp_path: Path) -> None:
+    _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6", "checkpoint-9"], best=None)
+    (tmp_path / TRAINER_STATE).write_text(json.dumps({"best_model_checkpoint": "out/checkpoint-6/"}))
+    assert [d.keep for d in api.prune(tmp_path, keep_last=1)] == [False, True, True]
+
+
+def test_under_ray_the_best_is_found_by_its_step(tmp_path: Path) -> None:
+    _trainer_run(tmp_path, ["checkpoint_000000", "checkpoint_000001"], "checkpoint")
+    assert [d.keep for d in api.prune(tmp_path, keep_last=1)] == [True, True]
+
+
+def test_a_state_that_cannot_be_read_stops_prune(tmp_path: Path) -> None:
+    _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6"])
+    (tmp_path / "checkpoint-6" / TRAINER_STATE).write_text("{")
+    with pytest.raises(api.CkptError, match=r"checkpoint-6/trainer_state\.json is not the state of a trainer; repair"):
+        api.prune(tmp_path, keep_last=1)
+    (tmp_path / "checkpoint-6" / TRAINER_STATE).unlink()
+    assert [d.keep for d in api.prune(tmp_path, keep_last=1)] == [False, True]
+
+
+def test_the_best_of_lightning_stays(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="a file of torch is changed")
+    for name in ("epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt", "epoch=0-step=3.ckpt"):
+        shutil.copytree(source("zero2-dp2-bf16-lightning"), tmp_path / name)
+        for path in (tmp_path / name).rglob("*model_states.pt"):
+            state = torch.load(path, weights_only=False)
+            state["callbacks"] = {"ModelCheckpoint": {"best_model_path": "/old/epoch=0-step=1.ckpt"}}
+            torch.save(state, path)
+    assert [d.keep for d in api.prune(tmp_path, keep_last=1)] == [True, False, True]
