@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import posixpath
+import os
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
 from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
-from ckpttool.storage import find_text
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from ckpttool.catalog.entries import Catalog, CatalogEntry
+    from ckpttool.catalog.entries import Catalog
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.signing import Key
@@ -171,9 +169,12 @@ def _attempt(
     storage: WritableStorage, root: str, decision: Decision, work: Callable[[], object]
 ) -> tuple[Decision, PruneError | None]:
     """Remove or thin one checkpoint; return what was done, and the error."""
+    from ckpttool.catalog.cleanup import changed_since
+
     path = decision.entry.path
     try:
-        if (why := _kept_meanwhile(storage, root, decision.entry)) is not None:
+        # Thinning the checkpoints before it may take hours.
+        if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
             return replace(decision, keep=True, thin=None, freed=0, reason=why), None
         work()
     except CkptError as error:
@@ -191,17 +192,3 @@ def _attempt(
             failed = PruneError(error.path, problem, hint, error.options if own else ())
         return replace(decision, keep=True, thin=None, freed=0, reason=problem), failed
     return decision, None
-
-
-def _kept_meanwhile(storage: WritableStorage, root: str, entry: CatalogEntry) -> str | None:
-    """Return why a checkpoint must stay although the rules remove or thin it; None if nothing has changed.
-
-    Thinning the checkpoints before it may take hours.
-    """
-    from ckpttool.commit.pins import find_pin
-
-    storage.refresh([])
-    if find_pin(storage, entry.path) is not None:
-        return "pinned meanwhile"
-    named = (find_text(storage, posixpath.join(root, "latest")) or "").strip()
-    return "latest names it meanwhile" if posixpath.normpath(named).split("/")[0] == entry.name else None

@@ -14,15 +14,19 @@ from ckpttool.catalog.entries import committed
 from ckpttool.catalog.retention import decide, parse_best
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import REPLACED, commits, directories
-from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, read_mark
+from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, read_mark, state_of
+from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError
+from ckpttool.formats.locate import LATEST
 from ckpttool.formats.whole import is_whole, open_whole
 from ckpttool.messages import printable
-from ckpttool.storage import MARK, is_half_removed, is_linked, walk
+from ckpttool.storage import MARK, find_text, is_half_removed, is_linked, walk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckpttool.catalog.retention import Decision, Rules
-    from ckpttool.storage import WritableStorage
+    from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
 SCRATCH = ".ckpttool-scratch-"
@@ -41,12 +45,10 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
     Returns:
         The decisions about checkpoints to thin, for the caller to carry out.
     """
-    decisions: list[Decision] = []
     try:
-        doomed = left_over(storage, root, grace=grace)
-        if rules is not None:
-            decisions = _decisions(storage, root, rules)
-            doomed += [d.entry.path for d in decisions if not d.keep]
+        leftovers = left_over(storage, root, grace=grace)
+        decisions = [] if rules is None else _decisions(storage, root, rules)
+        doomed = {d.entry.path: d.entry.state for d in decisions if not d.keep and d.entry.path not in leftovers}
         whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
         marks = (posixpath.join(directory, MARK) for directory in whole)
         marks_left = [mark for mark in marks if storage.exists(mark)]
@@ -54,15 +56,57 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
     except CkptError as error:
         LOG.warning("old checkpoints were not removed: %s", error)
         return []
-    removals = [partial(storage.remove_tree, path) for path in dict.fromkeys(doomed)]
+    removals: list[Callable[[], str | None]]
+    removals = [partial(remove_unchanged, storage, path, state) for path, state in leftovers.items()]
+    removals += [partial(remove_unchanged, storage, path, state, root) for path, state in doomed.items()]
     removals += [partial(storage.delete, [path]) for path in marks_left]
-    for remove, path in zip(removals, [*dict.fromkeys(doomed), *marks_left], strict=True):
+    for remove, path in zip(removals, [*leftovers, *doomed, *marks_left], strict=True):
         try:
-            remove()
-            LOG.info("removed %s", printable(path))
+            why = remove()
+            LOG.info("removed %s" if why is None else f"%s stays: {why}", printable(path))
         except CkptError as error:
             LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
     return [d for d in decisions if d.thin is not None]
+
+
+def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str | None = None) -> str | None:
+    """Remove a directory, unless it has changed since the decision about it; return why it stays.
+
+    Args:
+        storage: Storage of the directory.
+        path: The directory.
+        state: As for ``changed_since``.
+        root: As for ``changed_since``.
+
+    Raises:
+        StorageError: It cannot be removed.
+    """
+    why = changed_since(storage, path, state, root)
+    if why is None:
+        storage.remove_tree(path)
+    return why
+
+
+def changed_since(storage: Storage, path: str, state: str, root: str | None = None) -> str | None:
+    """Return why a directory must stay as it is although it was decided to remove or thin it; None if nothing changed.
+
+    Args:
+        storage: Storage of the directory.
+        path: The directory.
+        state: ``state_of`` the directory before its files were looked at.
+        root: The root of a checkpoint, whose ``latest`` may name it meanwhile; None for a leftover.
+
+    Raises:
+        StorageError: It cannot be listed.
+    """
+    storage.refresh([])
+    if root is not None:
+        named = (find_text(storage, posixpath.join(root, LATEST)) or "").strip()
+        if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
+            return "latest names it meanwhile"
+    if state_of(storage, path) == state:
+        return None
+    return "changed meanwhile: saved again, or pinned" if find_pin(storage, path) is None else "pinned meanwhile"
 
 
 def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decision]:
@@ -75,7 +119,7 @@ def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decisi
                 return []
             rules = replace(rules, best=None)  # without metrics no checkpoint is better than another
     doomed = [d for d in decide(entries, rules, root=root) if not d.keep or d.thin is not None]
-    newest = max((e for e in entries if e.whole), key=lambda e: e.order, default=None)
+    newest = max((e for e in entries if e.whole), key=lambda e: e.rank, default=None)
     if not doomed or newest is None:
         return []
     try:
@@ -87,19 +131,20 @@ def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decisi
     return doomed
 
 
-def left_over(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Return the directories left by killed saves and removals."""
-    found = []
+def left_over(storage: WritableStorage, root: str, *, grace: float) -> dict[str, str]:
+    """Return the directories left by killed saves and removals, with the state of each."""
+    found: dict[str, str] = {}
     here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
     for directory in dict.fromkeys([*here, *directories(storage, root)]):
         if not _is_left_over(storage, directory):
             continue
+        state = state_of(storage, directory)
         if is_linked(storage, root, directory):
             LOG.warning("%s is reached through a link and is not removed", printable(directory))
             continue
         newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
         if is_old(newest, grace) and is_alive(read_mark(storage, directory)) is not True:
-            found.append(directory)
+            found[directory] = state
     return found
 
 

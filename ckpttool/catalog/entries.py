@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import commits, read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.commit.manifest import Saved, commits, last_after, newest_first, read_manifest, size_problems
+from ckpttool.commit.marks import below, is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
@@ -32,6 +33,7 @@ from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,
+    MARK,
     find_text,
     is_gone,
     is_half_removed,
@@ -67,8 +69,12 @@ _TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
 """Trainers' names of a checkpoint directory that holds the DeepSpeed checkpoint as a tag."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
-_OF_TRAINER = re.compile(r"checkpoint-\d+")
+_OF_TRAINER = re.compile(r"checkpoint-(\d+)")
 """The Hugging Face Trainer's names of checkpoint directories in its output folder."""
+TRAINER_STATE = "trainer_state.json"
+"""File of the Hugging Face Trainer in each of its checkpoints."""
+MAX_TRAINER_STATE = 1 << 28
+"""Most bytes of such a file; one with a million logged steps is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,12 @@ class CatalogEntry:
     the checkpoint is whole, or cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
+    state: str = ""
+    """Changes when any file below the directory is written or removed."""
+    rank: int = 0
+    """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
+    best: bool = False
+    """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
     @property
     def is_root(self) -> bool:
@@ -130,6 +142,18 @@ class CatalogEntry:
         return step, natural_order(self.name)
 
 
+class _Found(NamedTuple):
+    """An entry, and what depends on the other entries of the root."""
+
+    entry: CatalogEntry
+    saved: Saved
+    """What orders it among the others."""
+    best: tuple[str, ...] = ()
+    """Paths that its trainer's state names as the best checkpoint."""
+    problem: str = ""
+    """Why the trainer's state cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """The checkpoints under a root."""
@@ -139,7 +163,7 @@ class Catalog:
     entries: tuple[CatalogEntry, ...]
     """Entries, older ones first."""
     problems: tuple[str, ...]
-    """Problems of ``latest`` and of Ray Train's snapshot."""
+    """Problems of ``latest``, of Ray Train's snapshot, and of the trainer's state."""
 
 
 def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
@@ -178,10 +202,11 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     tasks = (partial(_present_entry, storage, root, name, name in named, name in reported, options) for name in names)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
-        found = [entry for entry in results if entry is not None]
+        found = [one for one in results if one is not None]
     if not found:
         raise LayoutError(root, "holds no checkpoints", "pass the directory that holds their directories")
-    return Catalog(root, tuple(sorted(found, key=lambda entry: entry.order)), tuple(problems))
+    ranked = _with_best(storage, root, _ranked(found), problems)
+    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
 
 
 def committed(storage: Storage, root: str) -> list[CatalogEntry]:
@@ -197,35 +222,93 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
         named = (find_text(storage, latest) or "").strip()
     except CkptError:
         named = ""
-    entries = []
+    found = []
     for directory in commits(storage, root):
         try:
+            state = state_of(storage, directory)
             manifest = read_manifest(storage, directory)
         except CkptError:
             continue  # without metrics it has no rank: the rules neither count nor remove it
         name = directory.removeprefix(f"{root.rstrip('/')}/")
         problems = size_problems(storage, directory, manifest)
-        entries.append(
-            CatalogEntry(
-                name=name,
-                path=directory,
-                format="thin" if manifest.thin else "zero",
-                stage=None if manifest.thin else manifest.stage,
-                world_size=manifest.world_size,
-                step=manifest.step,
-                nbytes=manifest.nbytes,
-                modified=manifest.created,
-                whole=not problems,
-                problem=str(problems[0]) if problems else None,
-                latest=name == posixpath.normpath(named),
-                link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
-                metrics=manifest.metrics,
-                saved=manifest.created,
-                thin=manifest.thin or None,
-                pin=find_pin(storage, directory),
+        found.append(
+            _Found(
+                CatalogEntry(
+                    name=name,
+                    path=directory,
+                    format="thin" if manifest.thin else "zero",
+                    stage=None if manifest.thin else manifest.stage,
+                    world_size=manifest.world_size,
+                    step=manifest.step,
+                    nbytes=manifest.nbytes,
+                    modified=manifest.created,
+                    whole=not problems,
+                    problem=str(problems[0]) if problems else None,
+                    latest=name == posixpath.normpath(named),
+                    link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
+                    metrics=manifest.metrics,
+                    saved=manifest.created,
+                    thin=manifest.thin or None,
+                    pin=find_pin(storage, directory),
+                    state=state,
+                ),
+                Saved.of(name, manifest, marked=storage.exists(posixpath.join(directory, MARK))),
             )
         )
-    return sorted(entries, key=lambda entry: entry.order)
+    return sorted((one.entry for one in _ranked(found)), key=lambda entry: entry.order)
+
+
+def _ranked(found: Sequence[_Found]) -> list[_Found]:
+    """Return the entries with their ranks."""
+    ordered = sorted(found, key=lambda one: one.entry.order, reverse=True)
+    saved = [one.saved for one in ordered]
+    named = next((one.entry.name for one in ordered if one.entry.latest and one.entry.format != "universal"), "")
+    ranks = {name: rank for rank, name in enumerate(reversed(newest_first(saved, last_after(saved, named))), 1)}
+    return [one._replace(entry=replace(one.entry, rank=ranks[one.entry.name])) for one in ordered]
+
+
+def _with_best(storage: Storage, root: str, found: Sequence[_Found], problems: list[str]) -> list[CatalogEntry]:
+    """Mark the checkpoints that the trainer's state names as the best: in the newest checkpoints, and in the root."""
+    newest = max((one.entry.rank for one in found if one.entry.whole), default=0)
+    recent = [one for one in found if one.entry.rank >= newest]
+    problems += [one.problem for one in recent if one.problem and one.entry.whole]
+    paths = [path for one in recent for path in one.best]
+    try:
+        if storage.exists(posixpath.join(root, TRAINER_STATE)):
+            paths += _best_in(storage, posixpath.join(root, TRAINER_STATE))
+    except CkptError as error:
+        problems.append(f"{TRAINER_STATE} {error.problem}")
+    names = {posixpath.basename(path.rstrip("/")) for path in paths}
+    # In a directory of Ray Train checkpoints have other names than the trainer gave them.
+    missing = [match for name in names - {one.entry.name for one in found} if (match := _OF_TRAINER.fullmatch(name))]
+    steps = {int(match[1]) for match in missing}
+    return [replace(one.entry, best=one.entry.name in names or one.entry.step in steps) for one in found]
+
+
+def _best_in(storage: Storage, path: str) -> list[str]:
+    """Return the path of the best checkpoint in a file ``trainer_state.json``; none without one.
+
+    Raises:
+        CkptError: The file cannot be read.
+    """
+    hint = "restore it from a copy, or remove it"
+    with storage.open(path) as reader:
+        if reader.nbytes > MAX_TRAINER_STATE:
+            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a trainer's state", hint)
+        data = reader.read(0, reader.nbytes)
+    try:
+        best = json.loads(data).get("best_model_checkpoint")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise LayoutError(path, "is not the state of a trainer", hint) from error
+    return [best] if isinstance(best, str) else []
+
+
+def _best_of_lightning(state: Mapping[Any, Any]) -> list[str]:
+    """Return the paths of the best checkpoints in the states of Lightning's callbacks."""
+    callbacks = state.get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    paths = [one.get("best_model_path") for one in states if isinstance(one, dict)]
+    return [path for path in paths if isinstance(path, str) and path]
 
 
 def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
@@ -252,7 +335,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
-def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> CatalogEntry | None:
+def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> _Found | None:
     """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
     try:
         return _read_entry(storage, root, name, *known)
@@ -265,11 +348,12 @@ def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> Catal
 
 def _read_entry(
     storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
-) -> CatalogEntry | None:
+) -> _Found | None:
     path = posixpath.join(root, name)
+    state = state_of(storage, path) if not leads_out(storage, path) else ""
     link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
     if link is not None and leads_out(storage, path):
-        return _linked(name, path, link, latest=latest, reported=reported)
+        return _Found(_linked(name, path, link, latest=latest, reported=reported), Saved(name, -1))
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
@@ -309,7 +393,7 @@ def _read_entry(
             nbytes += entry.nbytes
             if entry.modified is not None:
                 modified = max(modified or 0.0, entry.modified)
-    return CatalogEntry(
+    one = CatalogEntry(
         name=name,
         path=path,
         format=checkpoint.format if checkpoint else None,
@@ -329,17 +413,27 @@ def _read_entry(
         pin=find_pin(storage, path),
         torn=torn,
         being_saved=being_saved,
+        state=state,
     )
+    marked = storage.exists(posixpath.join(directory, MARK))
+    saved = Saved(name, one.order[0]) if manifest is None else Saved.of(name, manifest, marked=marked)
+    best, problem = _best_of_lightning(checkpoint.client_state) if checkpoint else [], ""
+    for above, _ in below(storage, path, TRAINER_STATE):
+        try:
+            best += _best_in(storage, posixpath.join(above, TRAINER_STATE))
+        except CkptError as error:
+            problem = f"{name}/{TRAINER_STATE} {error.problem}"
+    return _Found(one, saved, tuple(best), problem)
 
 
 def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str | None, bool]:
     """Return ``CatalogEntry.torn`` and ``being_saved`` of a directory whose reading raised some errors."""
     if not errors or is_half_removed(storage, path):
         return None, False
-    for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
-        if is_unfinished(storage, directory):
-            beside = directory != path and _holds_weights(storage, path)  # a trainer wrote them before its tag
-            return BESIDE_WEIGHTS if beside else UNCOMMITTED, is_alive(read_mark(storage, directory)) is True
+    if unfinished := unfinished_below(storage, path):
+        beside = path not in unfinished and _holds_weights(storage, path)  # a trainer wrote them before its tag
+        alive = any(is_alive(read_mark(storage, directory)) for directory in unfinished)
+        return BESIDE_WEIGHTS if beside else UNCOMMITTED, alive
     if storage.is_dir(posixpath.join(path, UNIVERSAL_STATES)):
         return None, False  # a universal checkpoint: a conversion writes it, not a save
     readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
@@ -353,10 +447,8 @@ def _incomplete(storage: Storage, path: str) -> str:
 
 
 def _holds_weights(storage: Storage, path: str) -> bool:
-    """Return whether files of weights lie in a directory, or in one below it, as PEFT writes named adapters."""
-    inside = storage.listing(path)
-    below = [storage.listing(posixpath.join(path, e.name)) for e in inside if e.is_dir]
-    return any(_WEIGHTS.fullmatch(e.name) for entries in (inside, *below) for e in entries if not e.is_dir)
+    """Return whether files of weights lie in a directory or below it, as PEFT writes named adapters."""
+    return any(_WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
 
 
 def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:
@@ -392,7 +484,7 @@ def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError
     if any(is_of_tag(e.name) for e in entries if not e.is_dir):
         return []
     tags = [e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(path, e.name))]
-    trainers = holds_one or any(e.name == "trainer_state.json" for e in entries)
+    trainers = holds_one or any(e.name == TRAINER_STATE for e in entries)
     if not tags or (trainers and len(tags) == 1):
         return []
     what = "a checkpoint" if len(tags) == 1 else f"{len(tags)} checkpoints"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import commits, is_thin, read_manifest
+from ckpttool.commit.manifest import Saved, commits, is_thin, newest_first, read_manifest
 from ckpttool.errors import CkptError, LayoutError, LinkError
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import is_of_tag
@@ -36,10 +36,7 @@ class Candidate:
 def candidates(storage: Storage, root: str) -> list[Candidate]:
     """Return the checkpoints from which a run can resume, best first.
 
-    The first is the checkpoint that ``latest`` names, unless a later commit still has its in-progress marker: that
-    commit is then first, because a run was killed between the commit and the update of ``latest``. The others follow:
-    commits and plain DeepSpeed saves, later steps first, and for the same step later commits first. Unfinished saves,
-    and links not followed by the storage, are omitted. Modification times do not count.
+    The order is that of ``newest_first``. Unfinished saves, and links not followed by the storage, are omitted.
 
     Raises:
         StorageError: The root cannot be read.
@@ -48,18 +45,17 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
     if not storage.is_dir(root):
         return []
     entries = storage.listing(root)
-    ranked: list[tuple[tuple[int, int], Candidate]] = []
-    later_commits: list[tuple[Candidate, Manifest]] = []
+    found: dict[str, Candidate] = {}
+    saved: list[Saved] = []
     named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""
     names = [e.name for e in entries if e.is_dir and not e.name.startswith(".")]
     names += [c.removeprefix(f"{root}/") for c in commits(storage, root) if posixpath.dirname(c) != root.rstrip("/")]
     if "/" in named and named not in names and storage.is_dir(posixpath.join(root, named)):
         names.append(named)
-    attempts: dict[str, str] = {}
     outside = [name for name in names if leads_out(storage, posixpath.join(root, name))]
     if named in outside:
         storage.listing(posixpath.join(root, named))  # raises the LinkError
-    for name in names:
+    for name in sorted(names, key=natural_order, reverse=True):
         path = posixpath.join(root, name)
         if name in outside:
             continue
@@ -67,21 +63,11 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         is_marked = _is_marked(inside)
         if not committed and (is_marked or not any(is_of_tag(e.name) for e in inside if not e.is_dir)):
             continue
-        candidate, manifest = Candidate(name, path, committed), _manifest(storage, path) if committed else None
-        ranked.append(((step_of(storage, path, name), 0 if manifest is None else manifest.number), candidate))
-        if manifest is not None:
-            attempts[name] = manifest.attempt
-            if is_marked and name != named:
-                later_commits.append((candidate, manifest))
-    is_there = any(c.tag == named for _, c in ranked)
-    in_order = [
-        c
-        for c, manifest in later_commits
-        if is_there and (not manifest.number or manifest.parent == attempts.get(named, ""))
-    ]
-    newest_first = sorted(ranked, key=lambda pair: (pair[0], natural_order(pair[1].tag)), reverse=True)
-    in_order += [c for _, c in newest_first if c.tag == named]
-    return list(dict.fromkeys([*in_order, *(c for _, c in newest_first)]))
+        manifest = _manifest(storage, path) if committed else None
+        found[name] = Candidate(name, path, committed)
+        step = step_of(storage, path, name)
+        saved.append(Saved(name, step) if manifest is None else Saved.of(name, manifest, marked=is_marked))
+    return [found[name] for name in newest_first(saved, named)]
 
 
 def whole_first(storage: Storage, found: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,11 +11,11 @@ from ckpttool.arguments import check_at_least, check_choice, checked_duration
 from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
-from ckpttool.storage import HALF_REMOVED
+from ckpttool.storage import HALF_REMOVED, link_into, links_below
 from ckpttool.units import format_age, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.catalog.entries import CatalogEntry
 
@@ -111,22 +110,22 @@ def decide(
     """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
     The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep
-    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, pinned ones, links and
-    their targets. Incomplete checkpoints stay, because a save may still write them, unless ``rules.torn`` is set. Thin
-    checkpoints stay, unless ``rules.thin_every`` says which do.
+    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, the best of a trainer's
+    run, pinned ones, links, and what any link below the root leads to. Incomplete checkpoints stay, because a save may
+    still write them, unless ``rules.torn`` is set. Thin checkpoints stay, unless ``rules.thin_every`` says which do.
 
     Args:
         entries: The checkpoints.
         rules: The rules.
-        root: Their directory, for errors.
+        root: Their directory.
         now: Seconds since 1970; None for the clock.
 
     Raises:
         PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
     now = time.time() if now is None else now
-    whole = sorted((e for e in entries if e.whole and e.stage is not None and not e.link), key=lambda e: e.order)
-    linked = {entry.link: entry.name for entry in entries if entry.link}
+    whole = [e for e in entries if e.whole and e.stage is not None and not e.link]
+    whole.sort(key=lambda e: (e.rank, e.order))
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     for number, entry in enumerate(reversed(whole)):
         why = reasons[entry.name]
@@ -134,7 +133,7 @@ def decide(
             why.append("the newest whole one")
         elif rules.last is not None and number < rules.last:
             why.append(f"one of the last {rules.last}")
-        why += _standing(entry, linked)
+        why += _standing(entry)
         why += _dated(entry, rules, now)
     if rules.best is not None and whole:
         for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
@@ -142,20 +141,31 @@ def decide(
             reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
     newest = whole[-1] if whole else None
     ordered = sorted(entries, key=lambda e: e.order)
-    return [
-        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, newest, linked, now)
-        for e in ordered
+    decisions = [
+        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, newest, now) for e in ordered
     ]
+    if all(decision.keep and decision.thin is None for decision in decisions):
+        return decisions
+    links = links_below(root)
+    return [_for_links(decision, links, root) for decision in decisions]
 
 
-def _standing(entry: CatalogEntry, linked: Mapping[str, str]) -> list[str]:
+def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) -> Decision:
+    """Keep a checkpoint whole that a link leads into: another one, or one that a user has put together, needs it."""
+    if decision.keep and decision.thin is None:
+        return decision
+    if (name := link_into(links, root, decision.entry.path)) is None:
+        return decision
+    return Decision(decision.entry, keep=True, reason=printable(f"{name} is a link to it"))
+
+
+def _standing(entry: CatalogEntry) -> list[str]:
     """Return the reasons that keep a checkpoint whatever the rules are."""
-    real = os.path.realpath(entry.path)
     return [
         *(["latest names it"] if entry.latest else []),
         *([REPORTED] if entry.reported else []),
+        *(["the trainer's best"] if entry.best else []),
         *([] if entry.pin is None else [printable(f"pinned by {entry.pin.who or '?'}: {entry.pin.why}", 300)]),
-        *(f"{name} is a link to it" for path, name in linked.items() if f"{path}/".startswith(f"{real}/")),
     ]
 
 
@@ -186,13 +196,11 @@ def _of_whole(entry: CatalogEntry, why: list[str], rules: Rules) -> Decision:
     return Decision(entry, keep=False, reason="no rule keeps it", freed=entry.nbytes)
 
 
-def _of_other(
-    entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, linked: Mapping[str, str], now: float
-) -> Decision:  # fmt: skip
+def _of_other(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
     """Decide about a checkpoint that is torn, thin, a link, or of another format."""
     if entry.link and not entry.reported:
         return Decision(entry, keep=True, reason=f"a link to {entry.link}")
-    if why := _standing(entry, linked):
+    if why := _standing(entry):
         torn = "" if entry.whole else f"torn, or being saved: {entry.problem}; "
         return Decision(entry, keep=True, reason=torn + "; ".join(why))
     if entry.problem == HALF_REMOVED:

@@ -46,7 +46,7 @@ from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import HashedFile
 from ckpttool.saving.planned import PlannedFile
 from ckpttool.saving.two_phase import SPACE_FACTOR
-from ckpttool.storage import BESIDE, MANIFEST, THINNING, connect, walk
+from ckpttool.storage import BESIDE, MANIFEST, THINNING, connect, is_linked, walk
 from ckpttool.targets.thin import plan_thin
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
             raise PlanError(checkpoint.location, problem, "pass sign_key, or pin it", ("sign_key",))
         if signed:
             checkpoint = open_whole(storage, checkpoint.location, key=options.key)
+    if is_linked(storage, path, checkpoint.location):
+        raise PlanError(checkpoint.location, "is reached through a link", "thin the checkpoint that it leads to")
     if checkpoint.stage is None:
         raise PlanError(checkpoint.location, "is not a native ZeRO checkpoint", "only those are thinned")
     return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))

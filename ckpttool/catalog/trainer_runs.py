@@ -6,19 +6,20 @@ accelerate 1.15, accelerator.py (``save_state``): ``checkpoint_N``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.cleanup import is_old
+from ckpttool.catalog.cleanup import is_old, remove_unchanged
 from ckpttool.catalog.restore_order import candidates
-from ckpttool.commit.manifest import read_manifest
-from ckpttool.commit.marks import is_alive, is_unfinished, read_mark
+from ckpttool.commit.manifest import Saved, newest_first, read_manifest
+from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage import is_gone, is_half_removed, is_linked, walk
+from ckpttool.storage import is_gone, is_half_removed, is_linked, link_into, links_below, walk
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,9 +30,9 @@ LOG = logging.getLogger("ckpttool")
 _NAME = re.compile(r"checkpoint[-_](\d+)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class TrainerCommit:
-    """A whole checkpoint of a run. The order is that of time: plain saves, then commits by number, then by step."""
+    """A whole checkpoint of a run."""
 
     number: int
     """``Manifest.number``; 0 for a plain save of the Trainer."""
@@ -67,14 +68,15 @@ def folders(storage: Storage, root: str) -> list[tuple[int, str]]:
 
 
 def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
-    """Return the whole checkpoints of a run, oldest first. Tensor bytes are not read.
+    """Return the whole checkpoints of a run, oldest first, as ``newest_first`` orders them. Tensor bytes are not read.
 
     A folder that another process removes meanwhile, as Ray Train does with old checkpoints, is none of them.
 
     Raises:
         StorageError: A folder cannot be read.
     """
-    found = []
+    found: dict[str, TrainerCommit] = {}
+    saved = []
     for step, folder in folders(storage, root):
         try:
             best = candidates(storage, folder)[:1]
@@ -83,7 +85,7 @@ def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
                 raise
             continue
         for candidate in best:
-            number, attempt = 0, ""
+            number, attempt, order = 0, "", Saved(folder, step)
             if candidate.committed:
                 try:
                     manifest = read_manifest(storage, candidate.path)
@@ -91,9 +93,10 @@ def trainer_commits(storage: Storage, root: str) -> list[TrainerCommit]:
                     continue
                 if manifest.thin:
                     continue  # no run can resume from it; ``prune`` has decided to keep it
-                number, attempt = manifest.number, manifest.attempt
-            found.append(TrainerCommit(number, step, folder, attempt))
-    return sorted(found)
+                number, attempt, order = manifest.number, manifest.attempt, Saved.of(folder, manifest)
+            found[folder] = TrainerCommit(number, step, folder, attempt)
+            saved.append(order)
+    return [found[folder] for folder in reversed(newest_first(saved))]
 
 
 def rotate(
@@ -114,6 +117,10 @@ def rotate(
     Raises:
         StorageError: The root cannot be read.
     """
+    seen = {}
+    for _, path in folders(storage, root):
+        with contextlib.suppress(StorageError):  # it stays; another process may be removing it
+            seen[path] = state_of(storage, path)
     every = trainer_commits(storage, root)
     pinned = {one.folder for one in every if find_pin(storage, one.folder) is not None}
     found = [one for one in every if one.folder not in pinned]
@@ -125,16 +132,17 @@ def rotate(
     hidden = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir and e.name.startswith(".")]
     doomed += [path for path in hidden if is_half_removed(storage, path)]
     removed = []
+    links = links_below(root) if doomed else []
     for folder in doomed:
-        if is_linked(storage, root, folder):
+        if is_linked(storage, root, folder) or link_into(links, root, folder) is not None:
             continue
         try:
-            storage.remove_tree(folder)
+            why = remove_unchanged(storage, folder, seen.get(folder, ""))
         except CkptError as error:
             LOG.warning("an old checkpoint was not removed: %s", error)
-        else:
-            removed.append(folder)
-            LOG.info("removed %s", folder)
+            continue
+        removed += [folder] if why is None else []
+        LOG.info("removed %s" if why is None else f"%s stays: {why}", folder)
     return removed
 
 
@@ -142,8 +150,7 @@ def _is_leftover(storage: Storage, folder: str, grace: float) -> bool:
     """Return whether a folder has only an unfinished save of a process that does not run any more."""
     if is_half_removed(storage, folder):
         return True
-    inside = [posixpath.join(folder, entry.name) for entry in storage.listing(folder) if entry.is_dir]
-    unfinished = [directory for directory in inside if is_unfinished(storage, directory)]
+    unfinished = unfinished_below(storage, folder)
     if not unfinished or any(is_alive(read_mark(storage, directory)) for directory in unfinished):
         return False
     newest = max((entry.modified or 0.0 for _, entry in walk(storage, folder)), default=0.0)

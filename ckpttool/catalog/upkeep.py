@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import posixpath
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import changed_since, tidy
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import directories
-from ckpttool.commit.marks import TakenError
+from ckpttool.commit.marks import TakenError, below
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.messages import printable
 from ckpttool.storage import THINNING, is_gone, is_linked
@@ -44,6 +43,9 @@ def maintain(
         options = ThinOptions(dtype=decision.thin or "", jobs=1, key=key, grace=grace)
         path = decision.entry.path
         try:
+            if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
+                LOG.info("%s stays whole: %s", printable(path), why)
+                continue
             thin(storage, plan_thinning(storage, path, options), options)
             LOG.info("thinned %s: its weights are left, in %s", printable(path), options.dtype)
         except CkptError as error:
@@ -55,7 +57,7 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
 
     Args:
         storage: Storage of the checkpoints.
-        checkpoints: Their directories, or a trainer's ``checkpoint-N`` with them.
+        checkpoints: Their directories, or directories above them.
         grace: As for ``thinning.recover``.
 
     Returns:
@@ -73,12 +75,9 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
 
 def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool:
     found = False
-    inside = storage.listing(path)
-    for directory in (path, *(posixpath.join(path, entry.name) for entry in inside if entry.is_dir)):
-        entries = inside if directory == path else storage.listing(directory)
-        if any(entry.name.startswith(THINNING) for entry in entries):
-            try:
-                found = recover(storage, directory, grace=grace) or found
-            except TakenError as error:
-                LOG.info("%s", error)
+    for directory in {directory for directory, _ in below(storage, path, THINNING)}:
+        try:
+            found = recover(storage, directory, grace=grace) or found
+        except TakenError as error:
+            LOG.info("%s", error)
     return found

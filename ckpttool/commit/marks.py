@@ -10,14 +10,15 @@ import os
 import posixpath
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.checksums import crc32
 from ckpttool.commit import is_commit
 from ckpttool.errors import StorageError
 from ckpttool.storage import MARK, find_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Entry, Storage
 
 PARTIAL = ".partial"
 """Suffix of an incomplete file on storages whose readers see incomplete files."""
@@ -28,6 +29,51 @@ ALIVE: set[str] = set()
 
 class TakenError(StorageError):
     """Another process has claimed the directory."""
+
+
+def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
+    """Yield the directory and the entry of each file that a removal of a path deletes: links are not followed.
+
+    Raises:
+        StorageError: A directory cannot be listed.
+    """
+    storage.list_tree(path)
+    waiting = [path]
+    while waiting:
+        directory = waiting.pop()
+        for entry in storage.listing(directory):
+            inside = posixpath.join(directory, entry.name)
+            if not entry.is_dir:
+                yield directory, entry
+            elif storage.remote or not os.path.islink(inside):
+                waiting.append(inside)
+
+
+def state_of(storage: Storage, path: str) -> str:
+    """Return a text that changes when a file below a path is written or removed, as by a save, a pin or a marker.
+
+    What decides about a checkpoint takes it first, and compares it before it changes the checkpoint: meanwhile a run
+    may have saved the same tag again.
+
+    Raises:
+        StorageError: A directory cannot be listed.
+    """
+    found = sorted((f"{directory}/{e.name}", e.nbytes, e.version) for directory, e in own_files(storage, path))
+    return f"{crc32(repr(found).encode()):08x}"
+
+
+def below(storage: Storage, path: str, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the marks of a checkpoint at a path: directory and name of each file whose name has the prefix.
+
+    The checkpoint may lie at any depth: Ray Train and trainers nest their directories.
+    """
+    return ((directory, e.name) for directory, e in own_files(storage, path) if e.name.startswith(prefix))
+
+
+def unfinished_below(storage: Storage, path: str) -> list[str]:
+    """Return the directories at or below a path into which a save has begun that is not committed."""
+    directories = dict.fromkeys(directory for directory, _ in below(storage, path, MARK))
+    return [directory for directory in directories if is_unfinished(storage, directory)]
 
 
 def read_mark(storage: Storage, directory: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import posixpath
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.commit.marks import below
 from ckpttool.errors import CkptError
 from ckpttool.storage.base import PIN
 
@@ -31,15 +32,13 @@ UNREADABLE = Pin("", 0.0, "its pin cannot be read")
 
 
 def find_pin(storage: Storage, path: str) -> Pin | None:
-    """Return the pin of a checkpoint, of its directory or of the tag in a trainer's ``checkpoint-N``; None without one.
+    """Return the pin of a checkpoint, in its directory or at any depth below it; None without one.
 
     Raises:
         StorageError: The directory cannot be listed.
     """
-    for directory in (path, *(posixpath.join(path, e.name) for e in storage.listing(path) if e.is_dir)):
-        if any(e.name == PIN and not e.is_dir for e in storage.listing(directory)):
-            return read_pin(storage, directory)
-    return None
+    pinned = (directory for directory, name in below(storage, path, PIN) if name == PIN)
+    return next((read_pin(storage, directory) for directory in pinned), None)
 
 
 def read_pin(storage: Storage, directory: str) -> Pin:

@@ -10,12 +10,11 @@ import contextlib
 import json
 import posixpath
 import re
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.manifest import Saved, newest_first, read_manifest
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.storage import MANIFEST
 
@@ -48,8 +47,6 @@ class RunCommit:
     """Steps of the engine."""
     committed: float
     """Modification time of the manifest in seconds since 1970, by the clock of the storage."""
-    number: int = 0
-    """``Manifest.number``; 0 if no other commit has this step, because then the manifest is not read."""
 
 
 def directory_name(step: int, token: str) -> str:
@@ -80,9 +77,7 @@ def own_directories(storage: Storage, run: str) -> Iterator[tuple[int, Entry]]:
 
 
 def run_commits(storage: Storage, run: str) -> list[RunCommit]:
-    """Return the commits in a run directory, newest first: by step, then by number of the commit.
-
-    Modification times decide only between manifests of old releases, which have no numbers.
+    """Return the commits in a run directory, newest first, as ``newest_first`` orders them.
 
     Raises:
         StorageError: A directory cannot be read.
@@ -101,17 +96,16 @@ def run_commits(storage: Storage, run: str) -> list[RunCommit]:
             if storage.is_dir(directory):
                 raise
             # Ray's controller has removed the directory meanwhile, by its CheckpointConfig
-    steps = Counter(c.step for c in found)
-    found = [replace(c, number=number_of(storage, c)) if steps[c.step] > 1 else c for c in found]
-    return sorted(found, key=lambda c: (c.step, c.number, c.committed, c.name), reverse=True)
+    by_path = {c.path: c for c in sorted(found, key=lambda c: c.name, reverse=True)}
+    return [by_path[path] for path in newest_first([_saved(storage, c) for c in by_path.values()])]
 
 
-def number_of(storage: Storage, commit: RunCommit) -> int:
-    """Return the number of a commit from its manifest; 0 if unknown."""
+def _saved(storage: Storage, commit: RunCommit) -> Saved:
     try:
-        return read_manifest(storage, commit.path).number
+        manifest = read_manifest(storage, commit.path)
     except CkptError:
-        return 0
+        return Saved(commit.path, commit.step, modified=commit.committed)
+    return Saved.of(commit.path, manifest, modified=commit.committed)
 
 
 def last_commit(storage: Storage, run: str) -> tuple[str, int]:

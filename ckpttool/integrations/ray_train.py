@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train
 
-from ckpttool.catalog.cleanup import is_old
+from ckpttool.catalog.cleanup import is_old, remove_unchanged
 from ckpttool.catalog.restore_order import Candidate, candidates, step_of
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, read_mark
+from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
@@ -307,28 +307,29 @@ class RayTrainCheckpoints:
         if self._ranks.rank:
             return
         try:
-            for directory in self._unfinished_directories():
-                self._storage.remove_tree(directory)
-                LOG.info("removed %s", directory)
+            for directory, state in self._unfinished_directories().items():
+                if remove_unchanged(self._storage, directory, state) is None:
+                    LOG.info("removed %s", directory)
         except CkptError as error:
             LOG.warning("leftovers of killed workers were not removed: %s", error)
 
-    def _unfinished_directories(self) -> list[str]:
-        storage, found = self._storage, []
+    def _unfinished_directories(self) -> dict[str, str]:
+        """Return the directories of killed workers, with the state of each."""
+        storage, found = self._storage, {}
         storage.refresh([])
         for _, entry in own_directories(storage, self._root):
             if entry.name in self._whole:  # known to be complete, not checked after every save
                 continue
             directory = posixpath.join(self._root, entry.name)
+            state = state_of(storage, directory)
             if any(is_commit(storage, f"{directory}/{e.name}") for e in storage.listing(directory) if e.is_dir):
                 self._whole.add(entry.name)
                 continue
             times = [entry.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            inside = [f"{directory}/{e.name}" for e in storage.listing(directory) if e.is_dir]
-            alive = any(is_alive(read_mark(storage, one)) for one in inside)
+            alive = any(is_alive(read_mark(storage, one)) for one in unfinished_below(storage, directory))
             if newest < math.inf and is_old(newest, self._grace) and not alive:
-                found.append(directory)
+                found[directory] = state
         return found
 
     # ------------------------------------------------------------------------------------------- preemption
@@ -348,11 +349,14 @@ class RayTrainCheckpoints:
 
 def _run_candidates(storage: Storage, run: str, reported: str) -> list[Any]:
     """Return the candidates of a run, newest first: commits, and the last checkpoint reported without ckpttool."""
-    found = [((c.step, 1, c.number, c.committed), (c.tag, c.path, True)) for c in run_commits(storage, run)]
+    commits = run_commits(storage, run)
+    found = [[c.tag, c.path, True] for c in commits]
     if reported and not posixpath.basename(reported).startswith(PREFIX):
-        others = candidates(storage, reported)
-        found += [((step_of(storage, c.path, c.tag), 0, 0, 0.0), astuple(c)) for c in others]
-    return [list(one) for _, one in sorted(found, reverse=True)]
+        for other in reversed(candidates(storage, reported)):
+            step = step_of(storage, other.path, other.tag)
+            at = next((n for n, c in enumerate(commits) if c.step < step), len(commits))
+            found.insert(at, list(astuple(other)))
+    return found
 
 
 def _candidates(storage: Storage, root: str) -> list[Any]:

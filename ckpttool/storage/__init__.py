@@ -21,7 +21,7 @@ from ckpttool.storage.base import (
     walk,
 )
 from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
-from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked
+from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked, link_into, links_below
 from ckpttool.storage.opening import open_storage
 from ckpttool.storage.posix import copy_range, reserve, write_at
 from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_gone, is_half_removed
@@ -58,6 +58,8 @@ __all__ = [
     "is_half_removed",
     "is_linked",
     "is_url",
+    "link_into",
+    "links_below",
     "local_path",
     "open_storage",
     "parent",

@@ -101,8 +101,15 @@ class RemoteStorage(Described):
     def list_tree(self, path: str) -> None:
         """List a directory tree with few requests, and cache the listings."""
         root = self.key(path).rstrip("/")
+        if self._is_listed(root):
+            return
         infos = self.call(path, partial(self.fs.find, root, detail=True))
         self._listed |= tree_of(root, infos.values())
+
+    def _is_listed(self, key: str) -> bool:
+        """Return whether the listings of a whole tree are cached."""
+        entries = self._listed.get(key)
+        return entries is not None and all(self._is_listed(f"{key}/{e.name}") for e in entries if e.is_dir)
 
     def is_dir(self, path: str) -> bool:
         """Return whether the path is a directory."""

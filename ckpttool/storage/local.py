@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from ckpttool.storage.local_writer import LocalWriter
 
 
+MAX_HOPS = 40
+"""Most links that a link leads through, as in Linux: more are a loop."""
+
+
 class LocalReader:
     """An open file on local disk, read with ``pread``.
 
@@ -319,6 +323,45 @@ def is_linked(storage: Storage, root: str, path: str) -> bool:
         return False
     below = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
     return os.path.realpath(path) != os.path.normpath(os.path.join(os.path.realpath(root), below))
+
+
+def links_below(root: str) -> list[tuple[str, str]]:
+    """Return the symbolic links below a directory and what each leads to; none for a URL.
+
+    Returns:
+        For each link its path relative to the directory, and the resolved path of its target. A link to another link
+        has a pair for each of the two targets.
+    """
+    found = []
+    for above, directories, names in os.walk(root):
+        for name in sorted((*directories, *names)):
+            hop = os.path.join(above, name)
+            for _ in range(MAX_HOPS):
+                if not os.path.islink(hop):
+                    break
+                hop = os.path.join(os.path.dirname(hop), os.readlink(hop))
+                hop = os.path.join(os.path.realpath(os.path.dirname(hop)), os.path.basename(hop))
+                hop = os.path.realpath(hop) if os.path.basename(hop) in {"", ".", ".."} else hop
+                found.append((os.path.relpath(os.path.join(above, name), root), hop))
+    return found
+
+
+def link_into(links: Sequence[tuple[str, str]], root: str, path: str) -> str | None:
+    """Return a link that would lead nowhere without a directory, relative to the root; None without one.
+
+    Args:
+        links: ``links_below`` the root.
+        root: A directory.
+        path: The directory below it. Links inside it go with it.
+    """
+    real, base = os.path.realpath(path), os.path.realpath(root)
+    for name, target in links:
+        place = os.path.join(base, name)
+        inside = f"{target}/".startswith(f"{real}/")
+        above = f"{real}/".startswith(f"{target}/") and target.startswith(f"{base}/")  # such as of a tag "a/b" the "a"
+        if (inside or above) and not f"{place}/".startswith((f"{real}/", f"{target}/")):
+            return name
+    return None
 
 
 def _local() -> LocalStorage:

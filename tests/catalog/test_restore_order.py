@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import ckpttool
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.restore_order import candidates, contradiction
+from ckpttool.catalog.retention import Rules
 from ckpttool.commit import marks
 from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.ray_runs import directory_name, last_commit, run_commits
 from ckpttool.saving.coordination import Alone
+from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from tests.saving.checkpoints import chosen, save_version
+from tests.saving.checkpoints import SIDECARS, chosen, part, save_version, version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,3 +102,57 @@ def test_nested_tags_are_found_though_latest_names_another(tmp_path: Path) -> No
     _save(tmp_path, "step1", 1)
     assert (tmp_path / "a" / "b" / MANIFEST).exists()
     assert [c.tag for c in candidates(LOCAL, str(tmp_path))] == ["step1", "a/b"]
+
+
+# ------------------------------------------------------------------------------------------------- a run that went back
+
+
+@pytest.fixture
+def rewound(tmp_path: Path) -> Path:
+    """A run that saved at steps 10 to 50, went back to step 20, and saved at steps 25 and 35."""
+    for step in (10, 20, 30, 40, 50):
+        save_version(LOCAL, str(tmp_path), Alone(), f"step{step}", step)
+    (tmp_path / "latest").write_text("step20")
+    for step in (25, 35):
+        save_version(LOCAL, str(tmp_path), Alone(), f"step{step}", step)
+    return tmp_path
+
+
+def test_a_restore_prefers_what_the_newest_was_trained_from(rewound: Path) -> None:
+    order = ["step35", "step25", "step20", "step10", "step50", "step40", "step30"]
+    assert [c.tag for c in candidates(LOCAL, str(rewound))] == order
+    os.rename(rewound / "step20", rewound.parent / "gone")  # the parents cannot be followed further
+    order.remove("step20")
+    assert [c.tag for c in candidates(LOCAL, str(rewound))] == order
+
+
+@pytest.mark.parametrize("how", ["prune", "maintain"])
+@pytest.mark.parametrize(("last", "kept"), [(1, {35}), (2, {35, 25}), (3, {35, 25, 20})])
+def test_the_newest_saves_are_kept_and_not_the_last_steps(how: str, last: int, kept: set[int], rewound: Path) -> None:
+    if how == "prune":
+        ckpttool.prune(rewound, keep_last=last)
+    else:
+        tidy(LOCAL, str(rewound), Rules(last=last), grace=0)
+    assert {p.name for p in rewound.iterdir() if p.is_dir()} == {f"step{step}" for step in kept}
+
+
+def test_nothing_is_abandoned_until_a_run_that_went_back_saves(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save_version(LOCAL, str(tmp_path), Alone(), f"step{step}", step)
+    (tmp_path / "latest").write_text("step20")
+    assert candidates(LOCAL, str(tmp_path))[0].tag == "step20"
+    ckpttool.prune(tmp_path, keep_last=2)
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {"step20", "step40", "step50"}
+
+
+def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) -> None:
+    before = ("", 0)
+    for number, step in enumerate((10, 20, 30, 15, 25), 1):
+        request = Request("global", step, 2, before=before, sidecars=SIDECARS)
+        root = str(tmp_path / directory_name(step, f"{number:08x}"))
+        save(LOCAL, root, Alone(), request, part(version(0), 0, 1), timeout=5.0)
+        before = last_commit(LOCAL, str(tmp_path))
+        assert before[1] == number
+    assert [c.step for c in run_commits(LOCAL, str(tmp_path))] == [25, 15, 30, 20, 10]
+    ckpttool.prune(tmp_path, keep_last=2)
+    assert [c.step for c in run_commits(LOCAL, str(tmp_path))] == [25, 15]

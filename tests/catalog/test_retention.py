@@ -12,6 +12,8 @@ import pytest
 import ckpttool
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.trainer_runs import rotate
+from ckpttool.catalog.upkeep import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import settle
@@ -171,3 +173,47 @@ def test_log_lines_have_no_terminal_controls(tmp_path: Path, caplog: pytest.LogC
     assert _tidied(tmp_path, Rules(last=1)) == {"step1"}
     assert "removed" in caplog.text
     assert all(c.isprintable() for record in caplog.records for c in record.getMessage())
+
+
+@pytest.mark.parametrize("thin", [None, "bf16"])
+@pytest.mark.parametrize("how", ["prune", "maintain", "rotate"])
+@pytest.mark.parametrize("kind", ["files", "files by links", "best/", "beside", "inside a tag", "directory above"])
+def test_what_a_link_needs_stays(kind: str, how: str, thin: str | None, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for number in (5, 6, 7):
+        save_version(LOCAL, str(root / f"checkpoint-{number}"), Alone(), "step", 0)
+    first, last = root / "checkpoint-5", root / "checkpoint-7"
+    if how != "rotate":
+        above = root / "nested" if kind == "directory above" else root
+        for number in (5, 6, 7):
+            shutil.copytree(root / f"checkpoint-{number}" / "step", above / f"step{number}")
+            shutil.rmtree(root / f"checkpoint-{number}")
+        first, last = above / "step5", above / "step7"
+        (above / "latest").write_text("step7")
+    elif kind == "directory above":
+        pytest.skip("the folders of a trainer lie in the root")
+    name = next(p.relative_to(first) for p in first.rglob("*optim_states.pt"))
+    link = {
+        "files": last / name, "files by links": last / name, "best/": root / "best" / "here",
+        "beside": root / "best.pt", "inside a tag": last / "extra", "directory above": root / "all",
+    }[kind]  # fmt: skip
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    target = {"inside a tag": first, "directory above": first.parent}.get(kind, first / name)
+    if kind == "files by links":  # each of the two checkpoints holds a link, and the file lies elsewhere
+        (root / "blobs").mkdir()
+        target.rename(root / "blobs" / "one")
+        target.symlink_to("../blobs/one" if how != "rotate" else "../../blobs/one")
+    link.symlink_to(os.path.relpath(target, link.parent))
+    before = sorted(str(p) for p in first.rglob("*"))
+    if how == "prune":
+        done = ckpttool.prune(root, keep_last=1, thin=thin)
+        reasons = {d.entry.name: d.reason for d in done}
+        if kind != "directory above":
+            assert reasons["step5"] == f"{link.relative_to(root)} is a link to it"
+    elif how == "maintain":
+        maintain(LOCAL, str(root), Rules(last=1, thin=thin), grace=0)
+    else:
+        rotate(LOCAL, str(root), 1, keep=(), grace=0)
+    assert sorted(str(p) for p in first.rglob("*")) == before
+    assert os.path.exists(link)

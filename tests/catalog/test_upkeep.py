@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog import entries, upkeep
+from ckpttool.catalog import entries, retention, upkeep
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
@@ -24,10 +25,14 @@ from ckpttool.commit.pins import Pin
 from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
+from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
 from tests.cli.command import ckpttool
-from tests.saving.checkpoints import save_version
+from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NOW = 1_000_000_000.0
 DAY = 86400.0
@@ -476,3 +481,91 @@ def test_a_checkpoint_that_is_not_understood_is_not_torn(tmp_path: Path) -> None
     assert (old.name, old.whole, old.torn, new.whole) == ("step3", False, None, True)
     assert all(decision.keep for decision in api.prune(tmp_path, torn=True, grace=0))
     assert (tmp_path / "step3").is_dir()
+
+
+# ------------------------------------------------------------------------------------------------- a save meanwhile
+
+
+def _prune(root: str, thin: str | None) -> None:
+    api.prune(root, keep_last=1, thin=thin)
+
+
+def _maintain(root: str, thin: str | None) -> None:
+    maintain(LOCAL, root, Rules(last=1, thin=thin), grace=0)
+
+
+def _rotate(root: str, _: object) -> None:
+    rotate(LOCAL, root, 1, keep=(), grace=0)
+
+
+@pytest.fixture
+def rewound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], tuple[str, list[str]]]:
+    """Checkpoints of which a run saves the second again while another process removes the first."""
+
+    def make(remover: str, moment: str) -> tuple[str, list[str]]:
+        root = str(tmp_path / "run")
+        trainer = remover == "rotate"
+        for n in (1, 2, 3, 4):
+            save_version(LOCAL, f"{root}/checkpoint-{n}" if trainer else root, Alone(), f"step{n}", 0)
+            manifest = f"{root}/checkpoint-{n}/step{n}" if trainer else f"{root}/step{n}"
+            _set_step(Path(manifest), n, number=n)
+        second = f"{root}/checkpoint-2" if trainer else root
+        latest = Path(second, "latest")
+        began, go_on = threading.Event(), threading.Event()
+
+        def write(storage: Any, *given: Any) -> Any:
+            began.set()
+            go_on.wait(60)
+            return write_files(storage, *given)
+
+        def save() -> None:
+            save_version(Intercepted(LOCAL, write), second, Alone(), "step2", 7, overwrite=True)
+
+        saving = threading.Thread(target=save)
+        removed = LOCAL.remove_tree
+
+        def slow(_: object, path: str) -> None:
+            removed(path)
+            if path in {f"{root}/step1", f"{root}/checkpoint-1"} and not saving.ident:
+                before = latest.read_text()
+                saving.start()
+                began.wait(60)
+                if moment == "between its commit and latest":
+                    go_on.set()
+                    saving.join()
+                    latest.write_text(before)
+
+        monkeypatch.setattr(type(LOCAL), "remove_tree", slow)
+        return root, [second, go_on, saving]  # type: ignore[list-item]
+
+    return make
+
+
+@pytest.mark.parametrize("moment", ["while it is saved", "between its commit and latest"])
+@pytest.mark.parametrize("remove", [_prune, _maintain, _rotate], ids=lambda f: f.__name__[1:])
+def test_a_checkpoint_that_is_saved_again_meanwhile_stays(remove: Any, moment: str, rewound: Any) -> None:
+    root, (second, go_on, saving) = rewound(remove.__name__[1:], moment)
+    remove(root, None)
+    go_on.set()
+    saving.join()
+    assert whole(second)["step2"] == version(7)
+    assert not Path(root, "step1").exists()
+    assert not Path(root, "checkpoint-1").exists()
+
+
+def test_a_checkpoint_that_is_saved_again_meanwhile_stays_whole(rewound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, (second, go_on, saving) = rewound("prune", "between its commit and latest")
+    go_on.set()
+    decided = retention.decide
+
+    def decide_and_save(*given: Any, **options: Any) -> Any:
+        found = decided(*given, **options)
+        saving.start()
+        saving.join()
+        Path(root, "latest").write_text("step4")
+        return found
+
+    monkeypatch.setattr(retention, "decide", decide_and_save)
+    done = api.prune(root, keep_last=1, thin="bf16")
+    assert done[1].reason == "changed meanwhile: saved again, or pinned"
+    assert whole(second)["step2"] == version(7)

@@ -22,6 +22,8 @@ from tests.truth import read_safetensors, source, truth
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.storage.server import Bucket
+
 CHECKPOINT = source("zero2-dp2-bf16")
 
 
@@ -191,6 +193,29 @@ def test_overwriting_leaves_no_stale_weights_and_nothing_else_is_touched(tmp_pat
     assert ckpttool(*consolidate(out, "--overwrite", "--to", "torch", "--max-shard-size", "3kB")).code == 0
     assert ckpttool(*consolidate(out, "--overwrite")).code == 0
     assert remains(tmp_path) == ["out", *sorted(f"out/{name}" for name in [*kept, "model.safetensors"])]
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_a_model_and_an_adapter_do_not_replace_each_other(where: str, tmp_path: Path, s3: Bucket) -> None:
+    trained = source("zero2-dp2-bf16-lora-trainer")
+    out = s3.url("out") if where == "bucket" else str(tmp_path / "out")
+    model = ("consolidate", source("zero2-dp2-bf16-trainer"), out, "--to", "safetensors", "--max-shard-size", "9kB")
+    adapter = ("consolidate", trained, out, "--to", "safetensors", "--adapter-only", "--overwrite")
+
+    def held() -> dict[str, bytes]:
+        if where == "bucket":
+            return {key.removeprefix("out/"): s3.get(key) for key in s3.keys()}  # noqa: SIM118
+        return {path.name: path.read_bytes() for path in Path(out).iterdir()}
+
+    assert ckpttool(*model).code == 0
+    before = {name: data for name, data in held().items() if name.startswith("model")}
+    assert ckpttool(*adapter).code == 0
+    assert before.items() <= held().items()
+    adapter_files = {name: data for name, data in held().items() if name.startswith("adapter")}
+    assert "adapter_model.safetensors" in adapter_files
+    assert ckpttool(*model[:-2], "--overwrite").code == 0
+    assert adapter_files.items() <= held().items()
+    assert [name for name in held() if name.startswith("model")] == ["model.safetensors"]
 
 
 def test_overwriting_that_is_refused_keeps_the_old_weights(

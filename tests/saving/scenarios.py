@@ -205,7 +205,7 @@ class Bench:
         found = chosen(root)
         assert found is not None
         assert (found[0], number_of(found[1], [9])) == (last.tag, 9)
-        assert left_over(LOCAL, root, grace=0) == []
+        assert left_over(LOCAL, root, grace=0) == {}
         assert debris(root) == []
         after = whole(root)
         gone = before.keys() - after.keys() - {f"{last.tag}.replaced"}

@@ -428,9 +428,9 @@ def test_a_recent_directory_may_belong_to_a_running_save(root: str) -> None:
     open(f"{root}/step2/{MARK}", "w").close()
     tidy(LOCAL, root, None, grace=3600)
     assert os.path.exists(f"{root}/step2")
-    assert left_over(LOCAL, root, grace=3600) == []
+    assert left_over(LOCAL, root, grace=3600) == {}
     aged(root, f"step2/{MARK}")
-    assert left_over(LOCAL, root, grace=3600) == [f"{root}/step2"]
+    assert list(left_over(LOCAL, root, grace=3600)) == [f"{root}/step2"]
     tidy(LOCAL, root, None, grace=3600)
     assert not os.path.exists(f"{root}/step2")
 

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from ckpttool.storage.fsspec import RemoteStorage
 
 
-_WEIGHT_FILES = re.compile(
-    r"(model|pytorch_model|adapter_model|optimizer)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-)
+_KINDS = [
+    re.compile(rf"({names})(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+    for names in ("model|pytorch_model|optimizer", "adapter_model")
+]
+"""Names of the files of each kind of output. A base model and an adapter may lie in one directory."""
 
 
 class Destination:
@@ -168,8 +170,9 @@ class Destination:
         staging.check_space(self.out, plan.nbytes_written)
         plan, mode = with_permissions(plan)
         with staging.staged(
-            self.out, replaces=_is_weights, last=last, key=key, resume=resume, mode=mode, parent_mode=self._parent_mode
-        ) as directory:
+            self.out, replaces=_of_same_kind(plan), last=last, key=key, resume=resume, mode=mode,
+            parent_mode=self._parent_mode,
+        ) as directory:  # fmt: skip
             journal = Journal(directory) if resume else None
             if journal is not None:
                 journal.check([(file.name, file.nbytes) for file in plan.files], default_jobs())
@@ -189,7 +192,8 @@ class Destination:
     ) -> int:  # fmt: skip
         from ckpttool.execution.output.bucket import bucket_output
 
-        with bucket_output(remote, self.out, plan, replaces=_is_weights, last=last, key=key, resume=resume) as output:
+        replaces = _of_same_kind(plan)
+        with bucket_output(remote, self.out, plan, replaces=replaces, last=last, key=key, resume=resume) as output:
             overflowed = work(plan, output)
         try:
             check(self.out)
@@ -226,8 +230,10 @@ class Destination:
         return nbytes_read(plan, to_disk=self._remote is None, workers=workers)
 
 
-def _is_weights(name: str) -> bool:
-    return _WEIGHT_FILES.fullmatch(name) is not None
+def _of_same_kind(plan: CopyPlan) -> Callable[[str], bool]:
+    """Return a function that tells which files of an existing OUT the output of a plan replaces, by their names."""
+    kinds = [kind for kind in _KINDS if any(kind.fullmatch(file.name) for file in plan.files)]
+    return lambda name: any(kind.fullmatch(name) for kind in kinds)
 
 
 def check_file(out: str, *, overwrite: bool, options: Mapping[str, Any] | None) -> None:
