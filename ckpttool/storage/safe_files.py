@@ -68,6 +68,15 @@ class Directory:
             OSError: The name exists, or the directory cannot be created.
         """
         os.mkdir(name, mode, dir_fd=self.fd)
+        return self.enter(name)
+
+    def enter(self, name: str) -> Directory:
+        """Open a directory in this one.
+
+        Raises:
+            StorageError: The name is a link.
+            OSError: The directory cannot be opened.
+        """
         path = os.path.join(self.path, name)
         return Directory(path, _open_directory(name, path, self.fd))
 

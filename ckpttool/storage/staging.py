@@ -25,6 +25,10 @@ SHARED = ".ckpttool-shared"
 """Name of a file whose content identifies this directory to workers on other nodes."""
 ASIDE = ".ckpttool-replaced"
 """Name of the directory that holds replaced files of an existing OUT until the commit is done."""
+MOVES = ".ckpttool-moves"
+"""Name of a directory with an empty file for each name that a commit moves into an existing OUT."""
+OWN = frozenset({MARK, JOURNAL, SHARED, ASIDE, MOVES})
+"""Names in the staging directory that are no part of the output."""
 ATTEMPTS = 10
 """Maximum number of attempts to lock the staging directory while other runs create and remove it."""
 
@@ -54,6 +58,14 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
     with translate_os_errors(out):
         if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX}:
             raise not_empty(out, overwrite=overwrite)
+        aside = os.path.join(_staging(out), ASIDE)
+        if not overwrite and os.path.isdir(aside) and os.listdir(aside):
+            problem, hint = "holds files of OUT that a killed run set aside", "choose another OUT, or move them back"
+            raise (
+                StorageError(aside, problem, hint)
+                if overwrite is None
+                else StorageError(aside, problem, f"{hint}, or pass overwrite=True", ("overwrite",))
+            )
     parent = _existing_parent(_staging(out))
     if not os.path.isdir(parent):
         raise StorageError(parent, "is not a directory", "choose another OUT")
@@ -145,7 +157,7 @@ def staged(
             with contextlib.suppress(FileExistsError):
                 os.mkdir(above, parent_mode | 0o700)
     try:
-        directory = _open_staging(staging, key if resume else None)
+        directory = _open_staging(staging, out, key if resume else None)
     except BaseException:
         _remove_empty(os.path.dirname(out), existing)
         raise
@@ -239,7 +251,7 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _open_staging(staging: str, key: str | None) -> Directory:
+def _open_staging(staging: str, out: str, key: str | None) -> Directory:
     """Create and lock the staging directory, private and empty except for the files of a run with the same ``key``.
 
     Files of another killed run are removed. A directory without the in-progress marker, or one that another user may
@@ -264,6 +276,7 @@ def _open_staging(staging: str, key: str | None) -> Directory:
     try:
         with translate_os_errors(staging):
             check_own(directory)
+            _undo_commit(directory, out)
             _take_over(directory, key, made=made)
     except BaseException:
         if made:
@@ -342,7 +355,7 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
         return
     # Readers take the last files as the sign of a complete OUT: weights after sidecar files, an index after weights.
     order = {name: i for i, name in enumerate(last)}
-    new = [n for n in directory.names() if n not in {MARK, JOURNAL, SHARED}]
+    new = [n for n in directory.names() if n not in OWN]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     with Directory.open(out) as target:
         old = [n for n in target.names() if (replaces(n) or n in new) and n != SUFFIX]
@@ -351,8 +364,29 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
             found = target.stat(name)
             if found is not None and stat.S_ISDIR(found.st_mode):
                 raise StorageError(os.path.join(out, name), "is a directory", "move it out of the way")
+        with directory.make(MOVES, 0o700) as moves:
+            for name in new:
+                os.close(moves.create(name))
         with directory.make(ASIDE, 0o700) as aside:
             _move(directory, [(target, aside, n) for n in old] + [(directory, target, n) for n in new])
+
+
+def _undo_commit(directory: Directory, out: str) -> None:
+    """Move back what the commit of a killed run has moved, unless it had moved everything: then OUT is complete."""
+    held = set(directory.names())
+    if MARK not in held:
+        return
+    left = held - OWN
+    if {ASIDE, MOVES} <= held and left:
+        os.makedirs(out, exist_ok=True)
+        with Directory.open(out) as target, directory.enter(ASIDE) as aside, directory.enter(MOVES) as moves:
+            for source, to, names in ((target, directory, set(moves.names()) - left), (aside, target, aside.names())):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        source.move(name, to)
+    for name in (MOVES, ASIDE):  # without MOVES no later run takes the old files in OUT for the new ones
+        if name in held:
+            directory.remove(name)
 
 
 def _move(directory: Directory, moves: Sequence[tuple[Directory, Directory, str]]) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.names import RUN_STATE
+from ckpttool.model import MASTER, UNKNOWN_GROUP
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.embedded import copy_embedded, without_tensors
@@ -54,8 +56,10 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
         dtype: Type of the parameters: "bf16" or "fp32". Buffers keep theirs.
 
     Raises:
-        PlanError: The weights cannot be written, or a file of the source has the name of one to write.
+        PlanError: The weights cannot be written, or are not the best that the source holds; or a file of the source
+            has the name of one to write.
     """
+    _check_masters(checkpoint)
     weights = plan_weight_files(checkpoint, WeightChoice("safetensors", dtype), checkpoint.location)
     builder = CopyBuilder(checkpoint)
     state = _run_state(checkpoint, builder)
@@ -65,6 +69,27 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
         problem = f"holds a file named {min(taken)}, which the thin checkpoint would have"
         raise PlanError(checkpoint.location, problem, "pin the checkpoint, and prune leaves it whole")
     return planned
+
+
+def _check_masters(checkpoint: Checkpoint) -> None:
+    """Check that no fp32 master weights would go that the optimizer holds without a name.
+
+    Raises:
+        PlanError: Some would.
+    """
+    lost = [
+        parameter.name
+        for parameter in checkpoint.parameters
+        if parameter.group == UNKNOWN_GROUP
+        and MASTER not in parameter.states
+        and itemsize(checkpoint.weights(parameter).dtype) < itemsize("F32")
+    ]
+    if lost:
+        problem = (
+            f"may hold fp32 master weights of {len(lost)} parameters, such as {lost[0]}, that its optimizer only "
+            f"numbers: a thin checkpoint would have their {checkpoint.dtype} copies alone"
+        )
+        raise PlanError(checkpoint.location, problem, "pin it, and prune leaves it whole")
 
 
 def _run_state(checkpoint: Checkpoint, builder: CopyBuilder) -> TargetFile:

@@ -29,7 +29,7 @@ from ckpttool.testing.power_failure import PowerFailure, build
 from tests import sampling
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, version
-from tests.truth import NAMES, source, truth
+from tests.truth import NAMES, source, tag_directory, truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 MODULE = "ckpttool.catalog.thinning"
 BF16 = ThinOptions(dtype="bf16", grace=0.0)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-NATIVE = [name for name in NAMES if truth(name).stage is not None]
+UNNAMED = "pipeline-zero0-pp2-dp2-fp16"
+"""Its optimizer holds fp32 master weights, and only numbers them."""
+NATIVE = [name for name in NAMES if truth(name).stage is not None and name != UNNAMED]
 
 
 def _thin(path: str | Path, options: ThinOptions = BF16) -> str:
@@ -84,6 +86,18 @@ def test_thin_checkpoint_holds_the_engines_weights(
         assert digest == weights
     manifest = read_manifest(LOCAL, location)
     assert set(manifest.files) | {MANIFEST} == {p.name for p in Path(location).iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_masters_that_no_name_leads_to_do_not_go(dtype: str, tmp_path: Path) -> None:
+    for name in ("global_step1", "global_step3"):
+        shutil.copytree(tag_directory(UNNAMED), tmp_path / name)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    for dry_run in (True, False):
+        (old, _) = ckpttool.prune(tmp_path, keep_last=1, thin=dtype, dry_run=dry_run)
+        assert (old.keep, old.thin) == (True, None)
+        assert old.reason.startswith("cannot be thinned: may hold fp32 master weights of 11 parameters, such as ")
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 @pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero2-dp2-bf16-lightning", "zero3-dp2-bf16-trainer"])

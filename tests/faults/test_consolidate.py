@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -190,3 +191,30 @@ def test_old_output_that_cannot_be_put_back_is_kept_and_named(tmp_path: Path, mo
     monkeypatch.undo()
     assert "was not made by ckpttool; move it out of the way" in ckpttool(*arguments).error
     assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.old is not None], ids=lambda r: r.id)
+def test_what_a_killed_commit_set_aside_is_moved_back(run: Run, tmp_path: Path) -> None:
+    root, operations = tmp_path / "root", ("rename", "unlink", "rmdir")
+    _prepare(run, root)
+    recorded = Rule(Nothing(), operations)
+    assert _consolidate(run, root, recorded).code == 0
+    good = _contents(root / "out")
+    committed = max(at for at, operation in enumerate(recorded.matched) if operation == "rename")
+    arguments = ("consolidate", source(run.checkpoint), root / "out", *run.options, "--jobs", 1)
+    for at in range(committed + 2):
+        before = _prepare(run, root)
+        if (child := os.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                _consolidate(run, root, Rule(Before(lambda _: os._exit(9)), operations, nth=at + 1))
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        (root / "out" / "notes.txt").unlink()
+        error = ckpttool(*(argument for argument in arguments if argument != "--overwrite")).error
+        assert "already exists and is not empty" in error or "holds files of OUT that a killed run set aside" in error
+        (root / "out" / "notes.txt").write_text("mine")
+        assert _consolidate(run, root, Rule(Fail("ENOSPC"), "pwrite", nth=2)).error
+        assert _contents(root / "out") == (good if at > committed else before)
+        assert [p.name for p in root.iterdir()] == ["out"]
+        assert ckpttool(*arguments).code == 0
+        assert _contents(root / "out") == good

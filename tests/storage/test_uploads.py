@@ -448,6 +448,27 @@ def test_a_killed_runs_leftovers_do_not_open_the_door(s3: Bucket, proxy: Proxy, 
     assert "out/model.safetensors" not in s3.keys()  # noqa: SIM118
 
 
+def test_a_killed_run_that_replaced_nothing_leaves_the_old_weights(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
+    """The marker names the files of both runs: only those that the killed run made itself are its leftovers."""
+    out = s3.url("out")
+    ckpttool.consolidate(weights, out, **SHARDS)  # type: ignore[arg-type]
+    other = write_weights(tmp_path / "other", {"a": 3_000_000, "b": 3_000_000})
+    run = ("consolidate", other, out, "--to", "safetensors", "--max-shard-size", "12MB")
+    _killed(proxy, "upload_part", 2, *run, "--overwrite")
+    old = {f"out/{name}": data for name, data in expected.items()}
+    assert "already exists and is not empty" in command(*run).error
+    assert {key: s3.get(key) for key in old} == old
+    proxy.add(faults.ACCESS_DENIED, "upload_part", "partNumber=2", times=None)
+    assert command(*run, "--overwrite").code == 1
+    proxy.clear()
+    assert Remote(s3).files(out) == expected
+    assert s3.uploads() == []
+    assert command(*run, "--overwrite").code == 0
+    assert Remote(s3).files(out) != expected
+
+
 def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
     for content in (b"", b"[]", b'{"key": "", "files": 1}', b"\xff"):
         s3.put(f"out/{MARK}", content)

@@ -12,11 +12,12 @@ import json
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, StorageError
 from ckpttool.storage import MARK
+from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.staging import not_empty
 
 if TYPE_CHECKING:
@@ -41,18 +42,32 @@ def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) ->
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     names = {e.name for e in storage.listing(out)}
     if MARK in names:  # ignore the files of the killed run, but not older files
-        names -= {MARK, *(name.split("/")[0] for name in _read_mark(storage, out)[1])}
+        names -= {MARK, *(name.split("/")[0] for name in _read_mark(storage, out).new)}
     if names and not overwrite:
         raise not_empty(out, overwrite=overwrite)
 
 
-def _read_mark(storage: RemoteStorage, out: str) -> tuple[str, list[str]]:
-    """Read the in-progress marker of an earlier run: its key, and its file names."""
+class _Mark(NamedTuple):
+    """The in-progress marker of a run."""
+
+    key: str
+    """Fingerprint of its plan."""
+    new: list[str]
+    """Files that did not exist before the run: they are its own."""
+    over: list[str]
+    """Files that it replaces at the commit: until then they are those of an earlier run."""
+
+
+def _read_mark(storage: RemoteStorage, out: str) -> _Mark:
+    """Read the in-progress marker of an earlier run."""
     path = f"{out.rstrip('/')}/{MARK}"
     try:
         mark = json.loads(storage.read_text(path))
-        files = [str(name) for name in mark["files"]]
-        return str(mark["key"]), [n for n in files if not {"", ".", ".."} & set(n.split("/"))]
+        new, over = (
+            [str(name) for name in names if not NO_NAMES & set(str(name).split("/"))]
+            for names in (mark["files"], mark.get("over", ()))
+        )
+        return _Mark(str(mark["key"]), new, over)
     except (ValueError, KeyError, TypeError) as error:
         problem = "was not written by ckpttool"
         raise StorageError(path, problem, "move it out of the way, or choose another OUT") from error
@@ -138,7 +153,9 @@ class BucketOutput:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
         existing = self._take_over()
         self._has_marker = True  # set first: if the request fails, the store may still have written it
-        self._storage.put(self.path(MARK), json.dumps({"key": self._key, "files": self._names}).encode())
+        over = [name for name in self._names if name.split("/")[0] in existing]
+        mark = {"key": self._key, "files": [name for name in self._names if name not in over], "over": over}
+        self._storage.put(self.path(MARK), json.dumps(mark).encode())
         return existing
 
     def _take_over(self) -> set[str]:
@@ -146,13 +163,13 @@ class BucketOutput:
         names = {e.name for e in self._storage.listing(self._out)} if self._storage.is_dir(self._out) else set()
         if MARK not in names:
             return names
-        left_key, left = _read_mark(self._storage, self._out)
-        if self._resume and left_key == self._key:
+        key, left, over = _read_mark(self._storage, self._out)
+        if self._resume and key == self._key:
             self._pending = self._storage.uploads(self._out)
             self._storage.list_tree(self._out)
             self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._exists(name)}
         else:
-            self._storage.abort_uploads(self._out, left)
+            self._storage.abort_uploads(self._out, [*left, *over])
             self._storage.delete([self.path(name) for name in left])
         return names - {MARK} - {name.split("/")[0] for name in left}
 
