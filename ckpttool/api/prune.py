@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.catalog.entries import Catalog

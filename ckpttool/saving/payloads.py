@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckpttool.checksums import Checksums
+    from ckpttool.ranges import ByteRange
 
 READ_BYTES = 1 << 23
 """Bytes of one read of a payload."""
@@ -130,6 +131,11 @@ class TorchFile:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self._built.nbytes
+
+    @property
+    def layout(self) -> tuple[tuple[tuple[int, bytes], ...], Mapping[str, ByteRange]]:
+        """The bytes beside payloads, by offset, and the range of each payload by its key."""
+        return self._built.literals, self._built.payloads
 
     @property
     def checksums(self) -> Checksums:

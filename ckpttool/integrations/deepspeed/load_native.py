@@ -62,9 +62,10 @@ def read_native(
         not live.stage and live.model is not None and not live.engine.has_moe_layers and live.optimizer is not None
     )
     files: dict[str, Any] = {}
-    if not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint))):
-        files = {name: read_file(name) for name in needed}
-    if by_name and live.model is not None:
+    reads = not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint)))
+    if reads and not options.structure_only:
+        files = {name: _rigid(live, read_file(name)) for name in needed}
+    if by_name and not options.structure_only and live.model is not None:
         fitted = stage0.prepare_whole(live, checkpoint, live.model, files.get(needed[0]), strict=options.strict)
     for content in files.values() if not live.stage and not by_name else ():
         if isinstance(content, dict) and content.get("optimizer") is not None:
@@ -75,6 +76,41 @@ def read_native(
         method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, read_file=read_file,
         notes=(*notes, *map(str, checkpoint.notes), *checkpoint.remarks),
     )  # fmt: skip
+
+
+def _rigid(live: LiveEngine, content: Any) -> Any:
+    """Return the content of a file with the optimizer's whole state dict, which elastic checkpoints leave out.
+
+    They list the states of each group, without padding; DeepSpeed loads them only if the groups have a step.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``,
+    ``_restore_step_from_elastic_checkpoint``).
+    """
+    states = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    listed = states.get("base_optimizer_state") if isinstance(states, dict) else None
+    if states is None or not isinstance(listed, list):
+        return content
+    step = states.pop("base_optimizer_state_step", None)
+    options = [group if step is None else {**group, "step": step} for group in live.hyperparameters]
+    masters = zip(listed, states["single_partition_of_fp32_groups"], live.masters, strict=True)
+    states["base_optimizer_state"] = {
+        "state": {
+            number: {key: _padded(value, lean, own) for key, value in group.items()}
+            for number, (group, lean, own) in enumerate(masters)
+            if group
+        },
+        "param_groups": [{**group, "params": [number]} for number, group in enumerate(options)],
+    }
+    return content
+
+
+def _padded(value: Any, lean: Any, own: Any) -> Any:
+    """Return a state of a partition without padding in the length of the engine's partition."""
+    if getattr(value, "shape", None) != lean.shape or lean.shape == own.shape:
+        return value
+    padded = value.new_zeros(own.shape)
+    padded[: value.numel()] = value
+    return padded
 
 
 def native_files(live: LiveEngine, names: Sequence[str]) -> list[str]:

@@ -64,6 +64,10 @@ def prepare(
     else:
         fitted = _fit(live, checkpoint, live.model, options)
         why_not = _why_not_native(live, checkpoint, fitted, options.weights_only)
+    groups = len(live.model.groups) if live.model is not None else len(live.hyperparameters)
+    if not options.weights_only and len(live.hyperparameters) != groups:
+        problem = f"cannot be loaded: DeepSpeed has built the optimizer of {groups} groups anew, with a single group"
+        raise PlanError(checkpoint.location, problem, "build the optimizer with one group, or pass weights_only=True")
     if not options.weights_only:
         from ckpttool.integrations.deepspeed.states import check_states  # imports torch
 
@@ -111,6 +115,13 @@ def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     return checkpoint.native and same_stage and checkpoint.dtype == live.dtype
 
 
+def _is_elastic(checkpoint: Checkpoint) -> bool:
+    """Whether the files have no hyper-parameters: those of the engine are used."""
+    config = checkpoint.ds_config.get("zero_optimization")
+    elastic = isinstance(config, Mapping) and bool(config.get("elastic_checkpoint"))
+    return elastic and not any(group.hyperparameters.keys() - {"step"} for group in checkpoint.groups)
+
+
 def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, weights_only: bool) -> str:
     """Return why DeepSpeed cannot load these files directly; "" if it can."""
     if weights_only:
@@ -120,7 +131,8 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
     differs: object = fitted.missing or fitted.unexpected
     if not live.stage and live.model is not None:  # what is not trained may differ: the optimizer's states go by name
         differs = {*fitted.missing}.intersection(*live.model.groups)
-    if differs or (live.stage and (fitted.fresh or fitted.unrestored_groups or fitted.regrouped)):
+    kept = fitted.unrestored_groups and not _is_elastic(checkpoint)
+    if differs or (live.stage and (fitted.fresh or kept or fitted.regrouped)):
         return "does not have exactly the engine's parameters and groups"
     if live.stage == 0:
         return (

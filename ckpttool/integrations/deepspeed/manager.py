@@ -6,6 +6,7 @@ import contextlib
 import logging
 import posixpath
 import time
+import weakref
 from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,7 @@ class CheckpointManager:
         self._background = Background()
         self._group: Any = None
         self._warned = False
+        self._checked: weakref.ref[Any] | None = None
         self.restored: LoadReport | None = None
         """Report of the last ``restore``."""
 
@@ -215,8 +217,8 @@ class CheckpointManager:
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
-        from ckpttool.integrations.deepspeed.provenance import current_provenance
         from ckpttool.integrations.deepspeed.engine import inspect_engine
+        from ckpttool.integrations.deepspeed.provenance import current_provenance
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
         from ckpttool.integrations.deepspeed.states import optimizer_identity
 
@@ -269,6 +271,8 @@ class CheckpointManager:
             exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
             own_files=own_files,
         )  # fmt: skip
+        if self._checked is None or self._checked() is not engine:
+            self._check_restorable(engine, posixpath.join(root, request.tag), ranks, captured)
         if not self.saves_in_background:
             report = self._write(root, ranks, request, captured, began, None)
             if report.error is not None:
@@ -494,6 +498,17 @@ class CheckpointManager:
 
             self._ranks = ranks_of_process_group(MEETING)
         return self._ranks
+
+    def _check_restorable(self, engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles) -> None:
+        """Check the first save of an engine before anything is written."""
+        from ckpttool.integrations.deepspeed.restorable import check_restorable
+
+        try:
+            check_restorable(engine, directory, ranks, captured, timeout=self._timeout)
+        except BaseException:
+            captured.release()
+            raise
+        self._checked = weakref.ref(engine)
 
     def _warn_of_gradients(self, engine: Any, ranks: Ranks) -> None:
         """Warn once of a save between two micro batches: gradients are in no checkpoint."""

@@ -21,6 +21,8 @@ class LoadOptions:
     strict: bool = True
     weights_only: bool = False
     dry_run: bool = False
+    structure_only: bool = False
+    """Whether no tensor may be read, not even to identify names: the checkpoint is not saved yet."""
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; a storage with a manifest compares by itself."""

@@ -163,7 +163,8 @@ def _names_from_files(
     source = _sources(checkpoint, model)
     engine_names = [[source[n] for n in names] for names in model.groups]
     if not live.wrapper:
-        saved, own = [g.hyperparameters.get("lr") for g in checkpoint.groups], [g.get("lr") for g in live.hyperparameters]
+        saved = [group.hyperparameters.get("lr") for group in checkpoint.groups]
+        own = [options.get("lr") for options in live.hyperparameters]
         if saved == own or sorted(map(repr, saved)) != sorted(map(repr, own)):
             return engine_names
         problem = "does not record the parameter of each optimizer state, and several orders fit"
@@ -414,12 +415,19 @@ def _difference(live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, A
     for numbers, group in zip(there, groups, strict=True):
         for number, p in zip(numbers, group["params"], strict=True):
             state = base["state"].get(number, {})
-            if any(_numel(v) > 1 and _numel(v) != p.numel() for v in state.values()):
+            if not all(_may_belong(v, p) for v in state.values()):
                 return "states of other sizes"
     for key in ("fp32_groups_flat", "fp32_groups"):
         if key in saved and _sizes(saved[key]) != _sizes(getattr(live.optimizer, key, [])):
             return "masters of other sizes"
     return ""
+
+
+def _may_belong(value: Any, parameter: Any) -> bool:
+    """Return whether a state may be of a parameter: of its size, or of rows or columns as Adafactor's."""
+    if _numel(value) <= 1 or _numel(value) == parameter.numel():
+        return True
+    return set(value.shape) <= {1, *parameter.shape}
 
 
 def _sizes(values: Any) -> list[Any]:

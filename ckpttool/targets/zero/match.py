@@ -85,7 +85,8 @@ def nonpartitionable_error(checkpoint: Checkpoint) -> PlanError:
     """Return the error of a match with an engine of another layout."""
     names = ", ".join(checkpoint.nonpartitionable[:NAMED])
     problem = f"holds states that cannot be re-partitioned: {names}"
-    return PlanError(checkpoint.location, problem, "resume on the same ranks and stage, or load it with weights_only=True")
+    hint = "resume on the same ranks and stage, or load it with weights_only=True"
+    return PlanError(checkpoint.location, problem, hint)
 
 
 class _Matcher:

@@ -1,0 +1,132 @@
+"""Check before the first save of an engine that a restore into an engine built alike would succeed.
+
+The structure of all ranks' files, without tensors, goes to a scratch directory of the first rank as sparse files. They
+are opened and matched with the live engine as in a restore; the storage of the checkpoint is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import tempfile
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ckpttool.catalog.cleanup import SCRATCH
+from ckpttool.errors import CkptError, PlanError
+from ckpttool.formats import open_checkpoint
+from ckpttool.integrations.deepspeed.engine import inspect_engine
+from ckpttool.integrations.deepspeed.load_plan import prepare
+from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
+from ckpttool.saving.payloads import TorchFile
+from ckpttool.storage import LOCAL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpttool.integrations.deepspeed.capture import CapturedFiles
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.saving.payloads import OutgoingFile
+
+SCALAR_BYTES = 1 << 10
+"""Most bytes of a tensor that is copied with the structure: readers read the optimizer's numbers."""
+HINT = "change that, or save with engine.save_checkpoint"
+
+Structure = tuple[str, int, list[tuple[int, bytes]]]
+"""Name and size of a file, and its bytes beside tensors, by offset."""
+
+
+def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, timeout: float) -> None:
+    """Check that captured files can be restored into the engine; call it on every rank.
+
+    Args:
+        engine: The engine that they are of.
+        directory: Directory of the checkpoint, for errors.
+        ranks: The ranks of the run.
+        captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
+        timeout: Seconds that a rank may be behind the others.
+
+    Raises:
+        PlanError: They cannot be restored; the same on every rank.
+    """
+    own = None if captured.failed is not None else [_structure(file) for file in captured.files]
+    complete: list[Any] = [None] * ranks.size
+    dist.all_gather_object(complete, own is not None)
+    if not all(complete):
+        return
+    everyone: list[Any] = [None] * ranks.size
+    dist.gather_object(own, everyone if ranks.rank == 0 else None)
+    agree = partial(agree_on_all_ranks, ranks, directory, timeout=timeout)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
+        path = posixpath.join(scratch, posixpath.basename(directory))
+
+        def open_structure() -> Any:
+            _write_sparse([file for files in everyone for file in files], path)
+            return open_checkpoint(path, storage=LOCAL)
+
+        try:
+            checkpoint = open_together(path, LOCAL, open_structure, ranks, timeout=timeout)
+            # Objects in these two are built with ``allow``, which a restore may add.
+            checkpoint = replace(checkpoint, client_state={}, scheduler=None)
+            error: BaseException | None = None
+            try:
+                live = inspect_engine(engine)
+                _check_elastic(live)
+                prepare(live, checkpoint, LoadOptions(strict=False, dry_run=True, structure_only=True))
+            except CkptError as failed:
+                error = failed
+            agree(error)
+        except CkptError as failed:
+            problem = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
+            raise PlanError(failed.path.replace(path, directory), problem, HINT) from failed
+
+
+def _structure(file: OutgoingFile) -> Structure:
+    """Return the bytes of a file beside tensors, and small tensors."""
+    if not isinstance(file, TorchFile):
+        return file.name, file.nbytes, []
+    literals, payloads = file.layout
+    small = [
+        (where.start, bytes(file.payloads[key].read(0, where.nbytes)))
+        for key, where in payloads.items()
+        if where.nbytes <= SCALAR_BYTES
+    ]
+    return file.name, file.nbytes, [*literals, *small]
+
+
+def _write_sparse(files: Sequence[Structure], directory: str) -> None:
+    for name, nbytes, pieces in files:
+        path = os.path.join(directory, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(nbytes)
+            for start, data in pieces:
+                file.seek(start)
+                file.write(data)
+
+
+def _check_elastic(live: LiveEngine) -> None:
+    """Refuse elastic checkpoints of states that are longer than a partition: DeepSpeed cuts them at its length.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``).
+
+    Raises:
+        PlanError: The optimizer has such a state.
+    """
+    if live.stage in {1, 2} and live.engine.zero_elastic_checkpoint():
+        for name in _longer_states(live):
+            problem = f"elastic_checkpoint cuts {name} of the optimizer to the length of a partition"
+            raise PlanError("zero_optimization", problem, "set elastic_checkpoint to false")
+
+
+def _longer_states(live: LiveEngine) -> Iterator[str]:
+    for owner in live.masters:
+        for name, value in live.optimizer.optimizer.state.get(owner, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > owner.numel() and value.numel() > 1:
+                yield name

@@ -1,0 +1,79 @@
+"""What a live engine saves is restored into an engine built alike, whatever its configuration."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.deepspeed import restoring
+from tests.sampling import thorough
+
+if TYPE_CHECKING:
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+
+CHOSEN = restoring.draws(2400 if thorough() else 240)
+REFUSED = (
+    r"holds states that cannot be re-partitioned",  # Adafactor's rows and columns, for example
+    r"holds .*, but the engine's optimizer keeps",  # the engine's differs, such as torch's Adagrad without offload
+    r"DeepSpeed has built the optimizer of \d groups anew",
+)
+"""Why a save may not be restored on other ranks or at another stage."""
+DEEPSPEED_ALSO = {"loaded": "deepspeed restored", "restored": "deepspeed restored", "trained": "deepspeed trained"}
+"""Differences that DeepSpeed's own load leaves too: torch adds options, or casts a state to the type of its weights."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: TempPathFactory) -> dict[str, dict[str, Any]]:
+    return restoring.run(CHOSEN, tmp_path_factory.mktemp("restoring"))
+
+
+def _trained(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those that DeepSpeed itself can train and save."""
+    return {name: one for name, one in found.items() if not one.get("deepspeed", "").startswith("cannot train")}
+
+
+def test_most_configurations_are_ones_that_deepspeed_can_train(found: dict[str, dict[str, Any]]) -> None:
+    assert found.keys() == {draw.id for draw in CHOSEN}
+    reasons = Counter(str(one["deepspeed"])[:90] for one in found.values() if one.get("deepspeed"))
+    print(f"{len(found)} configurations, {len(_trained(found))} that DeepSpeed can train; not the others: {reasons}")
+    assert len(_trained(found)) > 0.8 * len(found)
+
+
+def test_each_is_saved_and_sound(found: dict[str, dict[str, Any]]) -> None:
+    for name, one in _trained(found).items():
+        if "elastic_checkpoint cuts" in one["save"]:  # DeepSpeed cuts states of Muon: nothing could restore them
+            assert "Muon" in name
+            continue
+        assert (one["save"], one["kept"]) == ("", []), name
+        for report in (one["verify ours"], one["verify theirs"]):
+            assert not report or "infinite values" in report, (name, report)
+
+
+def test_each_is_restored_on_the_same_ranks_and_trains_on_as_before(found: dict[str, dict[str, Any]]) -> None:
+    saved = {name: one for name, one in _trained(found).items() if not one["save"]}
+    for name, one in saved.items():
+        assert (one["load"], one["restore"]) == ("", ""), (name, one["load"], one["restore"])
+        assert (one["client_state"], one["trains"]) == ("", ""), name
+        for key, theirs in DEEPSPEED_ALSO.items():
+            assert set(one[key]) <= set(one.get(theirs, ())), (name, key, one[key])
+
+
+def test_each_is_restored_elsewhere_or_refused_before_the_engine_changes(found: dict[str, dict[str, Any]]) -> None:
+    counts: Counter[str] = Counter()
+    for name, one in found.items():
+        if "other" not in one:
+            continue
+        if one["other"]:
+            counts["refused"] += 1
+            assert any(re.search(pattern, one["other"]) for pattern in REFUSED), (name, one["other"])
+            assert one["other touched"] == [], name
+        else:
+            counts["restored"] += 1
+            assert one["other differs"] == [], name
+    print(f"on other ranks or at another stage: {dict(counts)}")
+    assert counts["restored"] > 10 * counts["refused"]
