@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import sys
+import traceback
 import types
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -187,7 +188,9 @@ def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
     found["trained"] = [*([] if again == [losses] else ["losses"]), *differing(after, snapshot(other))]
     found["notes"] = list(manager.restored.notes) if manager.restored else []
     other.destroy()
-    if found["restored"] or found["trained"]:
+    everyone: list[Any] = [None] * draw.ranks
+    torch.distributed.all_gather_object(everyone, [*found["loaded"], *found["restored"], *found["trained"]])
+    if any(everyone):
         other = build(draw, seed=9)
         found["deepspeed"] = told(lambda: other.load_checkpoint(str(root / "theirs")))
         found["deepspeed restored"] = differing(before, snapshot(other))
@@ -238,6 +241,7 @@ def told(function: Any) -> str:
     except CkptError as error:
         return str(error)
     except Exception as error:
+        traceback.print_exc()
         return f"raw: {type(error).__name__}: {error}"
     return ""
 
@@ -380,10 +384,13 @@ def snapshot(engine: Any) -> dict[str, Any]:
     owners = getattr(wrapper, "fp32_partitioned_groups_flat", None)
     if owners is None:
         owners = [p for group in inner.param_groups for p in group["params"]]
-    for number, owner in enumerate(owners):
-        found[f"master/{number}"] = owner.detach().clone()
-        for key, value in inner.state.get(owner, {}).items():
-            found[f"{key}/{number}"] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    paddings = [0] * len(owners)
+    if engine.zero_optimization_stage() in {1, 2}:
+        paddings = getattr(wrapper, "groups_padding", paddings)  # elastic checkpoints leave it out
+    for number, (owner, padding) in enumerate(zip(owners, paddings, strict=True)):
+        for key, value in [("master", owner), *inner.state.get(owner, {}).items()]:
+            is_flat = isinstance(value, torch.Tensor) and value.shape == owner.shape and owner.dim()
+            found[f"{key}/{number}"] = _copied(value[: len(value) - padding] if is_flat and padding else value)
     for number, group in enumerate(wrapper.param_groups):
         found |= {f"option {key}/{number}": value for key, value in group.items() if key != "params"}
     if engine.lr_scheduler is not None:
@@ -394,6 +401,12 @@ def snapshot(engine: Any) -> dict[str, Any]:
         }
     found["scale"] = float(getattr(wrapper, "cur_scale", 0) or 0)
     return found | {"steps": engine.global_steps, "samples": engine.global_samples, "skipped": engine.skipped_steps}
+
+
+def _copied(value: Any) -> Any:
+    import torch
+
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _named(engine: Any) -> dict[str, Any]:
