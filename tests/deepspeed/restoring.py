@@ -27,9 +27,11 @@ TORCH = (
     "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adafactor", "Muon",
 )  # fmt: skip
 TRANSFORMERS = ("HFAdafactor", "HFAdafactor beta1=0.9")
+OWN = ("CountingInGroups", "Unusual")
+"""Optimizers of users; see ``_own``."""
 DEEPSPEED = ("Adam", "AdamW", "Adam torch_adam=1", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "MuAdam")
 OPTIMIZERS = (
-    *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS)),
+    *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS, *OWN)),
     *(f"deepspeed {n}" for n in DEEPSPEED),
 )
 """Those that users pass, and those that the configuration names."""
@@ -315,7 +317,49 @@ def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False, **options)
+    if name in OWN:
+        return _own(name)(groups)
     return getattr(torch.optim, name)(groups, **{"lr": 0.01, **options})
+
+
+def _own(name: str) -> Any:
+    import torch
+
+    class CountingInGroups(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
+        """Counts steps in its groups alone, like apex's FusedAdam."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                for p in (p for p in group["params"] if p.grad is not None):
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.lerp_(p.grad.to(p.dtype), 0.1)
+                    p.add_(average / (1 - 0.9 ** group["step"]), alpha=-group["lr"])
+
+    class Unusual(torch.optim.Optimizer):  # type: ignore[misc]  # the same
+        """Keeps what a rank computes of its own partition, states that come later, a list and no tensor at all."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0, "d": 1e-3})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state = self.state[p]
+                    state["norm"] = float(p.grad.float().norm())
+                    state["history"] = [*state.get("history", []), state["norm"]][-3:]
+                    state.setdefault("sketch", torch.zeros(3))[0] += state["norm"]
+                    if len(state["history"]) == 2:
+                        state["late"] = torch.ones_like(p)
+                    group["d"] = max(group["d"], 0.01 * state["norm"])
+                    p.add_(p.grad.to(p.dtype), alpha=-group["lr"] * group["d"] - 1e-3 * float(state["sketch"][0]))
+
+    return CountingInGroups if name == "CountingInGroups" else Unusual
 
 
 def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:

