@@ -95,8 +95,9 @@ def test_all_holds_for_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
 
 
 def test_all_compares_tensors_of_the_client_state(checkpoint_copy: Callable[[str], Path]) -> None:
-    roots = [root := checkpoint_copy(NAME), root.parent / "other"]
-    shutil.copytree(*roots)
+    root = checkpoint_copy(NAME)
+    roots = [root, root.parent / "other"]
+    shutil.copytree(roots[0], roots[1])
     for n, root in enumerate(roots):
         path = damage.model_file(root)
         file = torch.load(path, weights_only=False)
