@@ -386,7 +386,7 @@ def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     arguments = [["inspect", ZERO3], ["consolidate", ZERO3, str(tmp_path / "out"), "--to", "torch"], ["verify", ZERO3]]
     for n, argument in enumerate([*arguments, ["inspect", str(tmp_path / "nothing")], ["inspect"], ["--help"]]):
         command = shlex.join([sys.executable, "-m", "ckpttool", *argument])
-        done = subprocess.run(f"{command} {closed}", shell=True, capture_output=True, text=True, check=False)
+        done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, check=False)
         assert done.returncode == (0, 0, 0, 1, 2, 0)[n]
         assert "Traceback" not in done.stdout + done.stderr
         assert bool(done.stdout) == (n not in {3, 4} and closed == "2>&-")
