@@ -104,6 +104,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         root.within(checkpoint.tag, mode_of_directory(connect(checkpoint.storage), checkpoint.root)) if tagged else root
     )
     target.check_apart(checkpoint)
+    copies.check_outside(checkpoint, root.storage, root.out)
     plan = copies.plan_copy(checkpoint)
     # A run that was killed after its commit has left only latest to write.
     there = _is_there(checkpoint, target, plan, options)

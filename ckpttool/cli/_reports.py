@@ -250,16 +250,19 @@ def print_diff_report(report: DiffReport) -> None:
         ]
         right = ["differing", "max abs", "max rel"]
         print_table(["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"], rows, right=right)
+    if report.others:
+        print_table(["value", "a", "b"], [(o.name, o.a or "-", o.b or "-") for o in report.others])
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
     retyped = sum(1 for d in report.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])
     if retyped:
         print_line(f"note: {retyped} tensors have equal values in different types", color="yellow")
-    verdict = f"{len(different)} of {len(report.tensors)} tensors differ" if different else "equal"
-    print_line(
-        f"{verdict} ({len(report.tensors)} tensors)" if not different else verdict,
-        color="red" if different else "green",
-    )
+    count = len(report.tensors)
+    verdict = f"equal ({count} tensors: {report.compared})"
+    if not report.equal:
+        values = "" if report.others is None else f", other values that differ: {len(report.others)}"
+        verdict = f"{len(different)} of {count} tensors differ{values} ({report.compared})"
+    print_line(verdict, color="green" if report.equal else "red")
 
 
 def _side(difference: Difference, side: int) -> str:

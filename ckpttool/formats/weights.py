@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 RESTORE = "restore it from a copy"
+SHARDING = "DCP_SHARDING_INFO"
+"""The metadata of torch's safetensors that holds the offsets of each tensor of the file in the whole tensor.
+
+Source: torch 2.13, distributed/checkpoint/_hf_utils.py."""
+SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""The name that torch gives to the file of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ def _check_parts(src: str, names: list[str]) -> None:
     """Check that all parts exist: each name contains the number of parts."""
     present = set(names)
     for name in names:
+        _refuse_shard(posixpath.join(src, name), {})  # its name contains no number of ranks
         match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\..*)", name)
         if match is None:
             continue
@@ -102,6 +109,22 @@ def _check_parts(src: str, names: list[str]) -> None:
         numbers = (f"{start}{n:0{len(number)}d}{of}{count}{end}" for n in range(1, int(count) + 1))
         if gone := next((n for n in numbers if n not in present), None):
             raise LayoutError(posixpath.join(src, gone), f"is missing ({name} is one of {int(count)} parts)", RESTORE)
+
+
+def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
+    """Refuse the file of one rank: its tensors are parts, and no file says how many ranks there were.
+
+    The same writer notes offsets in files of whole tensors, too: they are zero there.
+    """
+    try:
+        offsets = [at for entry in json.loads(metadata.get(SHARDING, "{}")).values() for at in entry["saved_offsets"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LayoutError(path, f"has damaged metadata {SHARDING}", RESTORE) from error
+    if SHARD.fullmatch(posixpath.basename(path)) or any(offsets):
+        problem = "is the shard of one rank, as torch.distributed.checkpoint writes safetensors, not whole weights"
+        raise LayoutError(
+            path, problem, "load all shards with torch, and save whole weights or a checkpoint with .metadata"
+        )
 
 
 def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
@@ -162,6 +185,7 @@ def _read_files(
             records: tuple[Record, ...] = ()
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
+                _refuse_shard(path, metadata)
                 file_states = states_in(entries, index)
                 if METADATA in metadata:
                     problem = "holds the states of an optimizer, not weights"
