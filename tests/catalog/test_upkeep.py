@@ -379,8 +379,13 @@ def test_a_damaged_checkpoint_is_not_torn(tmp_path: Path) -> None:
     path.write_bytes(data)
     path = tmp_path / "step2" / "mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-5000])
+    path = tmp_path / "step3" / "mp_rank_00_model_states.pt"
+    data = path.read_bytes()
+    path.write_bytes(data[:-22] + bytes(22))  # the end record of the archive alone
+    shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / "step4")
     _aged(tmp_path)
-    first, second, _ = api.prune(tmp_path, torn=True)
+    first, second, third, _ = api.prune(tmp_path, torn=True)
+    assert (third.keep, third.reason.startswith("cannot be opened, which does not prove it torn: ")) == (True, True)
     assert first.keep
     assert first.reason.startswith("cannot be opened, which does not prove it torn: ")
     assert (second.keep, "torn: " in second.reason) == (False, True)
