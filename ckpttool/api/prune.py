@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.catalog.entries import Catalog
@@ -74,6 +74,7 @@ def prune(  # noqa: PLR0913  public API
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
     """
     from ckpttool.api.options import Options
+    from ckpttool.catalog.cleanup import remove_partial_files
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Rules, decide
     from ckpttool.commit.signing import read_key
@@ -84,8 +85,10 @@ def prune(  # noqa: PLR0913  public API
     key = read_key(sign_key)
     found = catalog(checked_path("root", root), options=storage_options)
     storage = open_storage(checked_path("root", root), storage_options)
-    if not dry_run and _recover(storage, found, rules):
-        found = catalog(checked_path("root", root), options=storage_options)
+    if not dry_run:
+        remove_partial_files(storage, found.root, grace=rules.grace_seconds)
+        if _recover(storage, found, rules):
+            found = catalog(checked_path("root", root), options=storage_options)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)

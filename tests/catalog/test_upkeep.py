@@ -380,8 +380,7 @@ def test_a_damaged_checkpoint_is_not_torn(tmp_path: Path) -> None:
     path = tmp_path / "step2" / "mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-5000])
     path = tmp_path / "step3" / "mp_rank_00_model_states.pt"
-    data = path.read_bytes()
-    path.write_bytes(data[:-22] + bytes(22))  # the end record of the archive alone
+    path.write_bytes(path.read_bytes()[:-22] + bytes(22))  # the end record of the archive alone
     shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / "step4")
     _aged(tmp_path)
     first, second, third, _ = api.prune(tmp_path, torn=True)
@@ -574,3 +573,25 @@ def test_a_checkpoint_that_is_saved_again_meanwhile_stays_whole(rewound: Any, mo
     done = api.prune(root, keep_last=1, thin="bf16")
     assert done[1].reason == "changed meanwhile: saved again, or pinned"
     assert whole(second)["step2"] == version(7)
+
+
+def test_a_small_file_that_a_killed_process_began_is_removed(root: Path, tmp_path: Path) -> None:
+    """Killed while it wrote ``latest``, cp leaves a temporary file in a root that no run may ever save in."""
+    files = {p.name for p in root.iterdir() if p.is_file()}
+    for how in ("cp", "prune"):
+        for name in ("latest.0badcafe.partial", "latest.0badcaff.partial", "notes.partial", "new.0badcafe.txt"):
+            (root / name).write_text("step")
+            os.utime(root / name, (NOW - 7200, NOW - 7200) if name != "latest.0badcaff.partial" else None)
+        if how == "cp":
+            shutil.copytree(root / "step1", tmp_path / "other" / "step5")
+            api.cp(tmp_path / "other", root, tag="step5")
+        else:
+            api.prune(root, keep_last=4, dry_run=True)
+            assert (root / "latest.0badcafe.partial").exists()
+            api.prune(root, keep_last=4)
+        left = {p.name for p in root.iterdir() if p.is_file()}
+        assert left - {"zero_to_fp32.py"} == files - {"zero_to_fp32.py"} | {
+            "latest.0badcaff.partial",
+            "notes.partial",
+            "new.0badcafe.txt",
+        }
