@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog import entries, retention, upkeep
+from ckpttool.catalog import entries, retention, thinning, upkeep
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
@@ -595,3 +595,39 @@ def test_a_small_file_that_a_killed_process_began_is_removed(root: Path, tmp_pat
             "notes.partial",
             "new.0badcafe.txt",
         }
+
+
+@pytest.mark.parametrize("moment", ["plan_thinning", "thin", "recover"])
+def test_a_checkpoint_that_another_prune_thins_meanwhile_is_left(
+    moment: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower of two said that a file does not exist, or is in the way."""
+    ours, begun = getattr(thinning, moment), []
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if not begun:
+            begun.append(1)
+            api.prune(root, keep_last=3, thin="bf16")
+        return ours(*arguments, **options)
+
+    monkeypatch.setattr(thinning, moment, slow)
+    first, *_ = api.prune(root, keep_last=3, thin="bf16")
+    assert (first.keep, first.thin, first.reason) == (True, None, "thinned by another process")
+    assert api.inspect(root / "step1").thin
+    assert api.verify(root / "step1", deep=True).findings == ()
+
+
+def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete = LOCAL.delete
+
+    def refuse(_: object, paths: list[str]) -> None:
+        if any(path.endswith("optim_states.pt") for path in paths):
+            raise StorageError(paths[0], "permission denied", "check who may write it")
+        delete(paths)
+
+    monkeypatch.setattr(type(LOCAL), "delete", refuse)
+    with pytest.raises(PruneError, match="is thin, but not all old files are removed: permission denied; repair that"):
+        api.prune(root, keep_last=3, thin="bf16")
+    monkeypatch.undo()
+    assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
+    assert not list((root / "step1").glob("*optim_states.pt"))
