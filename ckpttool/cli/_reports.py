@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli._output import print_line, print_table, terminal_width, write_bytes
 from ckpttool.dtypes import SHORT_NAMES
-from ckpttool.units import format_age, format_size
+from ckpttool.units import format_age, format_ago, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,8 +192,8 @@ def _state(entry: CatalogEntry) -> str:
 
 
 def _pinned(pin: Pin) -> str:
-    when = format_age(time.time() - pin.when)
-    return f"pinned by {pin.who} {when} ago: {pin.why}" if pin.who else f"pinned: {pin.why}"
+    when = format_ago(time.time() - pin.when)
+    return f"pinned by {pin.who} {when}: {pin.why}" if pin.who else f"pinned: {pin.why}"
 
 
 def print_pin(src: str, pin: Pin, *, removed: bool = False) -> None:

@@ -76,9 +76,9 @@ def unfinished_below(storage: Storage, path: str) -> list[str]:
     return [directory for directory in directories if is_unfinished(storage, directory)]
 
 
-def read_mark(storage: Storage, directory: str) -> dict[str, Any]:
-    """Return the fields of a directory's in-progress marker; empty without a readable marker."""
-    path = posixpath.join(directory, MARK)
+def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, Any]:
+    """Return the fields of a directory's marker; empty without a readable marker."""
+    path = posixpath.join(directory, name)
     try:
         mark = json.loads(find_text(storage, path) or "{}")
     except (StorageError, ValueError):

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import TorchFile, read_torch_file
-from ckpttool.containers.values import TensorRef
+from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.delta_header import DELTA
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
+from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.safetensors_states import states_in
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 RESTORE = "restore it from a copy"
+FLAT = re.compile(r"_?flat_param(_\d+)?")
+"""The name of a flat parameter.
+
+Source: torch 2.13, distributed/fsdp/_flat_param.py (``FLAT_PARAM``)."""
 SHARDING = "DCP_SHARDING_INFO"
 """The metadata of torch's safetensors that holds the offsets of each tensor of the file in the whole tensor.
 
@@ -122,9 +127,7 @@ def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
         raise LayoutError(path, f"has damaged metadata {SHARDING}", RESTORE) from error
     if SHARD.fullmatch(posixpath.basename(path)) or any(offsets):
         problem = "is the shard of one rank, as torch.distributed.checkpoint writes safetensors, not whole weights"
-        raise LayoutError(
-            path, problem, "load all shards with torch, and save whole weights or a checkpoint with .metadata"
-        )
+        raise LayoutError(path, problem, WHOLE)
 
 
 def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
@@ -258,7 +261,17 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
     root = torch.root
     if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
         root = root["state_dict"]
-    tensors = {k: v for k, v in root.items() if isinstance(v, TensorRef)} if isinstance(root, dict) else {}
+    items = root if isinstance(root, dict) else {}
+    for name, value in items.items():
+        if isinstance(value, Opaque) and value.name.startswith("_rebuild_"):
+            kind = next((part.name for part in value.args if isinstance(part, Opaque) and part.how == "global"
+                         and not part.name.startswith("_")), value.name)  # fmt: skip
+            problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or no plain tensor"
+            raise LayoutError(torch.path, problem, WHOLE)
+        if FLAT.fullmatch(str(name).rpartition(".")[2]):
+            problem = f"holds the flat parameter {brief(name, 200)} of one rank of FSDP"
+            raise LayoutError(torch.path, problem, WHOLE)
+    tensors = {k: v for k, v in items.items() if isinstance(v, TensorRef)}
     if not tensors:
         raise LayoutError(torch.path, "holds no state dict", "pass a file of weights")
     result: dict[str, State] = {}

@@ -208,3 +208,32 @@ def test_whole_safetensors_of_torchs_writer_are_read(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.numel()}
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path)), no_dist=True)
     _assert_holds(open_checkpoint(str(tmp_path)), tensors)
+
+
+def _files_of_ranks(rank: int, directory: Path) -> None:
+    """Save files of one rank: with a DTensor, a ShardedTensor, a flat parameter of FSDP, and a buffer in each."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    spec = ChunkShardingSpec(0, placements=["rank:0/cpu", "rank:1/cpu"])
+    weights = {
+        "DTensor": {"w": distribute_tensor(torch.ones(4, 3), DeviceMesh("cpu", [0, 1]), [Shard(0)])},
+        "ShardedTensor": {"w": sharded_tensor.zeros(spec, 4, 3)},
+        "flat parameter": {"block._flat_param": torch.ones(6)},
+        "sparse": {"w": torch.eye(3).to_sparse()},
+    }
+    for name, part in weights.items():
+        torch.save({**part, "buffer": torch.ones(3)}, directory / f"{name}-{rank}.bin")
+    torch.distributed.destroy_process_group()
+
+
+def test_the_file_of_one_rank_is_not_a_whole_model(tmp_path: Path) -> None:
+    """Its tensors of other classes were left out, and the buffers exported."""
+    torch.multiprocessing.start_processes(_files_of_ranks, (tmp_path,), nprocs=2, start_method="fork")
+    for name in ("DTensor", "ShardedTensor", "flat parameter", "sparse"):
+        for rank in (0, 1):
+            with pytest.raises(LayoutError, match=f"holds .*{name}"):
+                ckpttool.consolidate(tmp_path / f"{name}-{rank}.bin", tmp_path / "out", to="safetensors")
+    assert not (tmp_path / "out").exists()
