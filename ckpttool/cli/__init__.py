@@ -76,4 +76,4 @@ def _open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  open until the process ends
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))

@@ -222,6 +222,10 @@ def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
     also = f", {thinned} {would}thinned" if thinned else ""
     freed = format_size(sum(d.freed for d in decisions))
     print_line(f"{gone} of {len(decisions)} {would}removed{also}, {freed} freed")
+    if thinned and dry_run:
+        print_line(
+            "note: a dry run reads no tensors: a checkpoint whose values are damaged stays whole", color="yellow"
+        )
 
 
 def _verb(decision: Decision, *, dry_run: bool) -> str:

@@ -27,6 +27,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
+from tests import damage
 from tests.cli.command import ckpttool
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
@@ -602,7 +603,8 @@ def test_a_checkpoint_that_another_prune_thins_meanwhile_is_left(
     moment: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slower of two said that a file does not exist, or is in the way."""
-    ours, begun = getattr(thinning, moment), []
+    ours = getattr(thinning, moment)
+    begun: list[int] = []
 
     def slow(*arguments: Any, **options: Any) -> Any:
         if not begun:
@@ -631,3 +633,17 @@ def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch:
     monkeypatch.undo()
     assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
     assert not list((root / "step1").glob("*optim_states.pt"))
+
+
+def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> None:
+    for name in ("step1", "step2"):
+        shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / name)
+    damage.flip_in_master(next((tmp_path / "step1").glob("*optim_states.pt")))
+    (tmp_path / "latest").write_text("step2")
+    shown = ckpttool("prune", tmp_path, "--keep-last", 1, "--thin", "bf16", "--dry-run").stdout
+    assert "1 would be thinned" in shown
+    assert "a checkpoint whose values are damaged stays whole" in shown
+    with pytest.raises(PruneError, match="cannot be thinned: record "):
+        api.prune(tmp_path, keep_last=1, thin="bf16")
+    assert not api.inspect(tmp_path / "step1").thin
+    assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout
