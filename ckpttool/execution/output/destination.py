@@ -192,18 +192,10 @@ class Destination:
     ) -> int:  # fmt: skip
         from ckpttool.execution.output.bucket import bucket_output
 
-        replaces = _of_same_kind(plan)
-        with bucket_output(remote, self.out, plan, replaces=replaces, last=last, key=key, resume=resume) as output:
-            overflowed = work(plan, output)
-        try:
-            check(self.out)
-        except BaseException:
-            # Only committed objects can be read back: unlike on local disk, they are visible while ``check`` runs.
-            paths = {file.name: f"{self.out.rstrip('/')}/{file.name}" for file in plan.files}
-            remote.delete([paths.pop(name) for name in last if name in paths])
-            remote.delete(paths.values())
-            raise
-        return overflowed
+        with bucket_output(
+            remote, self.out, plan, replaces=_of_same_kind(plan), check=check, last=last, key=key, resume=resume
+        ) as output:
+            return work(plan, output)
 
     def forecast(self, plan: CopyPlan, options: RunOptions, *, spent: float) -> Needs:
         """Forecast what ``write`` needs, from a short measurement that leaves no file.
