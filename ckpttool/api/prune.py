@@ -145,8 +145,9 @@ def _planned(
 
 def _is_thin(storage: Storage, path: str) -> tuple[bool, bool]:
     """Return whether a checkpoint was thinned, and whether old files are left that nobody removes."""
+    from ckpttool.commit import read_mark
     from ckpttool.commit.manifest import read_manifest
-    from ckpttool.commit.marks import below, is_alive, read_mark
+    from ckpttool.commit.marks import below, is_alive
 
     try:
         thin = any(read_manifest(storage, directory).thin for directory, _ in below(storage, path, MANIFEST))

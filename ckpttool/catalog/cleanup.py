@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalog.entries import committed
 from ckpttool.catalog.retention import decide, parse_best
-from ckpttool.commit import is_commit
+from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commits, directories
-from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, read_mark, state_of
+from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, state_of
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError
 from ckpttool.formats.locate import LATEST
@@ -51,7 +51,7 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
         decisions = [] if rules is None else _decisions(storage, root, rules)
         doomed = {d.entry.path: d.entry.state for d in decisions if not d.keep and d.entry.path not in leftovers}
         whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
-        marks = (posixpath.join(directory, MARK) for directory in whole)
+        marks = (posixpath.join(d, MARK) for d in whole if "over" not in read_mark(storage, d))
         marks_left = [mark for mark in marks if storage.exists(mark)]
         marks_left += _partial_files(storage, root, grace=grace)
     except CkptError as error:

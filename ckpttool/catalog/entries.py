@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.commit import is_commit
+from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import Saved, commits, last_after, newest_first, read_manifest, size_problems
-from ckpttool.commit.marks import below, is_alive, read_mark, state_of, unfinished_below
+from ckpttool.commit.marks import below, is_alive, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalog.cleanup import is_old, remove_unchanged
 from ckpttool.catalog.restore_order import candidates
+from ckpttool.commit import read_mark
 from ckpttool.commit.manifest import Saved, newest_first, read_manifest
-from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
+from ckpttool.commit.marks import is_alive, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import is_gone, is_half_removed, is_linked, link_into, links_below, walk

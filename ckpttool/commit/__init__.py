@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ckpttool.storage import MANIFEST, is_half_removed
+from ckpttool.errors import StorageError
+from ckpttool.storage import MANIFEST, MARK, is_half_removed
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
+COMPARED: set[str] = set()
+"""Directories that this process compares before their commit: it reads their manifests already."""
+
 
 def is_commit(storage: Storage, directory: str) -> bool:
-    """Return whether a directory has a manifest and is not half removed."""
-    return storage.exists(posixpath.join(directory, MANIFEST)) and not is_half_removed(storage, directory)
+    """Return whether a directory has a manifest, is not half removed, and is no copy that is still being written."""
+    if not storage.exists(posixpath.join(directory, MANIFEST)) or is_half_removed(storage, directory):
+        return False
+    return directory in COMPARED or MANIFEST not in read_mark(storage, directory).get("files", ())
+
+
+def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, Any]:
+    """Return the fields of a directory's marker; empty without a readable marker.
+
+    The marker of a save has the field "machine", and the manifest commits the save while the marker is there. That of
+    a command's output has the field "over", and what it lists is not committed before it is removed.
+    """
+    path = posixpath.join(directory, name)
+    if not storage.exists(path):
+        return {}
+    try:
+        with storage.open(path) as reader:  # it may name all files: it may be larger than a text file
+            mark = json.loads(reader.read(0, reader.nbytes))
+    except (StorageError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}

@@ -5,15 +5,14 @@ Source: Linux, proc(5): ``boot_id``, ``/proc/PID/stat`` and ``/proc/PID/ns``.
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
-from ckpttool.commit import is_commit
+from ckpttool.commit import is_commit, read_mark
 from ckpttool.errors import StorageError
-from ckpttool.storage import MARK, find_text
+from ckpttool.storage import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,22 +75,18 @@ def unfinished_below(storage: Storage, path: str) -> list[str]:
     return [directory for directory in directories if is_unfinished(storage, directory)]
 
 
-def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, Any]:
-    """Return the fields of a directory's marker; empty without a readable marker."""
-    path = posixpath.join(directory, name)
-    try:
-        mark = json.loads(find_text(storage, path) or "{}")
-    except (StorageError, ValueError):
-        return {}
-    return mark if isinstance(mark, dict) else {}
-
-
 def is_unfinished(storage: Storage, directory: str) -> bool:
-    """Return whether a save into a directory has begun and is not committed."""
+    """Return whether a save into a directory has begun and is not committed.
+
+    A directory into which a command writes is no unfinished save: it may hold other files, and only that command knows
+    which are its own.
+    """
     names = {entry.name for entry in storage.listing(directory)}
     # A save writes the marker first: killed at that moment, it leaves only incomplete markers.
     begun = bool(names) and all(n.startswith(MARK) and n.endswith(PARTIAL) for n in names)
-    return (MARK in names or begun) and not is_commit(storage, directory)
+    if is_commit(storage, directory) or "over" in read_mark(storage, directory):
+        return False
+    return MARK in names or begun
 
 
 def identity() -> dict[str, Any]:

@@ -33,9 +33,9 @@ import ray.train
 
 from ckpttool.catalog.cleanup import is_old, remove_unchanged
 from ckpttool.catalog.restore_order import Candidate, candidates, step_of
-from ckpttool.commit import is_commit
+from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, read_mark, state_of, unfinished_below
+from ckpttool.commit.marks import is_alive, state_of, unfinished_below
 from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager

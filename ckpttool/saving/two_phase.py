@@ -22,9 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import Checksums
-from ckpttool.commit import is_commit
+from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, Manifest, commits, read_manifest
-from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished, read_mark
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.whole import is_whole
 from ckpttool.saving import files as rank_files

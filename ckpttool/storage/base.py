@@ -22,14 +22,16 @@ MAX_TEXT_BYTES = 1 << 20
 """Most bytes of a small text file such as ``latest``."""
 
 MARK = ".ckpttool-staging"
-"""Name of the in-progress marker: ckpttool made the directory and may remove it; it holds the name of the output."""
+"""Name of the in-progress marker: readers refuse the directory, and a later run of ckpttool may remove its files."""
 MANIFEST = "ckpttool.json"
 """Name of the manifest: the last file of a save, which makes the directory a commit."""
 PIN = ".ckpttool-pin"
 """Name of the file that pins a checkpoint: no retention rule removes or thins it."""
 THINNING = ".ckpttool-thinning"
 """Name of the marker in a whole checkpoint while ``prune`` replaces its files by weights alone."""
-BESIDE = frozenset({MARK, PIN, THINNING})
+WHOLE = ".ckpttool-whole"
+"""Name of the in-progress marker of a local output once all is written and compared, until the directory is renamed."""
+BESIDE = frozenset({MARK, PIN, THINNING, WHOLE})
 """Names of files in the directory of a checkpoint that are no part of it."""
 MAX_DEPTH = 32
 """Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests for ever."""

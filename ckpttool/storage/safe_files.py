@@ -141,6 +141,14 @@ class Directory:
         """
         os.replace(name, name, src_dir_fd=self.fd, dst_dir_fd=to.fd)
 
+    def rename(self, name: str, to: str) -> None:
+        """Rename a file in the directory; replace a file of the new name.
+
+        Raises:
+            OSError: The file cannot be renamed.
+        """
+        os.replace(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
     @contextlib.contextmanager
     def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         """Yield the descriptor of the parent directory of a relative path, and the last component."""

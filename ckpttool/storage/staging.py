@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import stat
 from typing import TYPE_CHECKING
 
 from ckpttool.arguments import checked_path
 from ckpttool.errors import StorageError
-from ckpttool.storage.base import MARK
+from ckpttool.storage.base import MARK, WHOLE
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.journal import JOURNAL
 from ckpttool.storage.posix import write_at
@@ -27,7 +28,7 @@ ASIDE = ".ckpttool-replaced"
 """Name of the directory that holds replaced files of an existing OUT until the commit is done."""
 MOVES = ".ckpttool-moves"
 """Name of a directory with an empty file for each name that a commit moves into an existing OUT."""
-OWN = frozenset({MARK, JOURNAL, SHARED, ASIDE, MOVES})
+OWN = frozenset({MARK, WHOLE, JOURNAL, SHARED, ASIDE, MOVES})
 """Names in the staging directory that are no part of the output."""
 ATTEMPTS = 10
 """Maximum number of attempts to lock the staging directory while other runs create and remove it."""
@@ -56,7 +57,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     with translate_os_errors(out):
-        if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX}:
+        if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX} - _moved(_staging(out)):
             raise not_empty(out, overwrite=overwrite)
         aside = os.path.join(_staging(out), ASIDE)
         if not overwrite and os.path.isdir(aside) and os.listdir(aside):
@@ -122,14 +123,14 @@ def check_apart(out: str, source: str) -> None:
 
 @contextlib.contextmanager
 def staged(
-    out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (), key: str = "", resume: bool = False,
+    out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (), mark: str = "", resume: bool = False,
     mode: int = 0o777, parent_mode: int = 0o777,
 ) -> Iterator[Directory]:  # fmt: skip
     """Context manager: yield a staging directory; move it to ``out`` if the body succeeds, remove it if not.
 
     One rename creates a new OUT. Into an existing OUT the commit moves files one by one: first new files, then files
-    selected by ``replaces``, then ``last`` (an index, say), so that no reader takes a mixture for a complete output.
-    If a move fails, the commit restores the old files.
+    selected by ``replaces``, then ``last`` (an index, say). Meanwhile OUT holds an in-progress marker: no reader takes
+    a mixture for a complete output. If a move fails, the commit restores the old files.
 
     Only this user may enter the staging directory, so that no other user can put a link or a file into it.
 
@@ -139,8 +140,8 @@ def staged(
         out: The output directory.
         replaces: Whether a file name in an existing OUT belongs to the files being replaced.
         last: Names of files to move last, in this order.
-        key: Fingerprint of the plan: a run with the same key can resume.
-        resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
+        mark: Content of the in-progress marker: a run with the same one can resume.
+        resume: Whether to resume an earlier run with the same marker, and to keep the files if the body fails.
         mode: Permissions of a new OUT, before the umask.
         parent_mode: Permissions of OUT's parent directory, if this creates it, before the umask.
 
@@ -157,14 +158,14 @@ def staged(
             with contextlib.suppress(FileExistsError):
                 os.mkdir(above, parent_mode | 0o700)
     try:
-        directory = _open_staging(staging, out, key if resume else None)
+        directory = _open_staging(staging, out, mark if resume else None)
     except BaseException:
         _remove_empty(os.path.dirname(out), existing)
         raise
     keep = False
     try:
         with translate_os_errors(staging):
-            _write_mark(directory, key)
+            _write_mark(directory, mark)
         try:
             yield directory
         except BaseException:
@@ -202,22 +203,22 @@ def write_token(directory: Directory) -> str:
     return token
 
 
-def _write_mark(directory: Directory, key: str) -> None:
+def _write_mark(directory: Directory, mark: str) -> None:
     fd = directory.open_file(MARK, os.O_WRONLY)
     try:
         os.ftruncate(fd, 0)
-        write_at(fd, key.encode(), 0, os.path.join(directory.path, MARK))
+        write_at(fd, mark.encode(), 0, os.path.join(directory.path, MARK))
     finally:
         os.close(fd)
 
 
 def _remove_staging(directory: Directory) -> None:
-    """Remove the staging directory and its files, ignoring errors."""
-    with contextlib.suppress(OSError):
-        for name in directory.names():
-            with contextlib.suppress(OSError, StorageError):
-                directory.remove(name)
-    with contextlib.suppress(OSError):
+    """Remove the files of the staging directory, then its marker and itself; the marker stays if a file stays."""
+    with contextlib.suppress(OSError, StorageError):
+        if directory.stat(WHOLE) is not None:  # the rename failed
+            directory.rename(WHOLE, MARK)
+        for name in sorted(directory.names(), key=lambda name: (name == MARK, name == MOVES)):
+            directory.remove(name)
         os.rmdir(directory.path)
 
 
@@ -251,8 +252,8 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _open_staging(staging: str, out: str, key: str | None) -> Directory:
-    """Create and lock the staging directory, private and empty except for the files of a run with the same ``key``.
+def _open_staging(staging: str, out: str, mark: str | None) -> Directory:
+    """Create and lock the staging directory, private and empty except for the files of a run with the same ``mark``.
 
     Files of another killed run are removed. A directory without the in-progress marker, or one that another user may
     have written to, is refused and left unchanged.
@@ -277,7 +278,7 @@ def _open_staging(staging: str, out: str, key: str | None) -> Directory:
         with translate_os_errors(staging):
             check_own(directory)
             _undo_commit(directory, out)
-            _take_over(directory, key, made=made)
+            _take_over(directory, mark, made=made)
     except BaseException:
         if made:
             _discard(staging)
@@ -314,21 +315,23 @@ def _lock(staging: str) -> Directory:
     return directory
 
 
-def _take_over(directory: Directory, key: str | None, *, made: bool) -> None:
+def _take_over(directory: Directory, mark: str | None, *, made: bool) -> None:
+    if directory.stat(WHOLE) is not None:  # readers accept the directory without MARK: nothing may change before
+        directory.rename(WHOLE, MARK)
     held = directory.names()
-    mark = directory.stat(MARK)
-    if held and not made and mark is None:
+    found = directory.stat(MARK)
+    if held and not made and found is None:
         raise StorageError(directory.path, "was not made by ckpttool", MOVE)
-    if mark is not None and not stat.S_ISREG(mark.st_mode):
+    if found is not None and not stat.S_ISREG(found.st_mode):
         raise StorageError(os.path.join(directory.path, MARK), "is not a regular file", MOVE)
     os.fchmod(directory.fd, 0o700)  # an older release created it with the permissions of OUT
-    if mark is not None and key is not None and _read(directory, MARK, len(key) + 1) == key.encode():
+    if found is not None and mark is not None and _read(directory, MARK, len(mark.encode()) + 1) == mark.encode():
         check_plain(directory)
         return
     for name in held:
         if name != MARK:
             directory.remove(name)
-    if mark is not None:
+    if found is not None:
         directory.remove(MARK)
     os.close(directory.create(MARK))
 
@@ -346,10 +349,14 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
     if not _is_at(staging, directory.fd):
         raise StorageError(staging, "was renamed by another process while it was being written", "try again")
     if not os.path.lexists(out):
-        for name in (JOURNAL, SHARED, MARK):
+        for name in (JOURNAL, SHARED):
             with contextlib.suppress(FileNotFoundError):
                 directory.remove(name)
+        # Without any file of its own a later run would not know the directory if this one is killed before the rename.
+        directory.rename(MARK, WHOLE)
         os.replace(staging, out)
+        with contextlib.suppress(OSError):  # readers ignore it
+            directory.remove(WHOLE)
         kept = os.fstat(directory.fd).st_mode & 0o7000
         os.fchmod(directory.fd, kept | 0o700 | (mode & ~umask()))
         return
@@ -358,17 +365,21 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
     new = [n for n in directory.names() if n not in OWN]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     with Directory.open(out) as target:
-        old = [n for n in target.names() if (replaces(n) or n in new) and n != SUFFIX]
+        old = [n for n in target.names() if (replaces(n) or n in new or n == WHOLE) and n != SUFFIX]
         old.sort(key=lambda name: (name not in last, not replaces(name), name))  # removed in the opposite order
         for name in old:
             found = target.stat(name)
             if found is not None and stat.S_ISDIR(found.st_mode):
                 raise StorageError(os.path.join(out, name), "is a directory", "move it out of the way")
         with directory.make(MOVES, 0o700) as moves:
-            for name in new:
+            for name in [*new, MARK]:
                 os.close(moves.create(name))
-        with directory.make(ASIDE, 0o700) as aside:
-            _move(directory, [(target, aside, n) for n in old] + [(directory, target, n) for n in new])
+            _write_mark(moves, json.dumps({"key": "", "files": [], "over": new}))
+            with directory.make(ASIDE, 0o700) as aside:
+                # There is a marker if the staging directory of a killed commit was removed by hand.
+                older = [(target, aside, MARK)] if target.stat(MARK) is not None else []
+                files = [(target, aside, n) for n in old] + [(directory, target, n) for n in new]
+                _move(directory, [*older, (moves, target, MARK), *files, (target, moves, MARK)])
 
 
 def _undo_commit(directory: Directory, out: str) -> None:
@@ -376,17 +387,32 @@ def _undo_commit(directory: Directory, out: str) -> None:
     held = set(directory.names())
     if MARK not in held:
         return
-    left = held - OWN
-    if {ASIDE, MOVES} <= held and left:
+    if moved := _moved(directory.path):
         os.makedirs(out, exist_ok=True)
-        with Directory.open(out) as target, directory.enter(ASIDE) as aside, directory.enter(MOVES) as moves:
-            for source, to, names in ((target, directory, set(moves.names()) - left), (aside, target, aside.names())):
+        with Directory.open(out) as target, directory.enter(ASIDE) as aside:
+            older = aside.names()
+            for source, to, names in ((target, directory, moved - {MARK}), (aside, target, older)):
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         source.move(name, to)
-    for name in (MOVES, ASIDE):  # without MOVES no later run takes the old files in OUT for the new ones
+            if MARK not in older:
+                with contextlib.suppress(FileNotFoundError):
+                    target.remove(MARK)
+    for name in (ASIDE, MOVES):  # in this order: see ``_moved``
         if name in held:
             directory.remove(name)
+
+
+def _moved(staging: str) -> set[str]:
+    """Return the names that a killed commit has moved into OUT; none if it had not begun, or had moved everything.
+
+    The marker moves first, and back last. ASIDE is removed before MOVES, so that a part of MOVES is never believed.
+    """
+    moves = os.path.join(staging, MOVES)
+    if not os.path.isdir(moves) or not os.path.isdir(os.path.join(staging, ASIDE)):
+        return set()
+    names = set(os.listdir(moves))
+    return set() if MARK in names else {MARK, *names} - set(os.listdir(staging)).difference(OWN)
 
 
 def _move(directory: Directory, moves: Sequence[tuple[Directory, Directory, str]]) -> None:
@@ -411,7 +437,8 @@ def _restore_moved(directory: Directory, done: Sequence[tuple[Directory, Directo
         with contextlib.suppress(OSError):
             directory.remove(MARK)
         problem = "holds files of OUT that could be neither replaced nor restored"
-        raise _NotRestoredError(directory.path, problem, f"move those in {ASIDE} back to OUT by hand") from error
+        hint = f"move those in {ASIDE} back to OUT by hand, and remove {MARK} there"
+        raise _NotRestoredError(directory.path, problem, hint) from error
 
 
 def _existing_parent(out: str) -> str:

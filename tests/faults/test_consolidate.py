@@ -13,6 +13,7 @@ import pytest
 
 from ckpttool.cli._errors import INTERRUPTED
 from ckpttool.execution import local
+from ckpttool.storage.base import WHOLE
 from ckpttool.testing.disks import OF_COMMANDS, is_no_cleanup, watching
 from ckpttool.testing.faults import Before, Fail, Nothing, Rule, interrupt
 from tests import sampling
@@ -46,6 +47,7 @@ RUNS = [
     Run("shards over one", "zero2-dp2-bf16-trainer", ("--to", "torch", "--max-shard-size", "9kB", "--overwrite"),
         ("--to", "safetensors")),
 ]  # fmt: skip
+INTO_EMPTY = Run("an empty one", "zero3-dp2-bf16-trainer", ("--to", "safetensors", "--max-shard-size", "9kB"))
 
 
 def _contents(directory: Path) -> dict[str, bytes]:
@@ -177,20 +179,65 @@ def test_old_output_that_cannot_be_put_back_is_kept_and_named(tmp_path: Path, mo
     old = _contents(out)
     replace, calls = os.replace, 0
 
-    def fail_from_the_second_on(a: str, b: str, **directories: int) -> None:
+    def fail_from_the_fourth_on(a: str, b: str, **directories: int) -> None:
         nonlocal calls
         calls += 1
-        if calls > 1:
+        if calls > 3:
             raise OSError(errno.EIO, "Input/output error")
         replace(a, b, **directories)
 
-    monkeypatch.setattr(os, "replace", fail_from_the_second_on)
+    monkeypatch.setattr(os, "replace", fail_from_the_fourth_on)
     error = ckpttool(*arguments).error
     assert "out.partial: holds files of OUT that could be neither replaced nor restored" in error
+    assert "left half-written by a killed run" in ckpttool("inspect", out).error
     assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
     monkeypatch.undo()
     assert "was not made by ckpttool; move it out of the way" in ckpttool(*arguments).error
     assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
+
+
+def _read_whole(directory: Path) -> dict[str, bytes] | None:
+    """What readers are given, without the file that marks a whole output; None if they refuse the directory."""
+    if ckpttool("inspect", directory).code or ckpttool("verify", directory, "--deep").code:
+        return None
+    return {name: data for name, data in _contents(directory).items() if name != WHOLE}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "while a failure is cleared away"])
+@pytest.mark.parametrize("run", [*RUNS, INTO_EMPTY], ids=lambda r: r.id)
+def test_a_kill_at_any_operation_leaves_a_whole_output_or_none(run: Run, fails: bool, tmp_path: Path) -> None:
+    root, operations = tmp_path / "root", (*OF_COMMANDS, "rmdir")
+    arguments = ("consolidate", source(run.checkpoint), root / "out", *run.options, "--jobs", 1)
+
+    def prepare() -> dict[str, bytes]:
+        before = _prepare(run, root)
+        if run is INTO_EMPTY:
+            (root / "out").mkdir()
+        return before
+
+    def broken(rule: Rule) -> Outcome:
+        with watching(*[Rule(Fail("ENOSPC"), "pwrite", nth=4)] if fails else [], rule):
+            return ckpttool(*arguments)
+
+    prepare()
+    assert ckpttool(*arguments).code == 0
+    good = _contents(root / "out")
+    prepare()
+    recorded = Rule(Nothing(), operations)
+    assert broken(recorded).code == fails
+    names = [at for at, name in enumerate(recorded.matched) if name in {"rename", "unlink", "rmdir"}]
+    for at in sorted({*names, *sampling.some(range(len(recorded.matched)), 20, key=f"{run.id} {fails}")}):
+        before = prepare()
+        if (child := os.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                broken(Rule(Before(lambda _: os._exit(9)), operations, nth=at + 1))
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        for left in root.iterdir():
+            assert _read_whole(left) in (None, good, before), (at, recorded.matched[at], left)
+        done = ckpttool(*arguments)
+        assert _read_whole(root / "out") == good, (at, recorded.matched[at], done.stderr)
+        assert "not empty" in done.error if done.code else [p.name for p in root.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.old is not None], ids=lambda r: r.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -203,7 +204,7 @@ def _rms(file: dict[str, Any], rank: int) -> None:
 def test_a_number_that_each_rank_computes_is_no_damage(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
     for rank, path in enumerate(sorted((root / "global_step3").glob("*optim_states.pt"))):
-        _edit(path, lambda file, rank=rank: _rms(file, rank))
+        _edit(path, partial(_rms, rank=rank))
     assert open_checkpoint(str(root)).nonpartitionable == ("group 0: RMS", "group 1: RMS")
     assert ckpttool.verify(root).findings == ()
 

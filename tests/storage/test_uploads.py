@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import base64
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -24,9 +25,11 @@ from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
+from ckpttool.storage.s3_writer import S3Writer
 from ckpttool.testing import s3_faults as faults
 from ckpttool.testing.faults import Before
 from ckpttool.testing.s3_faults import Cut, Hang
+from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
 from tests.storage.large import write_weights
@@ -144,7 +147,7 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
             seen.append(error)
 
     def write() -> None:
-        with bucket_output(storage, "memory://out", plan, replaces=lambda _: False) as output:
+        with bucket_output(storage, "memory://out", plan, replaces=lambda _: False, check=lambda _: None) as output:
             target = output.begin(plan.files[0])
             target.fail(gone)
             second = threading.Thread(target=write_the_second, args=(target,), daemon=True)
@@ -483,16 +486,19 @@ def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
 # ------------------------------------------------------------------------------------------------- proofs
 
 
-@pytest.mark.parametrize("to", ["consolidate", "convert"])
-def test_a_wrong_output_is_removed(to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.storage.s3_writer import S3Writer
-
+def _flip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every part that is written have a wrong byte."""
     right = S3Writer.write
 
     def wrong(self: S3Writer, start: int, data: bytes | memoryview) -> None:
         right(self, start, bytes(data[:-1]) + bytes([data[-1] ^ 1]))
 
     monkeypatch.setattr(S3Writer, "write", wrong)
+
+
+@pytest.mark.parametrize("to", ["consolidate", "convert"])
+def test_a_wrong_output_is_removed(to: str, weights: str, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    _flip(monkeypatch)
     go: Callable[[], object] = {
         "consolidate": lambda: ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS),  # type: ignore[arg-type]
         "convert": lambda: ckpttool.convert(weights, s3.url("out"), to="dcp", prove=True),
@@ -510,6 +516,130 @@ def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypat
     with pytest.raises(KeyboardInterrupt):
         ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
     _assert_nothing_is_left(s3)
+
+
+def test_a_wrong_output_that_cannot_be_removed_is_refused(
+    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker is there during the comparison, and goes last: a kill then leaves nothing that looks right."""
+    proxy.add(faults.ACCESS_DENIED, "delete_object", times=None)
+    with monkeypatch.context() as patch:
+        _flip(patch)
+        with pytest.raises(CkptError, match="has the digest"):
+            ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
+    proxy.clear()
+    assert s3.keys() == [f"out/{name}" for name in sorted([MARK, *expected])]
+    assert "was left half-written" in command("verify", s3.url("out"), "--deep").stdout
+    ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
+    assert Remote(s3).files(s3.url("out")) == expected
+
+
+def test_a_wrong_output_is_not_resumed(weights: str, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: dict[str, Any] = {**SHARDS, "resume": True}
+    _flip(monkeypatch)
+    proxy.add(faults.ACCESS_DENIED, "put_object", INDEX, times=None)
+    with pytest.raises(StorageError, match="access denied"):
+        ckpttool.consolidate(weights, s3.url("out"), **run)
+    proxy.clear()
+    assert f"out/{LARGE}" in s3.keys()  # noqa: SIM118
+    with pytest.raises(CkptError, match="has the digest"):
+        ckpttool.consolidate(weights, s3.url("out"), prove=True, **run)
+    _assert_nothing_is_left(s3)
+
+
+# ------------------------------------------------------------------------------------------------- every request
+
+TINY: dict[str, Any] = {"to": "safetensors", "max_shard_size": 9000}
+"""Shards that one request writes each."""
+OLD, NEW = source("zero3-dp2-bf16-trainer"), source("zero2-dp2-bf16-trainer")
+
+
+def _requests(proxy: Proxy, function: Callable[[], object]) -> int:
+    """The number of requests that a command makes."""
+    proxy.clear()
+    proxy.log.clear()
+    function()
+    return len(proxy.log)
+
+
+def _cut_off(proxy: Proxy, nth: int, function: Callable[[], object]) -> None:
+    """Run a command that reaches the store no more from its n-th request on: it leaves what a kill leaves there."""
+    proxy.add(faults.ACCESS_DENIED, nth=nth, times=None)
+    with contextlib.suppress(CkptError):
+        function()
+    proxy.clear()
+
+
+def _fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let a run fail after some windows of its sources, before it replaces a file."""
+    from ckpttool.execution.assemble import PartAssembler
+
+    right, calls = PartAssembler.assemble, itertools.count()
+
+    def assemble(self: PartAssembler, start: int, end: int) -> tuple[memoryview, int]:
+        if next(calls) >= count:
+            raise StorageError("window", "failed on purpose", "")
+        return right(self, start, end)
+
+    monkeypatch.setattr(PartAssembler, "assemble", assemble)
+
+
+def _is_refused(out: str) -> bool:
+    return command("inspect", out).code == 1 and command("verify", out, "--deep").code == 1
+
+
+@pytest.mark.parametrize("how", ["parts", "small"])
+def test_a_kill_at_any_request_leaves_a_whole_output_or_none(how: str, weights: str, s3: Bucket, proxy: Proxy) -> None:
+    src, options = (weights, SHARDS) if how == "parts" else (OLD, TINY)
+    out = s3.url("out")
+
+    def run() -> None:
+        ckpttool.consolidate(src, out, prove=True, jobs=1, **options)
+
+    count = _requests(proxy, run)
+    whole = Remote(s3).files(out)
+    for nth in sampling.some(range(1, count + 1), 12, key=how):
+        for name in Remote(s3).files(out):
+            s3.delete(f"out/{name}")
+        _cut_off(proxy, nth, run)
+        if Remote(s3).files(out) != whole:
+            assert _is_refused(out), nth
+        run()
+        assert Remote(s3).files(out) == whole
+        assert s3.uploads() == []
+
+
+def test_a_kill_while_replacing_leaves_no_mixture_not_even_after_another_failure(
+    s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = s3.url("out")
+
+    def write(src: str) -> None:
+        ckpttool.consolidate(src, out, overwrite=True, jobs=1, **TINY)
+
+    write(NEW)
+    new = Remote(s3).files(out)
+    write(OLD)
+    old = Remote(s3).files(out)
+    assert set(old) == set(new)
+    assert old != new
+    count = _requests(proxy, lambda: write(NEW))
+    mixed = 0
+    for nth in range(1, count + 1):
+        write(OLD)
+        _cut_off(proxy, nth, lambda: write(NEW))
+        left = Remote(s3).files(out)
+        assert left in (old, new) or _is_refused(out), nth
+        with monkeypatch.context() as patch:
+            _fail_after(patch, 2)
+            with pytest.raises(StorageError, match="on purpose"):
+                write(NEW)
+        left = Remote(s3).files(out)
+        mixed += left not in (old, new)
+        assert left in (old, new) or _is_refused(out), nth
+    assert mixed
+    write(NEW)
+    assert Remote(s3).files(out) == new
 
 
 # ------------------------------------------------------------------------------------------------- threads

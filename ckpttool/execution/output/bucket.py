@@ -1,8 +1,8 @@
 """Output in a bucket, committed as a whole as far as a store without renames allows.
 
-Large files are multipart uploads, invisible until completed. The commit completes all uploads after their last part,
-and writes the files that make OUT look complete (``latest``, an index) at the very end. Until then OUT holds an
-in-progress marker, and readers refuse a directory with a marker.
+Large files are multipart uploads, invisible until completed. After the last part all uploads are completed, and the
+files that make OUT look complete (``latest``, an index) are written last. Then the output is compared. Until then OUT
+holds an in-progress marker, and readers refuse a directory with a marker: its removal is the commit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.concurrency import Lazy
-from ckpttool.errors import ChecksumError, CkptError, StorageError
+from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
 from ckpttool.storage import MARK
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.staging import not_empty
@@ -56,18 +56,25 @@ class _Mark(NamedTuple):
     """Files that did not exist before the run: they are its own."""
     over: list[str]
     """Files that it replaces at the commit: until then they are those of an earlier run."""
+    mixed: bool
+    """Whether it has begun to replace or remove files of an earlier run."""
+
+    def to_json(self) -> bytes:
+        """Return the content of the marker."""
+        return json.dumps({"key": self.key, "files": self.new, "over": self.over, "mixed": self.mixed}).encode()
 
 
 def _read_mark(storage: RemoteStorage, out: str) -> _Mark:
     """Read the in-progress marker of an earlier run."""
     path = f"{out.rstrip('/')}/{MARK}"
     try:
-        mark = json.loads(storage.read_text(path))
+        with storage.open(path) as reader:  # it names all files: it may be larger than a text file
+            mark = json.loads(reader.read(0, reader.nbytes))
         new, over = (
             [str(name) for name in names if not NO_NAMES & set(str(name).split("/"))]
             for names in (mark["files"], mark.get("over", ()))
         )
-        return _Mark(str(mark["key"]), new, over)
+        return _Mark(str(mark["key"]), new, over, bool(mark.get("mixed")))
     except (ValueError, KeyError, TypeError) as error:
         problem = "was not written by ckpttool"
         raise StorageError(path, problem, "move it out of the way, or choose another OUT") from error
@@ -92,17 +99,19 @@ def bucket_output(
     plan: CopyPlan,
     *,
     replaces: Callable[[str], bool],
+    check: Callable[[str], None],
     last: Sequence[str] = (),
     key: str = "",
     resume: bool = False,
 ) -> Iterator[BucketOutput]:
-    """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not.
+    """Context manager: yield the output of a plan; check and commit it if the body succeeds, discard it if not.
 
     Args:
         storage: Storage of OUT.
         out: URL of OUT.
         plan: The plan to write.
         replaces: Whether a file name in an existing OUT belongs to the files being replaced.
+        check: Called with OUT before the commit, when all files can be read; raises if the output is wrong.
         last: Names of files to write last, in this order.
         key: Fingerprint of the plan: a run with the same key can resume the upload.
         resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
@@ -113,9 +122,11 @@ def bucket_output(
     output = BucketOutput(storage, out, plan, replaces=replaces, last=last, key=key, resume=resume)
     try:
         yield output
+        output.complete()
+        check(output.out)
         output.commit()
     except BaseException as error:
-        if not resume or isinstance(error, ChecksumError):  # a resumed run must not keep wrong files
+        if not resume or isinstance(error, LayoutError | ChecksumError):  # a resumed run must not keep wrong files
             output.discard()
         raise
 
@@ -128,13 +139,15 @@ class BucketOutput:
         last: Sequence[str], key: str, resume: bool,
     ) -> None:  # fmt: skip
         self._storage = storage
-        self._out = out.rstrip("/")
+        self.out = out.rstrip("/")
+        """URL of OUT."""
         self._replaces = replaces
         self._last = tuple(last)
         self._key = key
         self._resume = resume
         self._lock = threading.Lock()
         self._has_marker = False
+        self._mixed = False
         self._begun = False
         self._uploads: list[Writer] = []
         self._written: list[str] = []
@@ -147,29 +160,32 @@ class BucketOutput:
 
     def path(self, name: str) -> str:
         """URL of a file of OUT."""
-        return f"{self._out}/{name}"
+        return f"{self.out}/{name}"
 
     def _claim(self) -> set[str]:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
         existing = self._take_over()
         self._has_marker = True  # set first: if the request fails, the store may still have written it
-        over = [name for name in self._names if name.split("/")[0] in existing]
-        mark = {"key": self._key, "files": [name for name in self._names if name not in over], "over": over}
-        self._storage.put(self.path(MARK), json.dumps(mark).encode())
+        self._put_mark(existing)
         return existing
+
+    def _put_mark(self, existing: set[str]) -> None:
+        over = {name for name in self._names if name.split("/")[0] in existing}
+        new = [name for name in self._names if name not in over]
+        self._storage.put(self.path(MARK), _Mark(self._key, new, sorted(over), self._mixed).to_json())
 
     def _take_over(self) -> set[str]:
         self._storage.forget()
-        names = {e.name for e in self._storage.listing(self._out)} if self._storage.is_dir(self._out) else set()
+        names = {e.name for e in self._storage.listing(self.out)} if self._storage.is_dir(self.out) else set()
         if MARK not in names:
             return names
-        key, left, over = _read_mark(self._storage, self._out)
+        key, left, over, self._mixed = _read_mark(self._storage, self.out)
         if self._resume and key == self._key:
-            self._pending = self._storage.uploads(self._out)
-            self._storage.list_tree(self._out)
+            self._pending = self._storage.uploads(self.out)
+            self._storage.list_tree(self.out)
             self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._exists(name)}
         else:
-            self._storage.abort_uploads(self._out, [*left, *over])
+            self._storage.abort_uploads(self.out, [*left, *over])
             self._storage.delete([self.path(name) for name in left])
         return names - {MARK} - {name.split("/")[0] for name in left}
 
@@ -230,9 +246,12 @@ class BucketOutput:
     def place(self) -> None:
         """Return None: all nodes see the same bucket."""
 
-    def commit(self) -> None:
-        """Make all files visible, those of ``last`` at the end."""
+    def complete(self) -> None:
+        """Make all files visible, those of ``last`` at the end; readers refuse them until the commit."""
         existing = self.existing_names()
+        if not self._mixed and (any(map(self._replaces, existing)) or not existing.isdisjoint(self._names)):
+            self._mixed = True
+            self._put_mark(existing)
         self._storage.delete([self.path(name) for name in self._last if name in existing])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
         new = {*self._written, *self._held_back, *self._last, *self._done}
@@ -242,19 +261,26 @@ class BucketOutput:
         for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
             self._written.append(name)
             self._storage.put(self.path(name), self._held_back[name])
+
+    def commit(self) -> None:
+        """Remove the in-progress marker, so that readers accept the files."""
         self._storage.delete([self.path(MARK)])
 
     def discard(self) -> None:
-        """Remove all written files; if the store fails, the in-progress marker stays for a later run."""
+        """Remove all files of this output, then the in-progress marker.
+
+        The marker stays if the store fails, or if an earlier output of OUT is not whole any more.
+        """
         if not self._has_marker:
             return
         with contextlib.suppress(CkptError):
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
-            self._storage.delete([self.path(name) for name in self._written])
-            if self._begun:
+            self._storage.delete([self.path(name) for name in {*self._written, *self._done}])
+            if self._begun or self._pending:
                 # The store may have started uploads whose id never arrived.
-                self._storage.abort_uploads(self._out, self._names)
-            self._storage.delete([self.path(MARK)])
+                self._storage.abort_uploads(self.out, self._names)
+            if not self._mixed:
+                self._storage.delete([self.path(MARK)])
 
 
 class _SmallFile:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
+from ckpttool.commit import COMPARED, read_mark
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output.directory import DirectoryOutput
@@ -107,10 +109,13 @@ class Destination:
         """
         if self._remote is None:
             staging.check_target(self.out, overwrite=overwrite)
-            return
-        from ckpttool.execution.output import bucket
+        else:
+            from ckpttool.execution.output import bucket
 
-        bucket.check_target(self._remote, self.out, overwrite=overwrite)
+            bucket.check_target(self._remote, self.out, overwrite=overwrite)
+        if overwrite and "machine" in read_mark(self.storage, self.out):
+            problem = "holds a checkpoint that is being saved, or whose save was killed"
+            raise StorageError(self.out, problem, "choose another OUT")
 
     def check_shareable(self) -> None:
         """Refuse an OUT that several processes cannot write.
@@ -154,6 +159,14 @@ class Destination:
         Returns:
             Number of finite elements cast to infinity.
         """
+
+        def compare(directory: str) -> None:
+            COMPARED.add(directory)
+            try:
+                check(directory)
+            finally:
+                COMPARED.discard(directory)
+
         meter = Meter(plan.nbytes_written, options.progress)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
         with options.workers or nullcontext() as there:
@@ -161,8 +174,8 @@ class Destination:
                 run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there
             )
             if self._remote is not None:
-                return self._write_remote(self._remote, plan, work, last, check, key, resume=bool(resume))
-            return self._write_local(plan, work, last, check, key, resume=bool(resume))
+                return self._write_remote(self._remote, plan, work, last, compare, key, resume=bool(resume))
+            return self._write_local(plan, work, last, compare, key, resume=bool(resume))
 
     def _write_local(
         self, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
@@ -170,8 +183,10 @@ class Destination:
     ) -> int:  # fmt: skip
         staging.check_space(self.out, plan.nbytes_written)
         plan, mode = with_permissions(plan)
+        names = {file.name.split("/")[0] for file in plan.files}
+        mark = json.dumps({"key": key, "files": sorted(names), "over": []})
         with staging.staged(
-            self.out, replaces=_of_same_kind(plan), last=last, key=key, resume=resume, mode=mode,
+            self.out, replaces=_of_same_kind(plan), last=last, mark=mark, resume=resume, mode=mode,
             parent_mode=self._parent_mode,
         ) as directory:  # fmt: skip
             journal = Journal(directory) if resume else None
@@ -193,18 +208,10 @@ class Destination:
     ) -> int:  # fmt: skip
         from ckpttool.execution.output.bucket import bucket_output
 
-        replaces = _of_same_kind(plan)
-        with bucket_output(remote, self.out, plan, replaces=replaces, last=last, key=key, resume=resume) as output:
-            overflowed = work(plan, output)
-        try:
-            check(self.out)
-        except BaseException:
-            # Only committed objects can be read back: unlike on local disk, they are visible while ``check`` runs.
-            paths = {file.name: f"{self.out.rstrip('/')}/{file.name}" for file in plan.files}
-            remote.delete([paths.pop(name) for name in last if name in paths])
-            remote.delete(paths.values())
-            raise
-        return overflowed
+        with bucket_output(
+            remote, self.out, plan, replaces=_of_same_kind(plan), check=check, last=last, key=key, resume=resume
+        ) as output:
+            return work(plan, output)
 
     def forecast(self, plan: CopyPlan, options: RunOptions, *, spent: float) -> Needs:
         """Forecast what ``write`` needs, from a short measurement that leaves no file.
