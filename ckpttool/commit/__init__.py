@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,8 @@ def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, A
     path = posixpath.join(directory, name)
     if not storage.exists(path):
         return {}
+    import json  # ``inspect`` does without
+
     try:
         with storage.open(path) as reader:  # it may name all files: it may be larger than a text file
             mark = json.loads(reader.read(0, reader.nbytes))
