@@ -73,11 +73,19 @@ def format_size(nbytes: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format a duration in the largest unit of which it has at least two: "3 h"."""
+    """Format a duration in the largest unit of which it has at least two: "3 h"; of a time to come "3 h ahead"."""
+    if seconds <= -1:  # clocks of two machines differ by less
+        return f"{format_age(-seconds)} ahead"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def format_ago(seconds: float) -> str:
+    """Format how long ago a time was: "3 h ago", or "3 h ahead" for a time to come."""
+    age = format_age(seconds)
+    return age if seconds <= -1 else f"{age} ago"
 
 
 Progress = Callable[[int, int], None]

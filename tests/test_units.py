@@ -8,7 +8,7 @@ import pytest
 
 from ckpttool.arguments import checked_duration
 from ckpttool.errors import ArgumentError
-from ckpttool.units import format_duration, format_size, parse_duration, parse_size
+from ckpttool.units import format_age, format_ago, format_duration, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,12 @@ def test_sizes_are_written(nbytes: float, text: str) -> None:
 @pytest.mark.parametrize("text", ["7d", "36h", "90min", "1.5s", "0d", "100s"])
 def test_a_formatted_duration_is_read_as_the_same(text: str) -> None:
     assert format_duration(parse_duration(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s ago"), (-0.4, "0 s ago"), (59, "59 s ago"), (7200, "2 h ago"), (-30, "30 s ahead"), (-7200, "2 h ahead")],
+)
+def test_a_time_to_come_is_not_called_past(seconds: float, text: str) -> None:
+    assert format_ago(seconds) == text
+    assert format_age(seconds) == text.removesuffix(" ago")

@@ -157,7 +157,13 @@ class _Plain:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            found = {self(k if isinstance(k, str) else str(k)): self(v) for k, v in self._affordable(value.items())}
+            found = {}
+            for key, item in self._affordable(value.items()):
+                name = key if isinstance(key, str) else str(key)
+                if not isinstance(key, str) and name in value:  # 1 beside "1"
+                    name = f"{name} ({type(key).__name__})"
+                shown = self(name)
+                found[shown] = self(item)
             return found if len(found) == len(value) or self.left > 0 else {**found, "...": "..."}
         if isinstance(value, list | tuple | set | frozenset):
             listed = [self(v) for v in self._affordable(value)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,19 +13,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.containers.values import Opaque, TensorRef
+from ckpttool.errors import LayoutError
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader, chunk_elements
+from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.model.selection import WEIGHTS, contents, matcher
 from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from ckpttool.model import Checkpoint, State
     from ckpttool.units import Advance
+
+
+OTHERS = "steps, hyper-parameters, scheduler, loss scale and client state"
+"""What is compared besides tensors if all is."""
+NUMBERS = (int, float, TensorInteger, TensorFloat)
+SEQUENCES = (list, tuple)
+MAX_DEPTH = 100
+"""Maximum number of containers around a value that is compared."""
+MAX_VALUES = 1_000_000
+"""Maximum number of other values of one checkpoint; a short pickle can expand without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,18 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherDifference:
+    """A value besides the tensors that differs: a step, a hyper-parameter, a part of the scheduler or client state."""
+
+    name: str
+    """The value; of a hyper-parameter also the parameters that have it."""
+    a: str
+    """In a; "" where it is missing."""
+    b: str
+    """In b; "" where it is missing."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiffReport:
     """Result of comparing two checkpoints."""
 
@@ -60,6 +87,14 @@ class DiffReport:
     """All tensors, in the order of a; tensors only in b follow."""
     notes: tuple[str, ...]
     """Notes on states that were not compared."""
+    others: tuple[OtherDifference, ...] | None = None
+    """Other values that differ; None if only tensors were compared."""
+
+    @property
+    def compared(self) -> str:
+        """What was compared, in a few words."""
+        tensors = "weights and optimizer states" if any(t.state != WEIGHTS for t in self.tensors) else "weights"
+        return tensors if self.others is None else f"{tensors}; {OTHERS}"
 
     @property
     def different(self) -> tuple[Difference, ...]:
@@ -69,10 +104,10 @@ class DiffReport:
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not self.different
+        return not self.different and not self.others
 
 
-def compare(
+def compare(  # noqa: PLR0913  the options of diff
     a: Checkpoint,
     b: Checkpoint,
     *,
@@ -80,6 +115,7 @@ def compare(
     atol: float,
     include: Sequence[str],
     exclude: Sequence[str],
+    others: bool,
     jobs: int | None,
     advance: Advance,
 ) -> DiffReport:
@@ -87,9 +123,11 @@ def compare(
 
     Element x of a equals element y of b if |x - y| <= atol + rtol |y|, or if both are NaN.
 
-    Optimizer states are compared if both have any.
+    Optimizer states are compared if both have any; with ``others`` also steps, hyper-parameters, the scheduler, the
+    loss scale and client state.
 
     Raises:
+        LayoutError: There are too many other values.
         ChecksumError: The bytes read differ from those saved.
         StorageError: Reading failed.
     """
@@ -114,6 +152,7 @@ def compare(
         )
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=left.remote or right.remote))) as results:
             found = {(d.name, d.state): d for d in results}
+        differing = _other_differences(_others(a, left, matches), _others(b, right, matches)) if others else None
         for sources in (left, right):
             sources.finish_checks(jobs=jobs)
             sources.check_unchanged()
@@ -128,7 +167,82 @@ def compare(
         for k, s in theirs.items()
         if k not in taken and matches(k[0])
     ]
-    return DiffReport(a.location, b.location, tuple(tensors), tuple(notes))
+    return DiffReport(a.location, b.location, tuple(tensors), tuple(notes), differing)
+
+
+def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], bool]) -> dict[tuple[str, str], object]:
+    """Return steps, hyper-parameters, scheduler, loss scale and client state by (name, parameter); no containers."""
+    result: dict[tuple[str, str], object] = {}
+
+    def add(name: str, value: object, parameter: str = "", inside: tuple[int, ...] = ()) -> None:
+        if isinstance(value, TensorRef):
+            value = _tensor_text(checkpoint, sources, value)
+        if isinstance(value, Opaque):
+            parts: Mapping[Any, object] = {"args": value.args, "state": value.state, "items": value.items,
+                                           "appended": value.appended}  # fmt: skip
+            result[name, parameter] = value.qualified_name
+            value = {key: part for key, part in parts.items() if part}
+        items = (
+            value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, SEQUENCES) else None
+        )
+        if items is None or id(value) in inside or len(inside) > MAX_DEPTH:
+            result[name, parameter] = value if items is None else "..."
+        elif not value:
+            result[name, parameter] = "empty"
+        else:
+            for key, part in items:
+                add(
+                    f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]",
+                    part,
+                    parameter,
+                    (*inside, id(value)),
+                )
+        if len(result) > MAX_VALUES:
+            problem = f"holds more than {MAX_VALUES:,} values besides its tensors"
+            raise LayoutError(checkpoint.location, problem, "compare without all", ("all",))
+
+    for name in ("step", "samples", "skipped_steps", "scheduler", "loss_scaler", "client_state"):
+        value = getattr(checkpoint, name)
+        if value is not None and value != {}:
+            add(name, value)
+    for group in checkpoint.groups:
+        values = dict(group.hyperparameters) | {key: scalar.value for key, scalar in group.scalars.items()}
+        for parameter in filter(matches, group.parameters):
+            for key, value in values.items():
+                add(key, value, parameter)
+    return result
+
+
+def _tensor_text(checkpoint: Checkpoint, sources: Sources, tensor: TensorRef) -> str:
+    """Describe a tensor by its type, shape and a digest of its storage."""
+    stored = checkpoint.embedded.get(tensor.storage.key)
+    digest = hashlib.sha256(repr((tensor.offset, tensor.stride)).encode())
+    for _, values in StateReader(sources).chunks(stored) if stored is not None else ():
+        digest.update(values.tobytes())
+    content = "not in the file" if stored is None else f"digest {digest.hexdigest()[:16]}"
+    return f"{tensor.dtype} {list(tensor.shape)}, {content}"
+
+
+def _other_differences(
+    ours: Mapping[tuple[str, str], object], theirs: Mapping[tuple[str, str], object]
+) -> tuple[OtherDifference, ...]:
+    """Compare values; parameters with the same difference are one entry."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for key in dict.fromkeys((*ours, *theirs)):
+        x, y = ours.get(key, ""), theirs.get(key, "")
+        # A number may be an integer in one format and a float in another. NaN equals NaN.
+        if not (type(x) in NUMBERS and type(y) in NUMBERS and x == y) and _text(x) != _text(y):
+            found.setdefault((key[0], _text(x), _text(y)), []).append(key[1])
+    return tuple(OtherDifference(name + _of(owners), x, y) for (name, x, y), owners in found.items())
+
+
+def _of(parameters: Sequence[str]) -> str:
+    more = f" and {len(parameters) - 1} others" if len(parameters) > 1 else ""
+    return f" of {parameters[0]}{more}" if parameters[0] else ""
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
 
 
 def _partner(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Checksums, Record
     from ckpttool.commit.manifest import Manifest
-    from ckpttool.model import Checkpoint, State
+    from ckpttool.model import Checkpoint, CheckpointFile, State
     from ckpttool.plan import ConsistencyChecks
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
@@ -201,9 +201,7 @@ def _deep(
     files = source_files(checkpoint)
     with Sources(files) as sources:
         sums = (
-            partial(
-                _check_sums, sources, i, f.container, manifest.get(f.name) if f.directory is None else None, advance
-            )
+            partial(_check_sums, sources, i, f, manifest.get(f.name) if f.directory is None else None, advance)
             for i, f in enumerate(checkpoint.files)
         )
         with contextlib.closing(in_threads(sums, jobs)) as results:
@@ -223,7 +221,7 @@ def _deep(
 
 
 def _check_sums(
-    sources: Sources, index: int, container: str, saved: Checksums | None, advance: Advance
+    sources: Sources, index: int, file: CheckpointFile, saved: Checksums | None, advance: Advance
 ) -> tuple[list[CkptError], int, int]:
     try:
         reader = sources[index]
@@ -231,18 +229,16 @@ def _check_sums(
         if saved is not None and saved.nbytes == reader.nbytes and (bad := _check_chunks(reader, saved)) is None:
             advance(reader.nbytes)
             return [], len(saved.crcs), 0
-        if container != "torch":
-            advance(reader.nbytes)
-            return [], 0, 1
-        file = read_torch_file(reader)
-        recorded = [r for r in file.records if r.crc_recorded]
+        # The files of a DCP checkpoint hold an archive for each tensor; their records are known since it was opened.
+        records = read_torch_file(reader).records if file.container == "torch" else file.records
+        recorded = [r for r in records if r.crc_recorded]
         found = [error for record in recorded if (error := _check_sum(reader, record))]
         if bad is not None and not found:
             found.append(bad)  # the bytes between the records
     except CkptError as error:
         return [error], 0, 0
     advance(reader.nbytes)
-    return found, len(recorded), len(file.records) - len(recorded) if file.records else 1
+    return found, len(recorded), len(records) - len(recorded) if records else 1
 
 
 def _check_chunks(reader: Reader, saved: Checksums) -> CkptError | None:

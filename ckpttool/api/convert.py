@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import open_for, workers_for
@@ -14,13 +15,15 @@ from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
+from ckpttool.messages import brief
+from ckpttool.model import Buffer
 from ckpttool.plan.copy_checks import sample_checks
 from ckpttool.plan.moves import moves_of
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import Check, ReadReport
@@ -41,6 +44,7 @@ class _Target:
     round_robin: bool | None
     expert_parallel: int | None
     dtype: str | None
+    buffers: tuple[str, ...] | None = None
 
     def check(self) -> None:
         """Refuse values that no checkpoint allows.
@@ -49,7 +53,7 @@ class _Target:
             ArgumentError: There is one.
         """
         check_choice("to", self.to, ("zero", "universal", "dcp"))
-        for name in ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype"):
+        for name in ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers"):
             if self.to != "zero" and getattr(self, name) is not None:
                 raise ArgumentError(name, f"is for zero, not for {self.to}", f'leave out {name}, or write to="zero"')
         for name in ("world_size", "sub_group_size", "expert_parallel"):
@@ -107,6 +111,7 @@ def convert(  # noqa: PLR0913  public API
     round_robin: bool | None = None,
     expert_parallel: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    buffers: Sequence[str] | None = None,
     prove: bool = False,
     check: Check = "read",
     dry_run: bool = False,
@@ -135,6 +140,8 @@ def convert(  # noqa: PLR0913  public API
         round_robin: Whether that run has ``round_robin_gradients``; default: as in the source's configuration.
         expert_parallel: Ranks that it spreads each layer's experts over; default: the source's.
         dtype: Type that run computes in, for "zero" where the source does not say: DCP, or weights alone.
+        buffers: Patterns of the names of buffers, for "zero" where the source does not tell buffers from frozen
+            parameters: DCP, or weights alone; stage 3 keeps them apart. Empty if there are none.
         prove: Digest the source and the output, and commit only if they are equal.
         check: As for ``consolidate``.
         dry_run: Plan, but write nothing; the report has what a run needs.
@@ -153,7 +160,16 @@ def convert(  # noqa: PLR0913  public API
         tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
         resume=resume, overwrite=None, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
-    target = _Target(to, world_size, stage, sub_group_size, round_robin, expert_parallel, dtype)
+    target = _Target(
+        to,
+        world_size,
+        stage,
+        sub_group_size,
+        round_robin,
+        expert_parallel,
+        dtype,
+        None if buffers is None else tuple(buffers),
+    )
     return _convert(src, checked_path("out", out), target, options)
 
 
@@ -164,6 +180,8 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
     workers = workers_for(options.ray, destination)
     checkpoint = open_for(destination, src, options)
     tag = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
+    if target.buffers is not None:
+        checkpoint = _with_buffers(checkpoint, target.buffers)
     plan, last, losses = _plan(checkpoint, target, tag)
     checks = options.read_checks(plan.sources, checkpoint)
 
@@ -193,6 +211,28 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         needs=needs,
         moves=moves_of(plan) if options.dry_run else (),
         planned=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files) if options.dry_run else (),
+    )
+
+
+def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
+    """Return a checkpoint that tells its buffers from frozen parameters.
+
+    Raises:
+        ArgumentError: The source itself tells them apart, or a pattern matches no frozen tensor.
+    """
+    if checkpoint.tells_buffers:
+        raise ArgumentError("buffers", "is given, but the source tells its buffers itself", "leave it out")
+    frozen = [p for p in checkpoint.parameters if p.frozen]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(p.name, pattern) for p in frozen):
+            raise ArgumentError("buffers", f"has {brief(pattern)}, which matches no untrained tensor", "see inspect")
+    found = [p for p in frozen if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)]
+    names = {p.name for p in found}
+    return replace(
+        checkpoint,
+        parameters=tuple(p for p in checkpoint.parameters if p.name not in names),
+        buffers=(*checkpoint.buffers, *(Buffer(p.name, p.module_state) for p in found)),
+        tells_buffers=True,
     )
 
 

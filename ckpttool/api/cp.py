@@ -94,6 +94,8 @@ def cp(  # noqa: PLR0913  public API
 
 def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
+    from ckpttool.catalog.cleanup import remove_partial_files
+    from ckpttool.catalog.retention import GRACE
 
     began = time.perf_counter()
     checked_path("dst", dst)
@@ -104,6 +106,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         root.within(checkpoint.tag, mode_of_directory(connect(checkpoint.storage), checkpoint.root)) if tagged else root
     )
     target.check_apart(checkpoint)
+    copies.check_outside(checkpoint, root.storage, root.out)
     plan = copies.plan_copy(checkpoint)
     # A run that was killed after its commit has left only latest to write.
     there = _is_there(checkpoint, target, plan, options)
@@ -121,6 +124,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         check_copy(target.out)
     else:
         target.write(plan, options.run_options(checks), last=copies.INDICES, check=check_copy, resume=options.resume)
+    remove_partial_files(root.storage, root.out, grace=GRACE)
     for name, data in sidecars.sidecars.items():
         root.put(name, data, sidecars.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *sidecars.notes]

@@ -28,6 +28,7 @@ def diff(  # noqa: PLR0913  public API
     atol: float = 0.0,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    all: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
@@ -47,6 +48,7 @@ def diff(  # noqa: PLR0913  public API
         atol: Absolute tolerance.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
+        all: Also compare steps, hyper-parameters (learning rates), the scheduler, the loss scale and client state.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
@@ -60,7 +62,7 @@ def diff(  # noqa: PLR0913  public API
         if not 0 <= tolerance < math.inf:
             raise ArgumentError(name, f"is {tolerance}, not finite and 0 or more", "choose 0 for equality")
     options = Options(jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
-    return _diff((a, tag_a), (b, tag_b), (rtol, atol), (include, exclude), options)
+    return _diff((a, tag_a), (b, tag_b), (rtol, atol), (include, exclude), options, others=all)
 
 
 def _diff(
@@ -69,6 +71,8 @@ def _diff(
     tolerances: tuple[float, float],
     globs: tuple[Sequence[str], Sequence[str]],
     options: Options,
+    *,
+    others: bool,
 ) -> DiffReport:
     from ckpttool.analysis.diff import compare
     from ckpttool.model.selection import contents, matcher
@@ -84,5 +88,13 @@ def _diff(
     (rtol, atol), (include, exclude) = tolerances, globs
     meter = Meter(sum(c.state.nbytes for c in held), options.progress)
     return compare(
-        first, second, rtol=rtol, atol=atol, include=include, exclude=exclude, jobs=options.jobs, advance=meter
+        first,
+        second,
+        rtol=rtol,
+        atol=atol,
+        include=include,
+        exclude=exclude,
+        others=others,
+        jobs=options.jobs,
+        advance=meter,
     )

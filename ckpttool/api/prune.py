@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
 from ckpttool.errors import CkptError, LayoutError, PruneError, StorageError
+from ckpttool.storage import MANIFEST, THINNING
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.signing import Key
-    from ckpttool.storage import WritableStorage
+    from ckpttool.storage import Storage, WritableStorage
     from ckpttool.units import Progress
+
+
+BY_ANOTHER = "thinned by another process"
+"""Reason of a checkpoint that another process has thinned since the decision."""
 
 
 def prune(  # noqa: PLR0913  public API
@@ -74,6 +79,7 @@ def prune(  # noqa: PLR0913  public API
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
     """
     from ckpttool.api.options import Options
+    from ckpttool.catalog.cleanup import remove_partial_files
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Rules, decide
     from ckpttool.commit.signing import read_key
@@ -84,8 +90,10 @@ def prune(  # noqa: PLR0913  public API
     key = read_key(sign_key)
     found = catalog(checked_path("root", root), options=storage_options)
     storage = open_storage(checked_path("root", root), storage_options)
-    if not dry_run and _recover(storage, found, rules):
-        found = catalog(checked_path("root", root), options=storage_options)
+    if not dry_run:
+        remove_partial_files(storage, found.root, grace=rules.grace_seconds)
+        if _recover(storage, found, rules):
+            found = catalog(checked_path("root", root), options=storage_options)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)
@@ -128,9 +136,25 @@ def _planned(
                 thinnings.append(thinning := plan_thinning(source_storage([path], storage_options), path, options))
                 decision = replace(decision, freed=thinning.freed)
             except CkptError as error:
-                decision = replace(decision, thin=None, reason=f"cannot be thinned: {error.problem}; {error.hint}")
+                thin, _ = _is_thin(source_storage([path], storage_options), path)
+                reason = BY_ANOTHER if thin else f"cannot be thinned: {error.problem}; {error.hint}"
+                decision = replace(decision, thin=None, reason=reason)
         result.append(decision)
     return result, thinnings
+
+
+def _is_thin(storage: Storage, path: str) -> tuple[bool, bool]:
+    """Return whether a checkpoint was thinned, and whether old files are left that nobody removes."""
+    from ckpttool.commit import read_mark
+    from ckpttool.commit.manifest import read_manifest
+    from ckpttool.commit.marks import below, is_alive
+
+    try:
+        thin = any(read_manifest(storage, directory).thin for directory, _ in below(storage, path, MANIFEST))
+        marks = [read_mark(storage, directory, THINNING) for directory, _ in below(storage, path, THINNING)]
+        return thin, any(is_alive(mark) is False for mark in marks)
+    except CkptError:
+        return False, False
 
 
 def _carry_out(
@@ -182,9 +206,15 @@ def _attempt(
         # A removal that fails halfway has renamed the directory already, so that its absence alone proves nothing.
         if error.problem == MISSING and not storage.is_dir(path):
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
+        committed, leftovers = _is_thin(storage, path)
         if decision.thin is None:
             problem = f"cannot be removed whole: {error.problem}"
             failed = PruneError(path, problem, "repair that, then run it again")
+        elif committed and not leftovers:
+            return replace(decision, thin=None, freed=0, reason=BY_ANOTHER), None
+        elif committed:
+            problem = f"is thin, but not all old files are removed: {error.problem}"
+            failed = PruneError(error.path, problem, "repair that, then run it again")
         else:
             problem = f"cannot be thinned: {error.problem}"
             own = isinstance(error, StorageError)

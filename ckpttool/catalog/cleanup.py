@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import posixpath
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -153,10 +154,18 @@ def is_old(modified: float, grace: float) -> bool:
     return abs(time.time() - modified) >= grace
 
 
+def remove_partial_files(storage: WritableStorage, root: str, *, grace: float) -> None:
+    """Remove the incomplete small files in a root; log a failure."""
+    try:
+        storage.delete(_partial_files(storage, root, grace=grace))
+    except CkptError as error:
+        LOG.warning("could not remove a leftover: %s", error)
+
+
 def _partial_files(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Return the incomplete small files in a root, left by a killed process."""
+    """Return the incomplete small files in a root, left by a killed process: ``latest.0123abcd.partial``."""
     entries = storage.listing(root) if storage.is_dir(root) else []
-    found = [e for e in entries if not e.is_dir and e.name.endswith(PARTIAL)]
+    found = [e for e in entries if not e.is_dir and re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", e.name)]
     return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import posixpath
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,11 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
+from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import BESIDE, MANIFEST, MARK, connect, walk
 from ckpttool.storage.base import NO_NAMES
+from ckpttool.storage.fsspec import RemoteStorage
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -60,6 +63,41 @@ def latest_name(checkpoint: Checkpoint) -> str:
     return checkpoint.latest or LATEST
 
 
+def check_outside(checkpoint: Checkpoint, storage: Storage, dst: str) -> None:
+    """Refuse to write a copy into a checkpoint: a later copy or removal of that one would take both.
+
+    Args:
+        checkpoint: The source.
+        storage: The storage of the copy.
+        dst: The root of the copy, or its directory for a format without tags.
+
+    Raises:
+        StorageError: DST is in the source, or is the directory of another tag.
+    """
+    hint = "pass another root"
+    source = connect(checkpoint.storage)
+    for directory in _directories(checkpoint):
+        above, below = os.path.realpath(directory), os.path.realpath(dst)
+        if isinstance(storage, RemoteStorage):
+            above, below = storage.key(directory), storage.key(dst)
+            if not storage.is_same(source):
+                continue
+        elif source.remote:
+            continue
+        if f"{below.rstrip('/')}/".startswith(f"{above.rstrip('/')}/"):
+            raise StorageError(dst, f"lies in the checkpoint {directory}", hint)
+    if (
+        is_tagged(checkpoint)
+        and storage.is_dir(dst)
+        and any(is_of_tag(e.name) for e in storage.listing(dst) if not e.is_dir)
+    ):
+        raise StorageError(dst, "is the directory of a tag, not a root", hint)
+
+
+def _directories(checkpoint: Checkpoint) -> list[str]:
+    return list(dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)]))
+
+
 def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """Plan a copy of every file in the checkpoint's directories, also of files in unknown formats.
 
@@ -72,9 +110,8 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     if is_commit(storage, checkpoint.location):
         for name, sums in read_manifest(storage, checkpoint.location).files.items():
             records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
-    directories = dict.fromkeys([checkpoint.location, *(f.directory for f in checkpoint.files if f.directory)])
     sources: dict[str, SourceFile] = {}
-    for directory in directories:
+    for directory in _directories(checkpoint):
         entries = dict(walk(storage, directory))
         _check_keys(directory, entries)
         for name, entry in entries.items():

@@ -12,7 +12,7 @@ from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED, link_into, links_below
-from ckpttool.units import format_age, format_duration
+from ckpttool.units import format_ago, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,7 +175,7 @@ def _dated(entry: CatalogEntry, rules: Rules, now: float) -> list[str]:
     if rules.every is not None and entry.order[0] >= 0 and entry.order[0] % rules.every == 0:
         why.append(f"step {entry.order[0]} is a multiple of {rules.every}")
     if rules.seconds is not None and entry.saved is not None and now - entry.saved < rules.seconds:
-        why.append(f"saved {format_age(now - entry.saved)} ago, less than {format_duration(rules.seconds)}")
+        why.append(f"saved {format_ago(now - entry.saved)}, less than {format_duration(rules.seconds)}")
     return why
 
 

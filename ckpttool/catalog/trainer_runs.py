@@ -11,6 +11,7 @@ import logging
 import posixpath
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.cleanup import is_old, remove_unchanged
@@ -119,7 +120,8 @@ def rotate(
         StorageError: The root cannot be read.
     """
     seen = {}
-    for _, path in folders(storage, root):
+    hidden = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir and e.name.startswith(".")]
+    for path in [*(folder for _, folder in folders(storage, root)), *filter(partial(is_half_removed, storage), hidden)]:
         with contextlib.suppress(StorageError):  # it stays; another process may be removing it
             seen[path] = state_of(storage, path)
     every = trainer_commits(storage, root)
@@ -130,8 +132,7 @@ def rotate(
     whole = {one.folder for one in every}
     doomed = spare[:surplus]
     doomed += [path for _, path in folders(storage, root) if path not in whole and _is_leftover(storage, path, grace)]
-    hidden = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir and e.name.startswith(".")]
-    doomed += [path for path in hidden if is_half_removed(storage, path)]
+    doomed += [path for path in hidden if path in seen]
     removed = []
     links = links_below(root) if doomed else []
     for folder in doomed:

@@ -57,7 +57,23 @@ def main() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imports allocate many objects and no garbage: with the default of 700, collections take 5 % of a small command.
     gc.set_threshold(GC_OBJECTS)
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Characters that the terminal's encoding lacks are escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
     run(cli)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null as each standard stream that is closed (``>&-``).
+
+    The next file that is opened, perhaps an output, would get its number, and what libraries print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))

@@ -72,6 +72,12 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
         click.echo(hide_secrets(_shown(error)), err=True, nl=False)
         return error.exit_code
     except CkptError as error:
+        # prune prints its decisions as JSON before it fails.
+        if "--json" in arguments and not getattr(error, "decisions", ()):
+            from ckpttool.cli._output import print_json
+
+            hint = hint_with_flags(error.hint, error.options)
+            print_json({"error": error.problem, "path": _shown_path(error), "hint": hint})
         if "--debug" in arguments:
             import traceback
 
@@ -89,10 +95,16 @@ def with_flags(error: CkptError) -> str:
     """Return the line of an error, with flags of the command line in place of the parameters in its hint."""
     line = str(error)
     if isinstance(error, ArgumentError):
-        shown = error.path.upper() if error.path in POSITIONAL else _flag(error.path)
-        line = shown + line.removeprefix(error.path)
+        line = _shown_path(error) + line.removeprefix(error.path)
     hint = printable(error.hint)
     return line.removesuffix(hint) + hint_with_flags(hint, error.options)
+
+
+def _shown_path(error: CkptError) -> str:
+    """Return the path of an error; of an argument its flag, or its name in the usage line."""
+    if not isinstance(error, ArgumentError):
+        return error.path
+    return error.path.upper() if error.path in POSITIONAL else _flag(error.path)
 
 
 def hint_with_flags(hint: str, options: Iterable[str]) -> str:

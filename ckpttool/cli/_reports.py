@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli._output import print_line, print_table, terminal_width, write_bytes
 from ckpttool.dtypes import SHORT_NAMES
-from ckpttool.units import format_age, format_size
+from ckpttool.units import format_age, format_ago, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,8 +192,8 @@ def _state(entry: CatalogEntry) -> str:
 
 
 def _pinned(pin: Pin) -> str:
-    when = format_age(time.time() - pin.when)
-    return f"pinned by {pin.who} {when} ago: {pin.why}" if pin.who else f"pinned: {pin.why}"
+    when = format_ago(time.time() - pin.when)
+    return f"pinned by {pin.who} {when}: {pin.why}" if pin.who else f"pinned: {pin.why}"
 
 
 def print_pin(src: str, pin: Pin, *, removed: bool = False) -> None:
@@ -222,6 +222,10 @@ def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
     also = f", {thinned} {would}thinned" if thinned else ""
     freed = format_size(sum(d.freed for d in decisions))
     print_line(f"{gone} of {len(decisions)} {would}removed{also}, {freed} freed")
+    if thinned and dry_run:
+        print_line(
+            "note: a dry run reads no tensors: a checkpoint whose values are damaged stays whole", color="yellow"
+        )
 
 
 def _verb(decision: Decision, *, dry_run: bool) -> str:
@@ -250,16 +254,19 @@ def print_diff_report(report: DiffReport) -> None:
         ]
         right = ["differing", "max abs", "max rel"]
         print_table(["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"], rows, right=right)
+    if report.others:
+        print_table(["value", "a", "b"], [(o.name, o.a or "-", o.b or "-") for o in report.others])
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
     retyped = sum(1 for d in report.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])
     if retyped:
         print_line(f"note: {retyped} tensors have equal values in different types", color="yellow")
-    verdict = f"{len(different)} of {len(report.tensors)} tensors differ" if different else "equal"
-    print_line(
-        f"{verdict} ({len(report.tensors)} tensors)" if not different else verdict,
-        color="red" if different else "green",
-    )
+    count = len(report.tensors)
+    verdict = f"equal ({count} tensors: {report.compared})"
+    if not report.equal:
+        values = "" if report.others is None else f", other values that differ: {len(report.others)}"
+        verdict = f"{len(different)} of {count} tensors differ{values} ({report.compared})"
+    print_line(verdict, color="green" if report.equal else "red")
 
 
 def _side(difference: Difference, side: int) -> str:

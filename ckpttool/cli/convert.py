@@ -8,7 +8,7 @@ import click
 
 from ckpttool.cli import _options as options
 
-FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype")
+FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers")
 """Options of ``--to zero``."""
 
 
@@ -39,6 +39,13 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
     type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Compute dtype of that run, if SRC is weights-only or DCP.  [default: the dtype of the weights]",
 )
+@click.option(
+    "--buffers",
+    multiple=True,
+    metavar="GLOB",
+    default=None,
+    help='Names of buffers, if SRC is weights-only or DCP, for stage 3; "" if there are none. Repeatable.',
+)
 @click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
 @options.check_options
 @options.dry_run_option
@@ -62,6 +69,7 @@ def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_convert_report
 
+    given["buffers"] = [pattern for pattern in given["buffers"] if pattern] if given["buffers"] else None
     _check_usage(given)
     page = options.dry_run_page(given, as_json, "overwrite")
     with progress_bar("convert") as progress:

@@ -18,6 +18,9 @@ from ckpttool.cli import _options as options
 @click.option("--atol", type=click.FloatRange(min=0), help="Absolute tolerance.  [default: 0]")
 @options.include_option
 @options.exclude_option
+@click.option(
+    "--all", is_flag=True, help="Also compare steps, learning rates, the scheduler, the loss scale and client state."
+)
 @options.html_options
 @options.jobs_option
 @options.json_option
@@ -43,9 +46,8 @@ def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
 
         write_page(page, diff_page(report), given)
     elif as_json:
-        print_json(
-            {"a": report.a, "b": report.b, "equal": report.equal, "tensors": report.tensors, "notes": report.notes}
-        )
+        names = ("a", "b", "equal", "tensors", "notes", "others")
+        print_json({name: getattr(report, name) for name in names})
     else:
         print_diff_report(report)
     if not report.equal:

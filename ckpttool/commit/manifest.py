@@ -72,7 +72,7 @@ class Manifest:
     groups: tuple[tuple[str, ...], ...] = ()
     """Without ZeRO, the parameter names of each optimizer group in order; the files have only their numbers."""
     optimizer: str = ""
-    """Class of the optimizer and the names of its states, to recognise an engine that is built alike; "" if unknown."""
+    """Class of the optimizer and its switches, to recognise an engine that is built alike; "" if unknown."""
     parent: str = ""
     """``attempt`` of the previous commit, which ``latest`` named; "" without one."""
     number: int = 0

@@ -9,7 +9,7 @@ from ckpttool.checksums import Record, crc32
 from ckpttool.containers import torch_legacy, torch_zip
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import ContainerError, TruncatedError
+from ckpttool.errors import ChecksumError, ContainerError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
@@ -107,7 +107,7 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
         raise ContainerError(reader.path, f"its pickle is larger than {MAX_PICKLE_BYTES:,} bytes", _HINT)
     data = reader.read(where.start, where.end)
     if pickles[0].crc_recorded and crc32(data) != pickles[0].crc32:
-        raise ContainerError(reader.path, "its pickle does not match its checksum", _HINT)
+        raise ChecksumError(reader.path, "its pickle does not match its checksum", _HINT)
     saved = known.get(data)
     if saved is None:
         try:

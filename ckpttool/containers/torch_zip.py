@@ -38,6 +38,7 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
+_END64_MAGIC = b"PK\x06\x06"
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8 = 0x800
 _DESCRIBED = 0x8
@@ -173,6 +174,8 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
         tail = reader.read(tail_start, size)
         at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
+        if _END64_MAGIC in tail:  # it follows the directory: nothing but the very end is lost
+            raise ContainerError(reader.path, "the end of its zip directory is damaged", _DAMAGED_HINT)
         raise TruncatedError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
     end_start = size - len(tail) + at
     _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
@@ -199,7 +202,7 @@ def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int
     if position + _END64.size > at:
         raise ContainerError(reader.path, "the zip64 directory is missing", _DAMAGED_HINT)
     fields = _END64.unpack(reader.read(position, position + _END64.size))
-    if fields[0] != b"PK\x06\x06":
+    if fields[0] != _END64_MAGIC:
         raise ContainerError(reader.path, "the zip64 directory is broken", _DAMAGED_HINT)
     count, nbytes, start = fields[7], fields[8], fields[9]
     return start, nbytes, count, position

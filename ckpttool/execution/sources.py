@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
+import os
 import resource
 import threading
 from functools import partial
@@ -38,6 +40,19 @@ BLOCK_BYTES = 1 << 24
 
 HASH_BYTES = 1 << 20
 """Bytes of one read that is hashed: they fit into the core's cache."""
+
+
+def change_times(files: Sequence[SourceFile]) -> list[int]:
+    """Return the time of the last change of each local file, of its metadata too.
+
+    Programs can set the time in ``version``, but not this one. It also changes with links and permissions of a file, so
+    that only ``resume``, which starts anew then, compares it.
+    """
+    times = []
+    for file in files:
+        with contextlib.suppress(OSError):  # a missing file is an error of its reader
+            times.append(0 if file.storage.remote else os.stat(file.path).st_ctime_ns)
+    return times
 
 
 class CheckedReader(WrappedReader):

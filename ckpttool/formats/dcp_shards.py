@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import CHUNKS, spend
 from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, itemsize, parse_number
-from ckpttool.errors import CkptError, LayoutError
+from ckpttool.errors import ChecksumError, CkptError, LayoutError, TruncatedError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, shape_of
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.strided import Box, merge_slices
@@ -26,7 +27,7 @@ from ckpttool.model.places import Table
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
@@ -172,17 +173,21 @@ class Shards:
         try:
             torch = read_torch_file(part)
         except CkptError as error:
-            raise LayoutError(part.path, f"{fqn} at byte {chunk.start:,}: {error.problem}", error.hint) from error
+            raise _damaged(fqn, chunk, part, error) from error
         if not isinstance(torch.root, TensorRef) or torch.root.shape != sizes:
             raise LayoutError(part.path, f"holds no chunk of {fqn} at byte {chunk.start:,}", RESTORE)
         state = whole_tensor(torch, index, torch.root)
         rows = state.extents.copy()
         rows["offset"] += chunk.start
+        self._note(index, chunk, fqn, torch.records)
+        return State(state.shape, state.dtype, Table(rows))
+
+    def _note(self, index: int, chunk: StoredChunk, fqn: str, records: Iterable[Record]) -> None:
+        """Add the records of a chunk's archive to those of its file."""
         self._records.setdefault(index, []).extend(
             r._replace(name=f"{fqn}: {r.name}", where=ByteRange(chunk.start + r.where.start, chunk.start + r.where.end))
-            for r in torch.records
+            for r in records
         )
-        return State(state.shape, state.dtype, Table(rows))
 
     def number(self, state: State) -> ScalarState | None:
         """Return the value of a tensor of one element; None for any other tensor."""
@@ -195,16 +200,32 @@ class Shards:
         return ScalarState(parse_number(data, state.dtype), state.dtype, state.shape)
 
     def object(self, fqn: str, limit: int) -> Any:
-        """Return an object; None if it has more than ``limit`` bytes or cannot be read."""
+        """Return an object; None if it has more than ``limit`` bytes, or is not plain data.
+
+        Raises:
+            LayoutError: Its archive is damaged.
+        """
         chunk = self._chunks.get((fqn, None))
-        if chunk is None or chunk.nbytes > limit:
+        if chunk is None:
             return None
-        _, part = self._open(chunk)
+        index, part = self._open(chunk)
+        if part.read(0, min(chunk.nbytes, len(MAGIC))) != MAGIC:
+            return None
         try:
+            if chunk.nbytes > limit:
+                self._note(index, chunk, fqn, parse(part).values())
+                return None
             torch = read_torch_file(part)
+            self._note(index, chunk, fqn, torch.records)
             return _plain(torch.root, torch, part)
+        except (ChecksumError, TruncatedError) as error:
+            raise _damaged(fqn, chunk, part, error) from error
         except CkptError:
             return None
+
+
+def _damaged(fqn: str, chunk: StoredChunk, part: _FilePart, error: CkptError) -> LayoutError:
+    return LayoutError(part.path, f"{fqn} at byte {chunk.start:,}: {error.problem}", error.hint)
 
 
 def fields_of(path: str, value: object) -> Fields:

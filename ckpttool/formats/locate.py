@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
+from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.zero.names import is_of_tag, parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import MARK, is_url, parent
@@ -29,6 +30,36 @@ RAY_INNER = ("checkpoint", "checkpoint.ckpt")
 """Subdirectories of a Ray Train checkpoint that hold the checkpoint of a Trainer or of Lightning.
 
 Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
+
+
+class Foreign(NamedTuple):
+    """The layout of another framework, which is not read as a whole."""
+
+    what: str
+    """What it is."""
+    name: str
+    """Regular expression of the name of a file; with a final slash, of a directory."""
+    inside: bool = False
+    """Whether to pass that file or directory: the newest, if there are several."""
+
+
+FOREIGN = (
+    Foreign("the files of single ranks of verl", r"(model|optim)_world_size_\d+_rank_\d+\.pt"),
+    Foreign("a run of verl", r"global_step_\d+/", inside=True),
+    Foreign("a step of verl", r"(actor|critic)/", inside=True),
+    Foreign("the files of single ranks of FSDP, as Accelerate saves them", r"pytorch_model_fsdp(_\d+)?_rank_?\d+\.bin"),
+    Foreign("the weights of FSDP, as Accelerate saves them", r"pytorch_model_fsdp(_\d+)?\.bin", inside=True),
+    Foreign("a checkpoint of FSDP, as Accelerate saves it", r"pytorch_model_fsdp(_\d+)?/", inside=True),
+    Foreign("a run of torchtitan", r"step-\d+/", inside=True),
+    Foreign("the files of single ranks of Megatron", r"mp_rank_\d{2}(_\d{3})*/|model_optim_rng\.pt"),
+    Foreign("a run of Megatron", r"iter_\d{7}/", inside=True),
+    Foreign("the files of single ranks of torch_checkpointing", r"(model|optimizer|train)_\d+\.pt"),
+)
+"""Layouts of other frameworks, by what only they have.
+
+Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py; Accelerate 1.15, utils/fsdp_utils.py; torchtitan 0.3,
+components/checkpoint.py; Megatron-LM, training/checkpointing.py (``get_checkpoint_name``); torch_checkpointing 0.1.1,
+``CheckpointManager.save``."""
 
 
 class NoCheckpointError(LayoutError):
@@ -91,6 +122,8 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         if not tags and (newest := _newest_of_trainer(storage, src, entries)) is not None:
             return newest
         if not tags:
+            if found := _foreign(src, entries):
+                raise NoCheckpointError(src, f"holds {found[0]}, not a checkpoint of DeepSpeed", found[1])
             raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(storage, src, entries))
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
@@ -160,6 +193,17 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     entries = storage.listing(src)
     found = _of_trainer(storage, src, entries) if not any(is_of_tag(e.name) for e in entries if not e.is_dir) else []
     return found if len(found) > 1 and not _tags(storage, src, entries) else []
+
+
+def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
+    """Return what a directory with the layout of another framework holds, and the next step."""
+    names = sorted((f"{e.name}/" if e.is_dir else e.name for e in entries), key=natural_order)
+    for layout in FOREIGN:
+        found = [name for name in names if re.fullmatch(layout.name, name)]
+        if found:
+            hint = f"pass {posixpath.join(src, found[-1].rstrip('/'))}" if layout.inside else WHOLE
+            return layout.what, hint
+    return None
 
 
 def _look_elsewhere(storage: Storage, src: str, entries: list[Entry]) -> str:

@@ -49,6 +49,8 @@ SAVE = "ckpttool.save"
 """Key of the fingerprint of the save, in the metadata of the weights and in the description."""
 VERSION = 1
 """Version of the description."""
+NOT_FINITE = "ckpttool.float"
+"""The key of a mapping that stands for NaN or infinity, which JSON lacks: {"ckpttool.float": "nan"}."""
 TENSOR_NUMBER = frozenset({"value", "dtype"})
 """Keys of a hyper-parameter that was saved as a tensor of one number."""
 
@@ -90,7 +92,7 @@ def with_optimizer(checkpoint: Checkpoint, storage: Storage, first: str, saves: 
             if other != save:
                 problem = "belongs to another save than the optimizer states beside it"
                 raise LayoutError(posixpath.join(checkpoint.location, name), problem, f"restore it, or remove {first}")
-        return _combined(checkpoint, reader, described, path)
+        return _combined(checkpoint, reader, _with_floats(described), path)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"its description of the optimizer is broken ({type(error).__name__}: {brief(str(error), 200)})"
         raise LayoutError(path, problem, RESTORE) from error
@@ -197,6 +199,15 @@ def _group(values: Mapping[str, Any]) -> ParamGroup:
     options = {key: _number(value) for key, value in values["hyperparameters"].items()}
     scalars = {key: ScalarState(s["value"], s["dtype"], tuple(s["shape"])) for key, s in values["scalars"].items()}
     return ParamGroup(tuple(map(str, values["parameters"])), options, scalars)
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of the description with NaN and infinity in the place of the mappings that stand for them."""
+    if isinstance(value, dict):
+        if value.keys() == {NOT_FINITE}:
+            return float(value[NOT_FINITE])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return list(map(_with_floats, value)) if isinstance(value, list) else value
 
 
 def _number(value: Any) -> Any:

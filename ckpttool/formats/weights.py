@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import TorchFile, read_torch_file
-from ckpttool.containers.values import TensorRef
+from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.delta_header import DELTA
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
+from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.safetensors_states import states_in
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.messages import brief
@@ -42,6 +43,16 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 RESTORE = "restore it from a copy"
+FLAT = re.compile(r"_?flat_param(_\d+)?")
+"""The name of a flat parameter.
+
+Source: torch 2.13, distributed/fsdp/_flat_param.py (``FLAT_PARAM``)."""
+SHARDING = "DCP_SHARDING_INFO"
+"""The metadata of torch's safetensors that holds the offsets of each tensor of the file in the whole tensor.
+
+Source: torch 2.13, distributed/checkpoint/_hf_utils.py."""
+SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""The name that torch gives to the file of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,7 @@ def _check_parts(src: str, names: list[str]) -> None:
     """Check that all parts exist: each name contains the number of parts."""
     present = set(names)
     for name in names:
+        _refuse_shard(posixpath.join(src, name), {})  # its name contains no number of ranks
         match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\..*)", name)
         if match is None:
             continue
@@ -102,6 +114,20 @@ def _check_parts(src: str, names: list[str]) -> None:
         numbers = (f"{start}{n:0{len(number)}d}{of}{count}{end}" for n in range(1, int(count) + 1))
         if gone := next((n for n in numbers if n not in present), None):
             raise LayoutError(posixpath.join(src, gone), f"is missing ({name} is one of {int(count)} parts)", RESTORE)
+
+
+def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
+    """Refuse the file of one rank: its tensors are parts, and no file says how many ranks there were.
+
+    The same writer notes offsets in files of whole tensors, too: they are zero there.
+    """
+    try:
+        offsets = [at for entry in json.loads(metadata.get(SHARDING, "{}")).values() for at in entry["saved_offsets"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LayoutError(path, f"has damaged metadata {SHARDING}", RESTORE) from error
+    if SHARD.fullmatch(posixpath.basename(path)) or any(offsets):
+        problem = "is the shard of one rank, as torch.distributed.checkpoint writes safetensors, not whole weights"
+        raise LayoutError(path, problem, WHOLE)
 
 
 def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
@@ -162,6 +188,7 @@ def _read_files(
             records: tuple[Record, ...] = ()
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
+                _refuse_shard(path, metadata)
                 file_states = states_in(entries, index)
                 if METADATA in metadata:
                     problem = "holds the states of an optimizer, not weights"
@@ -234,7 +261,17 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
     root = torch.root
     if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
         root = root["state_dict"]
-    tensors = {k: v for k, v in root.items() if isinstance(v, TensorRef)} if isinstance(root, dict) else {}
+    items = root if isinstance(root, dict) else {}
+    for name, value in items.items():
+        if isinstance(value, Opaque) and value.name.startswith("_rebuild_"):
+            kind = next((part.name for part in value.args if isinstance(part, Opaque) and part.how == "global"
+                         and not part.name.startswith("_")), value.name)  # fmt: skip
+            problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or no plain tensor"
+            raise LayoutError(torch.path, problem, WHOLE)
+        if FLAT.fullmatch(str(name).rpartition(".")[2]):
+            problem = f"holds the flat parameter {brief(name, 200)} of one rank of FSDP"
+            raise LayoutError(torch.path, problem, WHOLE)
+    tensors = {k: v for k, v in items.items() if isinstance(v, TensorRef)}
     if not tensors:
         raise LayoutError(torch.path, "holds no state dict", "pass a file of weights")
     result: dict[str, State] = {}

@@ -360,7 +360,7 @@ class Checkpoint:
     attempt: str = ""
     """Identifier of the save in its manifest; "" without one."""
     optimizer: str = ""
-    """Class of the optimizer and the names of its states, from the manifest; "" without one."""
+    """Class of the optimizer and its switches, from the manifest; "" without one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the train loop in the manifest."""
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -162,11 +162,15 @@ class CopyPlan:
             if gap is not None:
                 yield PlanError(file.name, f"{gap.kind} at bytes {gap.start} to {gap.end}", "this is a bug in ckpttool")
 
-    def fingerprint(self) -> str:
-        """A digest that is equal for two plans that write the same bytes from the same files."""
+    def fingerprint(self, changed: Sequence[int] = ()) -> str:
+        """A digest that is equal for two plans that write the same bytes from the same files.
+
+        Args:
+            changed: Times of the last change of the sources.
+        """
         import hashlib  # importing it takes longer than making most plans
 
-        sha = hashlib.sha256(repr((self.sources, self.casts)).encode())
+        sha = hashlib.sha256(repr((self.sources, self.casts, list(changed))).encode())
         for file in self.files:
             sha.update(repr((file.name, file.nbytes, file.zeros)).encode())
             for offset, data in file.literals:

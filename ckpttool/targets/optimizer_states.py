@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
-from ckpttool.formats.optimizer_states import METADATA, STEM, VERSION
+from ckpttool.formats.optimizer_states import METADATA, NOT_FINITE, STEM, VERSION
 from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.targets.safetensors import safetensors_files
 from ckpttool.targets.weights import Weight, WeightSelection
@@ -149,10 +149,10 @@ def _json(value: object) -> Any:
         return {"value": _json(float(value) if isinstance(value, float) else int(value)), "dtype": value.dtype}
     if value is None or type(value) in {bool, int, str}:
         return value
-    if type(value) is float and math.isfinite(value):
-        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {NOT_FINITE: str(value)}
     if type(value) in {list, tuple}:
         return [_json(item) for item in value]  # type: ignore[attr-defined]
-    if isinstance(value, dict) and all(type(key) is str for key in value):
+    if isinstance(value, dict) and all(type(key) is str for key in value) and value.keys() != {NOT_FINITE}:
         return {key: _json(item) for key, item in value.items()}
     raise _NoJsonError

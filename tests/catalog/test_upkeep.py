@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog import entries, retention, upkeep
+from ckpttool.catalog import entries, retention, thinning, upkeep
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
@@ -27,6 +27,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
+from tests import damage
 from tests.cli.command import ckpttool
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
@@ -379,8 +380,12 @@ def test_a_damaged_checkpoint_is_not_torn(tmp_path: Path) -> None:
     path.write_bytes(data)
     path = tmp_path / "step2" / "mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-5000])
+    path = tmp_path / "step3" / "mp_rank_00_model_states.pt"
+    path.write_bytes(path.read_bytes()[:-22] + bytes(22))  # the end record of the archive alone
+    shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / "step4")
     _aged(tmp_path)
-    first, second, _ = api.prune(tmp_path, torn=True)
+    first, second, third, _ = api.prune(tmp_path, torn=True)
+    assert (third.keep, third.reason.startswith("cannot be opened, which does not prove it torn: ")) == (True, True)
     assert first.keep
     assert first.reason.startswith("cannot be opened, which does not prove it torn: ")
     assert (second.keep, "torn: " in second.reason) == (False, True)
@@ -569,3 +574,76 @@ def test_a_checkpoint_that_is_saved_again_meanwhile_stays_whole(rewound: Any, mo
     done = api.prune(root, keep_last=1, thin="bf16")
     assert done[1].reason == "changed meanwhile: saved again, or pinned"
     assert whole(second)["step2"] == version(7)
+
+
+def test_a_small_file_that_a_killed_process_began_is_removed(root: Path, tmp_path: Path) -> None:
+    """Killed while it wrote ``latest``, cp leaves a temporary file in a root that no run may ever save in."""
+    files = {p.name for p in root.iterdir() if p.is_file()}
+    for how in ("cp", "prune"):
+        for name in ("latest.0badcafe.partial", "latest.0badcaff.partial", "notes.partial", "new.0badcafe.txt"):
+            (root / name).write_text("step")
+            os.utime(root / name, (NOW - 7200, NOW - 7200) if name != "latest.0badcaff.partial" else None)
+        if how == "cp":
+            shutil.copytree(root / "step1", tmp_path / "other" / "step5")
+            api.cp(tmp_path / "other", root, tag="step5")
+        else:
+            api.prune(root, keep_last=4, dry_run=True)
+            assert (root / "latest.0badcafe.partial").exists()
+            api.prune(root, keep_last=4)
+        left = {p.name for p in root.iterdir() if p.is_file()}
+        assert left - {"zero_to_fp32.py"} == files - {"zero_to_fp32.py"} | {
+            "latest.0badcaff.partial",
+            "notes.partial",
+            "new.0badcafe.txt",
+        }
+
+
+@pytest.mark.parametrize("moment", ["plan_thinning", "thin", "recover"])
+def test_a_checkpoint_that_another_prune_thins_meanwhile_is_left(
+    moment: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower of two said that a file does not exist, or is in the way."""
+    ours = getattr(thinning, moment)
+    begun: list[int] = []
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if not begun:
+            begun.append(1)
+            api.prune(root, keep_last=3, thin="bf16")
+        return ours(*arguments, **options)
+
+    monkeypatch.setattr(thinning, moment, slow)
+    first, *_ = api.prune(root, keep_last=3, thin="bf16")
+    assert (first.keep, first.thin, first.reason) == (True, None, "thinned by another process")
+    assert api.inspect(root / "step1").thin
+    assert api.verify(root / "step1", deep=True).findings == ()
+
+
+def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete = LOCAL.delete
+
+    def refuse(_: object, paths: list[str]) -> None:
+        if any(path.endswith("optim_states.pt") for path in paths):
+            raise StorageError(paths[0], "permission denied", "check who may write it")
+        delete(paths)
+
+    monkeypatch.setattr(type(LOCAL), "delete", refuse)
+    with pytest.raises(PruneError, match="is thin, but not all old files are removed: permission denied; repair that"):
+        api.prune(root, keep_last=3, thin="bf16")
+    monkeypatch.undo()
+    assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
+    assert not list((root / "step1").glob("*optim_states.pt"))
+
+
+def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> None:
+    for name in ("step1", "step2"):
+        shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), tmp_path / name)
+    damage.flip_in_master(next((tmp_path / "step1").glob("*optim_states.pt")))
+    (tmp_path / "latest").write_text("step2")
+    shown = ckpttool("prune", tmp_path, "--keep-last", 1, "--thin", "bf16", "--dry-run").stdout
+    assert "1 would be thinned" in shown
+    assert "a checkpoint whose values are damaged stays whole" in shown
+    with pytest.raises(PruneError, match="cannot be thinned: record "):
+        api.prune(tmp_path, keep_last=1, thin="bf16")
+    assert not api.inspect(tmp_path / "step1").thin
+    assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout

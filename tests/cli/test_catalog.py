@@ -14,7 +14,7 @@ from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
 from ckpttool.storage import MARK
-from tests.cli.command import ckpttool
+from tests.cli.command import ckpttool, remains
 from tests.truth import NAMES, REPRESENTATIVE, source, truth
 
 if TYPE_CHECKING:
@@ -360,6 +360,27 @@ def test_a_copy_over_what_is_there_is_refused(root: Path, tmp_path: Path) -> Non
         assert other.read_bytes() == changed
     assert ckpttool("cp", root, root).code == 1
     assert (root / "global_step20" / HALF).exists()
+
+
+def test_a_copy_into_a_checkpoint_is_refused(root: Path, tmp_path: Path, s3: Bucket) -> None:
+    api.consolidate(root, tmp_path / "model", to="safetensors")
+    api.cp(root, s3.url("run"))
+    shutil.copytree(root, tmp_path / "other")
+    places = [
+        (root, root / "global_step20"),
+        (root, root / "global_step20" / "copies"),
+        (root, tmp_path / "other" / "global_step20"),
+        (tmp_path / "model", tmp_path / "model" / "copy"),
+        (s3.url("run"), s3.url("run/global_step20")),
+        (s3.url("run"), s3.url("run/global_step20/copies")),
+        (root, s3.url("run/global_step20")),
+    ]
+    before = remains(tmp_path), s3.keys()
+    for src, dst in places:
+        error = ckpttool("cp", src, dst).error
+        assert error.startswith(f"Error: {dst}: "), error
+        assert error.endswith("; pass another root"), error
+    assert (remains(tmp_path), s3.keys()) == before
 
 
 def test_a_half_written_directory_is_refused_here_too(root: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def _change(file: Path, name: str, index: int, value: float) -> None:
 
 def test_equal_checkpoints_exit_with_0() -> None:
     done = ckpttool("diff", SRC, source("zero1-dp2-bf16"))
-    assert (done.code, done.stdout) == (0, "equal (32 tensors)\n")
+    assert (done.code, done.stdout) == (0, "equal (32 tensors: weights and optimizer states)\n")
 
 
 def test_weights_alone_are_compared_with_weights_alone(weights: Path) -> None:
@@ -49,7 +49,64 @@ def test_weights_alone_are_compared_with_weights_alone(weights: Path) -> None:
         assert done.code == 0
         assert f"{weights} holds no optimizer states: only weights are compared" in done.stdout
         assert "2 tensors have equal values in different types" in done.stdout
-        assert done.stdout.endswith("equal (14 tensors)\n")
+        assert done.stdout.endswith("equal (14 tensors: weights)\n")
+
+
+OTHER_VALUES = {
+    "step": (damage.edit_model, lambda f: f.update(global_steps=7)),
+    "scheduler.last_batch_iteration": (damage.edit_model, lambda f: f["lr_scheduler"].update(last_batch_iteration=7)),
+    "client_state.nested.seen[1]": (damage.edit_model, lambda f: f["nested"].update(seen=(1, 7))),
+    "client_state.added": (damage.edit_model, lambda f: f.update(added=float("nan"))),
+    "lr of ": (
+        damage.edit_optimizer,
+        lambda f: f["base_optimizer_state"]["param_groups"][1].update(lr=7.0),
+    ),
+    "loss_scaler.state.cur_scale": (
+        damage.edit_optimizer,
+        lambda f: f["loss_scaler"].state.update(cur_scale=7.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_all_compares_the_values_besides_tensors_too(name: str, checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy(NAME)
+    edit, change = OTHER_VALUES[name]
+    assert ckpttool("diff", SRC, root, "--all").code == 0
+    edit(root, change)
+    assert ckpttool("diff", SRC, root).code == 0
+    done = ckpttool("diff", SRC, root, "--all", "--json")
+    told = json.loads(done.stdout)
+    assert (done.code, told["equal"], len(told["others"])) == (1, False, 1)
+    (other,) = told["others"]
+    assert other["name"].startswith(name)
+    assert other["b"] == ("nan" if "added" in name else "7.0" if "." in other["b"] else "7")
+    shown = ckpttool("diff", SRC, root, "--all").stdout
+    assert other["name"] in shown
+    assert "0 of 32 tensors differ, other values that differ: 1 (weights and optimizer states; steps, " in shown
+    assert ckpttool("diff", root, root, "--all").code == 0
+
+
+def test_all_holds_for_a_checkpoint_of_other_ranks(tmp_path: Path) -> None:
+    assert ckpttool("convert", SRC, tmp_path / "out", "--to", "zero", "--world-size", "3", "--stage", "3").code == 0
+    others = "steps, hyper-parameters, scheduler, loss scale and client state"
+    done = ckpttool("diff", SRC, tmp_path / "out", "--all")
+    assert done.stdout == f"equal (32 tensors: weights and optimizer states; {others})\n"
+
+
+def test_all_compares_tensors_of_the_client_state(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy(NAME)
+    roots = [root, root.parent / "other"]
+    shutil.copytree(roots[0], roots[1])
+    for n, root in enumerate(roots):
+        path = damage.model_file(root)
+        file = torch.load(path, weights_only=False)
+        torch.save({**file, "seen": torch.arange(5) * (n + 1)}, path)
+    assert ckpttool("diff", *roots).code == 0
+    done = ckpttool("diff", *roots, "--all")
+    assert done.code == 1
+    assert "client_state.seen  I64 [5], digest " in done.stdout
+    assert ckpttool("diff", roots[1], roots[1], "--all").code == 0
 
 
 def test_differences_are_printed_and_exit_with_1(weights: Path) -> None:

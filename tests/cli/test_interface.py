@@ -10,6 +10,7 @@ import os
 import pickle
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,37 @@ def test_failure_exits_with_1_in_one_line(tmp_path: Path) -> None:
     assert done.error == ckpttool("inspect", tmp_path).error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["inspect", ZERO3, "--param", "up.weigth"],
+            {"error": "holds no parameter up.weigth", "path": tag_directory("zero3-dp2-bf16"),
+             "hint": "inspect --params lists the names"},
+        ),
+        (
+            ["consolidate", ZERO3, "out", "--to", "torch", "--include", "nothing"],
+            {"error": "no parameter is left to write", "path": tag_directory("zero3-dp2-bf16"),
+             "hint": "check --include, --exclude, --exclude-frozen"},
+        ),
+        (
+            ["consolidate", ZERO3, "", "--to", "torch"],
+            {"error": "is an empty name", "path": "OUT", "hint": "name a directory"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_failure_is_told_as_json_too(
+    arguments: list[str], told: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ckpttool(*arguments, "--json")
+    assert (done.code, done.stderr) == (1, ckpttool(*arguments).stderr)
+    assert json.loads(done.stdout) == told
+    done = ckpttool(*arguments, "--json", "--debug")
+    assert (done.code, json.loads(done.stdout)) == (1, told)
+    assert done.stderr.startswith("Traceback")
+
+
 def test_findings_exit_with_1(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
     damage.optimizer_file(root).unlink()
@@ -125,10 +157,9 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 def test_parameter_that_is_not_there_is_an_error() -> None:
-    for options in ([], ["--json"]):
-        error = ckpttool("inspect", ZERO3, "--param", "up.weigth", *options).error
-        assert error.endswith("holds no parameter up.weigth; inspect --params lists the names")
-        assert "holds no parameter ;" in ckpttool("inspect", ZERO3, "--param", "", *options).error
+    error = ckpttool("inspect", ZERO3, "--param", "up.weigth").error
+    assert error.endswith("holds no parameter up.weigth; inspect --params lists the names")
+    assert "holds no parameter ;" in ckpttool("inspect", ZERO3, "--param", "").error
 
 
 def test_globs_that_match_nothing_are_an_error(tmp_path: Path) -> None:
@@ -348,6 +379,19 @@ def test_reader_that_has_seen_enough_is_no_error() -> None:
         done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
         os.close(write)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+    arguments = [["inspect", ZERO3], ["consolidate", ZERO3, str(tmp_path / "out"), "--to", "torch"], ["verify", ZERO3]]
+    for n, argument in enumerate([*arguments, ["inspect", str(tmp_path / "nothing")], ["inspect"], ["--help"]]):
+        command = shlex.join([sys.executable, "-m", "ckpttool", *argument])
+        done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, check=False)
+        assert done.returncode == (0, 0, 0, 1, 2, 0)[n]
+        assert "Traceback" not in done.stdout + done.stderr
+        assert bool(done.stdout) == (n not in {3, 4} and closed == "2>&-")
+        assert bool(done.stderr) == (n in {3, 4} and closed == ">&-")
+    assert api.verify(tmp_path / "out", deep=True).findings == ()
 
 
 def test_stdout_on_a_full_disk_is_an_error() -> None:

@@ -68,8 +68,11 @@ def _rank(directory: Path) -> None:
     told: dict[str, Any] = {name: _told(function) for name, function in asked.items()}
     told["restored"], told["steps"] = manager.restore(engine), engine.global_steps
     state = {"deep": json.loads("[" * 150 + "]" * 150), "number": 1 << 4000, "set": {1, 2}, "type": torch.float16}
+    state["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}  # as Megatron-DeepSpeed
     manager.save(engine, tag="fine", client_state=state)
     told["accepted"] = manager.restore(engine) == state
+    engine.save_checkpoint(str(directory / "plain"), client_state={float("nan"): 1, 2: 3, "two": 4})
+    told["keys"] = [repr(key) for key in load(engine, directory / "plain").client_state]
     watching: Any = CheckpointManager(root, signals=[signal.SIGUSR1])
     os.kill(os.getpid(), signal.SIGUSR1)
     told["preempted"] = [watching.preempted(), watching.preempted(reset=True), watching.preempted()]

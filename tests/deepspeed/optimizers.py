@@ -59,6 +59,7 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
     told["untouched"] = differing(before, now) == [] and second.global_steps == 0
     told["differing"] = differing(saved, now)
     told["loss scales"] = [scale, getattr(second.optimizer, "loss_scale", None)]
+    told["notes"] = list(manager.restored.notes) if manager.restored else []
     told["step"] = _told(lambda: step(second, STEPS))
     told["differing later"] = differing(went_on, held(second), tolerance=1e-4)
     second.destroy()

@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import sys
+import traceback
 import types
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,9 +27,11 @@ TORCH = (
     "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adafactor", "Muon",
 )  # fmt: skip
 TRANSFORMERS = ("HFAdafactor", "HFAdafactor beta1=0.9")
+OWN = ("CountingInGroups", "Unusual")
+"""Optimizers of users; see ``_own``."""
 DEEPSPEED = ("Adam", "AdamW", "Adam torch_adam=1", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "MuAdam")
 OPTIMIZERS = (
-    *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS)),
+    *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS, *OWN)),
     *(f"deepspeed {n}" for n in DEEPSPEED),
 )
 """Those that users pass, and those that the configuration names."""
@@ -187,7 +190,9 @@ def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
     found["trained"] = [*([] if again == [losses] else ["losses"]), *differing(after, snapshot(other))]
     found["notes"] = list(manager.restored.notes) if manager.restored else []
     other.destroy()
-    if found["restored"] or found["trained"]:
+    everyone: list[Any] = [None] * draw.ranks
+    torch.distributed.all_gather_object(everyone, [*found["loaded"], *found["restored"], *found["trained"]])
+    if any(everyone):
         other = build(draw, seed=9)
         found["deepspeed"] = told(lambda: other.load_checkpoint(str(root / "theirs")))
         found["deepspeed restored"] = differing(before, snapshot(other))
@@ -238,6 +243,7 @@ def told(function: Any) -> str:
     except CkptError as error:
         return str(error)
     except Exception as error:
+        traceback.print_exc()
         return f"raw: {type(error).__name__}: {error}"
     return ""
 
@@ -311,7 +317,49 @@ def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False, **options)
+    if name in OWN:
+        return _own(name)(groups)
     return getattr(torch.optim, name)(groups, **{"lr": 0.01, **options})
+
+
+def _own(name: str) -> Any:
+    import torch
+
+    class CountingInGroups(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
+        """Counts steps in its groups alone, like apex's FusedAdam."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                for p in (p for p in group["params"] if p.grad is not None):
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.lerp_(p.grad.to(p.dtype), 0.1)
+                    p.add_(average / (1 - 0.9 ** group["step"]), alpha=-group["lr"])
+
+    class Unusual(torch.optim.Optimizer):  # type: ignore[misc]  # the same
+        """Keeps what a rank computes of its own partition, states that come later, a list and no tensor at all."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0, "d": 1e-3})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state = self.state[p]
+                    state["norm"] = float(p.grad.float().norm())
+                    state["history"] = [*state.get("history", []), state["norm"]][-3:]
+                    state.setdefault("sketch", torch.zeros(3))[0] += state["norm"]
+                    if len(state["history"]) == 2:
+                        state["late"] = torch.ones_like(p)
+                    group["d"] = max(group["d"], 0.01 * state["norm"])
+                    p.add_(p.grad.to(p.dtype), alpha=-group["lr"] * group["d"] - 1e-3 * float(state["sketch"][0]))
+
+    return CountingInGroups if name == "CountingInGroups" else Unusual
 
 
 def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:
@@ -380,10 +428,13 @@ def snapshot(engine: Any) -> dict[str, Any]:
     owners = getattr(wrapper, "fp32_partitioned_groups_flat", None)
     if owners is None:
         owners = [p for group in inner.param_groups for p in group["params"]]
-    for number, owner in enumerate(owners):
-        found[f"master/{number}"] = owner.detach().clone()
-        for key, value in inner.state.get(owner, {}).items():
-            found[f"{key}/{number}"] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    paddings = [0] * len(owners)
+    if engine.zero_optimization_stage() in {1, 2}:
+        paddings = getattr(wrapper, "groups_padding", paddings)  # elastic checkpoints leave it out
+    for number, (owner, padding) in enumerate(zip(owners, paddings, strict=True)):
+        for key, value in [("master", owner), *inner.state.get(owner, {}).items()]:
+            is_flat = isinstance(value, torch.Tensor) and value.shape == owner.shape and owner.dim()
+            found[f"{key}/{number}"] = _copied(value[: len(value) - padding] if is_flat and padding else value)
     for number, group in enumerate(wrapper.param_groups):
         found |= {f"option {key}/{number}": value for key, value in group.items() if key != "params"}
     if engine.lr_scheduler is not None:
@@ -394,6 +445,12 @@ def snapshot(engine: Any) -> dict[str, Any]:
         }
     found["scale"] = float(getattr(wrapper, "cur_scale", 0) or 0)
     return found | {"steps": engine.global_steps, "samples": engine.global_samples, "skipped": engine.skipped_steps}
+
+
+def _copied(value: Any) -> Any:
+    import torch
+
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _named(engine: Any) -> dict[str, Any]:

@@ -31,7 +31,8 @@ def _jobs(directory: Path) -> list[dict[str, Any]]:
     for ranks in (1, 2, 3, 4):
         root = str(directory / f"dp{ranks}" / "root")
         jobs.append({**common, "id": f"dp{ranks}", "turn": 0, "world_size": ranks, "steps": STOP, "root": root})
-        whole = {**common, "id": f"whole-dp{ranks}", "turn": 0, "world_size": ranks, "steps": 0, "root": ""}
+        whole = {**common, "id": f"whole-dp{ranks}", "turn": 0, "world_size": ranks, "steps": 0}
+        whole["root"] = str(directory / "never saved")
         jobs.append(whole)
     for saved, ranks in PAIRS:
         root = str(directory / f"dp{saved}" / "root")

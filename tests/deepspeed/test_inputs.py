@@ -61,6 +61,10 @@ def test_accepted_client_state_comes_back(told: dict[str, Any]) -> None:
     assert told["accepted"]
 
 
+def test_client_state_of_deepspeed_may_have_any_keys(told: dict[str, Any]) -> None:
+    assert told["keys"] == ["nan", "2", "'two'"]
+
+
 def test_a_signal_can_be_forgotten(told: dict[str, Any]) -> None:
     assert told["preempted"] == [True, True, False]
 

@@ -94,6 +94,29 @@ def test_leftovers_of_another_conversion_are_not_resumed(tmp_path: Path) -> None
     assert _bytes(out) == _bytes(tmp_path / "whole")
 
 
+def test_a_source_that_was_rewritten_in_place_is_read_anew(tmp_path: Path) -> None:
+    ckpttool.consolidate(SRC, tmp_path / "src", to="safetensors")
+    weights = tmp_path / "src" / "model.safetensors"
+
+    def consolidate(out: Path) -> None:
+        ckpttool.consolidate(weights.parent, out, to="safetensors", dtype="bf16", max_shard_size="3kB", resume=True)
+
+    writes = Rule(Nothing(), "pwrite")
+    with watching(writes):
+        consolidate(tmp_path / "old")
+    half = 1 + len(writes.matched) // 2
+    with watching(Rule(Before(interrupt), "pwrite", nth=half)), pytest.raises(KeyboardInterrupt):
+        consolidate(tmp_path / "out")
+    before, data = weights.stat(), weights.read_bytes()
+    with weights.open("r+b") as file:  # the same header, other values, and the time of the last change as it was
+        file.seek(len(data) // 2)
+        file.write(bytes(len(data) - len(data) // 2))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    consolidate(tmp_path / "out")
+    consolidate(tmp_path / "new")
+    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "new") != _bytes(tmp_path / "old")
+
+
 def test_a_file_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     writes = _writes(tmp_path / "whole")
     out = tmp_path / "out"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import os
 import pickle
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +305,30 @@ def test_a_truncated_file_is_named(name: str, part: float, saved: Path) -> None:
     assert caught.value.path == str(saved / name)
 
 
+def test_deep_verify_finds_a_flipped_bit_of_every_tensor_and_object(model: torch.nn.Module, tmp_path: Path) -> None:
+    weights, states = _optimizer(model)
+    text = {"short": "a note", "long": "a note" * 20_000}
+    saved = _save({"model": weights, "optim": states, "text": text}, tmp_path / "saved")
+    sound = ckpttool.verify(saved, deep=True)
+    stored = dcp.FileSystemReader(saved).read_metadata().storage_data
+    assert sound.findings == ()
+    assert sound.records_checked > len(stored)
+    for index, chunk in stored.items():
+        path = saved / chunk.relative_path
+        data = path.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(data[chunk.offset : chunk.offset + chunk.length])) as archive:
+            prefix = archive.namelist()[0].split("/")[0]
+            record = "data/0" if f"{prefix}/data/0" in archive.namelist() else "data.pkl"
+            payload = archive.read(f"{prefix}/{record}")
+        flipped = bytearray(data)
+        flipped[data.index(payload, chunk.offset) + len(payload) // 2] ^= 1
+        path.write_bytes(flipped)
+        findings = ckpttool.verify(saved, deep=True).findings
+        assert [f.path for f in findings] == [str(path)], index
+        assert index.fqn in findings[0].problem
+        path.write_bytes(data)
+
+
 def test_a_missing_file_is_named(saved: Path) -> None:
     (saved / "__0_0.distcp").unlink()
     with pytest.raises(CkptError, match=r"__0_0\.distcp"):
@@ -341,6 +367,7 @@ def test_no_file_takes_the_place_of_another(
     else:  # as docs/damage.md says: nothing in the files tells
         assert ckpttool.digest(tmp_path / "saved") != right
     (tmp_path / "saved" / MANIFEST).write_bytes(manifest.to_json())
+    assert ckpttool.verify(tmp_path / "saved", deep=True).findings
     with pytest.raises(CkptError):
         ckpttool.digest(tmp_path / "saved")
     with pytest.raises(CkptError):

@@ -9,7 +9,9 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError
-from ckpttool.formats.locate import locate, natural_order
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.locate import NoCheckpointError, locate, natural_order
+from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.storage import LocalStorage
 from tests.truth import source, tag_directory
@@ -163,3 +165,39 @@ def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) ->
     with pytest.raises(CkptError, match="found only rank 0") as caught:
         ckpttool.inspect(tmp_path)
     assert "checkpoint-10" in caught.value.path  # none is whole: the newest is told of
+
+
+FOREIGN = {
+    "verl": (["model_world_size_2_rank_0.pt", "extra_state_world_size_2_rank_0.pt"], "single ranks of verl", ""),
+    "verl's step": (["data.pt", "actor/model_world_size_2_rank_0.pt"], "a step of verl", "actor"),
+    "verl's run": (
+        ["latest_checkpointed_iteration.txt", "global_step_9/data.pt", "global_step_10/data.pt"],
+        "a run of verl",
+        "global_step_10",
+    ),
+    "Accelerate": (["pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"], "single ranks of FSDP", ""),
+    "FSDP1": (["pytorch_model_fsdp_rank0.bin"], "single ranks of FSDP", ""),
+    "Accelerate, whole": (["pytorch_model_fsdp.bin", "optimizer.bin"], "weights of FSDP", "pytorch_model_fsdp.bin"),
+    "Accelerate, DCP": (
+        ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.bin"],
+        "a checkpoint of FSDP",
+        "pytorch_model_fsdp_0",
+    ),
+    "torchtitan": (["step-9/.metadata", "step-10/.metadata"], "a run of torchtitan", "step-10"),
+    "Megatron": (["mp_rank_00_001/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt"], "ranks of Megatron", ""),
+    "Megatron's run": (
+        ["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], "a run of Megatron", "iter_0000005",
+    ),
+    "torch_checkpointing": (["model_0.pt", "optimizer_0.pt", "metadata.pkl"], "ranks of torch_checkpointing", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_the_layout_of_another_framework_is_named(name: str, tmp_path: Path) -> None:
+    files, what, inside = FOREIGN[name]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"x")
+    with pytest.raises(NoCheckpointError, match=f"holds .*{what}.*, not a checkpoint of DeepSpeed") as caught:
+        open_checkpoint(str(tmp_path))
+    assert caught.value.hint == (f"pass {tmp_path}/{inside}" if inside else WHOLE)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpttool
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpttool.model import Checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 TENSORS = {
     "embed.weight": torch.arange(12.0).view(4, 3),
@@ -169,3 +172,68 @@ def test_a_consolidated_output_is_read_again(name: str, kind: Any, tmp_path: Pat
     assert states.keys() == expected.keys()
     assert all(gather(checkpoint, states[n]) == raw_bytes(t) for n, t in expected.items())
     assert ckpttool.verify(tmp_path / "out", deep=True).findings == ()
+
+
+def _shards(rank: int, directory: Path) -> None:
+    """Save one tensor, cut along its rows, and one whole tensor, as each of three ranks of FSDP2 does."""
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
+    cut = distribute_tensor(torch.arange(21.0).view(7, 3), DeviceMesh("cpu", [0, 1, 2]), [Shard(0)])
+    writer = dcp.HuggingFaceStorageWriter(str(directory / "saved"), save_distributed=True)
+    dcp.save({"embed.weight": cut, "norm.weight": torch.ones(3)}, storage_writer=writer)
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_shards_of_distributed_safetensors_are_not_a_whole_model(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(_shards, (tmp_path,), nprocs=3, start_method="fork")
+    saved = tmp_path / "saved"
+    shards = sorted(saved.iterdir())
+    assert [s.name for s in shards] == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3)]
+    problem = "is the shard of one rank"
+    for place in (saved, *shards):
+        with pytest.raises(LayoutError, match=problem):
+            open_checkpoint(str(place))
+    for gone in shards[:2]:
+        gone.unlink()
+        with pytest.raises(LayoutError, match=problem):
+            ckpttool.consolidate(saved, tmp_path / "out", to="safetensors")
+    shards[2].rename(saved / "model.safetensors")  # its offsets tell as well
+    with pytest.raises(LayoutError, match=problem):
+        ckpttool.consolidate(saved, tmp_path / "out", to="safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_whole_safetensors_of_torchs_writer_are_read(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.numel()}
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path)), no_dist=True)
+    _assert_holds(open_checkpoint(str(tmp_path)), tensors)
+
+
+def _files_of_ranks(rank: int, directory: Path) -> None:
+    """Save files of one rank: with a DTensor, a ShardedTensor, a flat parameter of FSDP, and a buffer in each."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    spec = ChunkShardingSpec(0, placements=["rank:0/cpu", "rank:1/cpu"])
+    weights = {
+        "DTensor": {"w": distribute_tensor(torch.ones(4, 3), DeviceMesh("cpu", [0, 1]), [Shard(0)])},
+        "ShardedTensor": {"w": sharded_tensor.zeros(spec, 4, 3)},
+        "flat parameter": {"block._flat_param": torch.ones(6)},
+        "sparse": {"w": torch.eye(3).to_sparse()},
+    }
+    for name, part in weights.items():
+        torch.save({**part, "buffer": torch.ones(3)}, directory / f"{name}-{rank}.bin")
+    torch.distributed.destroy_process_group()
+
+
+def test_the_file_of_one_rank_is_not_a_whole_model(tmp_path: Path) -> None:
+    """Its tensors of other classes were left out, and the buffers exported."""
+    torch.multiprocessing.start_processes(_files_of_ranks, (tmp_path,), nprocs=2, start_method="fork")
+    for name in ("DTensor", "ShardedTensor", "flat parameter", "sparse"):
+        for rank in (0, 1):
+            with pytest.raises(LayoutError, match=f"holds .*{name}"):
+                ckpttool.consolidate(tmp_path / f"{name}-{rank}.bin", tmp_path / "out", to="safetensors")
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -172,6 +173,40 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
         _edit(path, _other_sub_group_step)
     with pytest.raises(LayoutError, match="has sub-groups 0 and 1"):
         open_checkpoint(str(root))
+
+
+def _count_like_fused_adam(file: dict[str, Any], steps: tuple[float, float]) -> None:
+    """Let the last parameter of each group have another step than the others."""
+    optimizer = file["optimizer"]
+    for group in optimizer["param_groups"]:
+        for number in group["params"]:
+            last = number == group["params"][-1]
+            optimizer["state"][number]["step"] = torch.tensor(steps[last])
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_parameters_without_zero_count_their_own_steps(first: float, checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero0-dp2-fp32")
+    _edit(root / "global_step3" / MODEL, lambda file: _count_like_fused_adam(file, (first, 3.0)))
+    found = open_checkpoint(str(root))
+    assert [group.scalars["step"].value for group in found.groups] == [3.0, 3.0]
+    assert found.nonpartitionable == ()
+    assert [r for r in found.remarks if "took 1 to 3 steps" in r] == [
+        f"parameters of group {g} took 1 to 3 steps: another layout counts 3" for g in (0, 1) if first
+    ]
+
+
+def _rms(file: dict[str, Any], rank: int) -> None:
+    for state in _states(file)["base_optimizer_state"]["state"].values():
+        state["RMS"] = 0.25 + rank
+
+
+def test_a_number_that_each_rank_computes_is_no_damage(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for rank, path in enumerate(sorted((root / "global_step3").glob("*optim_states.pt"))):
+        _edit(path, partial(_rms, rank=rank))
+    assert open_checkpoint(str(root)).nonpartitionable == ("group 0: RMS", "group 1: RMS")
+    assert ckpttool.verify(root).findings == ()
 
 
 def test_padding_that_no_alignment_explains_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,12 +162,34 @@ class Bucket:
         return {item["PartNumber"]: item["Size"] for page in pages for item in page.get("Parts", ())}
 
 
+def _make_requests_atomic() -> None:
+    """Answer one request at a time, once its body has arrived.
+
+    moto looks for an object and then writes it, in one of many threads: of several conditional writes two may win.
+    """
+    from moto.s3.responses import S3Response
+
+    lock = threading.Lock()
+
+    def one_at_a_time(answer: Any) -> Any:
+        def locked(*arguments: Any) -> Any:
+            with lock:
+                return answer(*arguments)
+
+        return locked
+
+    # Their callers have read the body: a slow client keeps nobody waiting.
+    for name in ("_bucket_response", "_key_response"):
+        setattr(S3Response, name, one_at_a_time(getattr(S3Response, name)))
+
+
 def _serve() -> None:
     from moto import backends
     from moto.server import ThreadedMotoServer
 
     modules = list(backends.list_of_moto_modules())
     backends.list_of_moto_modules = lambda: modules  # it looks at its own files twice for each request
+    _make_requests_atomic()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()

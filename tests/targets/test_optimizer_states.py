@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ import ckpttool
 from ckpttool.analysis.digest import digest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.optimizer_states import METADATA
+from tests import damage
 from tests.storage import server
 from tests.truth import REPRESENTATIVE, as_tensor, source, truth
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 NAMED = [name for name in REPRESENTATIVE if not truth(name).unassigned]
@@ -209,3 +212,19 @@ def test_a_bucket_holds_the_same_files(tmp_path: Path) -> None:
             assert body == path.read_bytes(), path.name
         found = ckpttool.inspect("s3://exports/out", storage_options=storage)
         assert digest(found, jobs=1, advance=lambda _: None) == _digests(source("zero3-dp2-bf16"))
+
+
+def test_nan_and_infinity_of_the_client_state_are_kept(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    numbers = {
+        "loss": math.nan,
+        "best": [math.inf, {"worst": -math.inf}],
+        "float": "nan",
+        "one": {"ckpttool.float": "nan"},
+    }
+    damage.edit_model(root, lambda file: file.update(numbers))
+    report = ckpttool.consolidate(root, tmp_path / "out", to="safetensors", optimizer=True)
+    assert [n for n in report.notes if "JSON" in n] == ["not kept: one of the client state, which JSON cannot hold"]
+    kept = ckpttool.inspect(tmp_path / "out").client_state
+    assert repr([kept[key] for key in ("loss", "best", "float")]) == "[nan, [inf, {'worst': -inf}], 'nan']"
+    json.loads(json.dumps(_metadata(tmp_path / "out" / "optimizer.safetensors")), parse_constant=lambda _: 1 / 0)

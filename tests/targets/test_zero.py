@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
 from ckpttool.model import ScalarState
 from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
@@ -384,6 +384,20 @@ def test_facts_missing_in_dcp_are_requested(tmp_path: Path) -> None:
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=2)
     with pytest.raises(PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=3, dtype="bf16")
+
+
+def test_buffers_of_dcp_can_be_named(tmp_path: Path) -> None:
+    name = "zero3-dp2-bf16"
+    ckpttool.convert(source(name), tmp_path / "dcp", to="dcp")
+    options: dict[str, Any] = {"to": "zero", "world_size": 3, "stage": 3, "dtype": "bf16"}
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "out", buffers=["pos*"], prove=True, **options)
+    assert not ckpttool.diff(source(name), tmp_path / "out").different
+    back, own = ckpttool.inspect(tmp_path / "out"), ckpttool.inspect(source(name))
+    assert {b.name for b in back.buffers} == {b.name for b in own.buffers} == {"positions", "seen", "mask"}
+    with pytest.raises(ArgumentError, match="'nothing', which matches no untrained tensor"):
+        ckpttool.convert(tmp_path / "dcp", tmp_path / "none", buffers=["nothing"], **options)
+    with pytest.raises(ArgumentError, match="the source tells its buffers itself"):
+        ckpttool.convert(source(name), tmp_path / "none", buffers=["mask"], **options)
 
 
 def test_states_that_were_not_saved_are_not_required(tmp_path: Path) -> None:

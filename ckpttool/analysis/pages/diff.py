@@ -34,11 +34,12 @@ def diff_page(report: DiffReport, *, max_rows: int = MAX_ROWS) -> bytes:
     cells = _cells(report.tensors)
     layers = list(dict.fromkeys(cell["layer"] for cell in cells))
     shown = set(layers[:MAX_LAYERS])
+    others = report.others or ()
     data = {
         "a": report.a,
         "b": report.b,
         "equal": report.equal,
-        "notes": report.notes,
+        "notes": [*report.notes, *(f"{o.name} differs: {o.a or 'missing'}, {o.b or 'missing'}" for o in others)],
         "count": len(report.tensors),
         "kinds": Counter(tensor.kind for tensor in report.tensors),
         "layers": len(layers),

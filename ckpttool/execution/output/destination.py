@@ -15,6 +15,7 @@ from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
 from ckpttool.execution.run import RunOptions, nbytes_read, run
+from ckpttool.execution.sources import change_times
 from ckpttool.storage import LOCAL, connect, is_url, local_path, open_storage, staging, without_credentials
 from ckpttool.storage.journal import Journal
 from ckpttool.units import Meter
@@ -167,7 +168,7 @@ class Destination:
                 COMPARED.discard(directory)
 
         meter = Meter(plan.nbytes_written, options.progress)
-        key = "" if resume is None else plan.fingerprint()
+        key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
         with options.workers or nullcontext() as there:
             work = partial(
                 run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there

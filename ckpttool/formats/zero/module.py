@@ -256,8 +256,14 @@ def zenflow(file: RankFile) -> bool:
 
 
 def client_state(file: RankFile) -> dict[str, Any]:
-    """Return the values that the user's code saved with the model; their keys need not be text."""
-    return {k: v for k, v in file.fields.values.items() if k not in ENGINE_KEYS}
+    """Return the values that the user's code saved with the model; their keys need not be text.
+
+    Without tensor parallelism and AutoEP, ``universal_checkpoint_info`` is among them: Megatron-DeepSpeed passes it.
+    """
+    values = file.fields.values
+    whole = values.get("mp_world_size") == 1 and not values.get("ds_autoep_layers")
+    of_engine = ENGINE_KEYS - {"universal_checkpoint_info"} if whole else ENGINE_KEYS
+    return {k: v for k, v in values.items() if k not in of_engine}
 
 
 class CommonFacts(TypedDict):

@@ -62,6 +62,8 @@ class _GroupStates:
     """Scalar states of the group."""
     odd: list[str]
     """Names of all other states."""
+    remark: str = ""
+    """Remark on steps that differ between parameters; "" if all took the same."""
 
 
 def read_partitions(
@@ -186,6 +188,7 @@ def _read_optimizer(
     states: dict[str, Mapping[str, State]] = {}
     groups = []
     odd: list[str] = []
+    remarks: list[str] = []
     for g, (group, members) in enumerate(zip(optimizer.groups, names, strict=True)):
         if optimizer.flat is not None:
             items = _items(optimizer.states, g)
@@ -193,6 +196,7 @@ def _read_optimizer(
         else:
             found = _listed_states(file, optimizer, g, members or [], known)
         states |= found.states
+        remarks += [found.remark] if found.remark else []
         odd += [f"group {g}: {key}" for key in ([UNASSIGNED] if members is None else []) + found.odd]
         fields = Fields(file.path, f"{optimizer.base.place} > param_groups[{g}]", group)
         groups.append(read_group([file], [fields], tuple(members or ()), found.scalars, f"group {g}", report))
@@ -202,7 +206,7 @@ def _read_optimizer(
         groups=tuple(groups),
         nonpartitionable=tuple(dict.fromkeys(odd)),
         unassigned=unassigned,
-        remarks=(SEVERAL_ORDERS,) if unassigned else (),
+        remarks=(*remarks, *([SEVERAL_ORDERS] if unassigned else [])),
     )
 
 
@@ -383,11 +387,17 @@ def _listed_states(
             numbers_of.setdefault(key, []).append(scalar)
         states[name] = {MASTER: weights, **own}
         odd += own_odd
+    remark = ""
     scalars = {key: found[0] for key, found in numbers_of.items() if all(n == found[0] for n in found)}
     if (steps := numbers_of.get(STEP)) and STEP not in scalars:
         # FusedAdam counts in the last parameter of a group; torch's optimizers count only the steps with a gradient.
-        scalars[STEP] = max(steps, key=lambda step: step.value)
-    return _GroupStates(states, scalars, odd + [key for key in numbers_of if key not in scalars])
+        least, scalars[STEP] = (choose(steps, key=lambda step: step.value) for choose in (min, max))
+        if least.value:
+            most = scalars[STEP].value
+            remark = (
+                f"parameters of group {group} took {least.value:g} to {most:g} steps: another layout counts {most:g}"
+            )
+    return _GroupStates(states, scalars, odd + [key for key in numbers_of if key not in scalars], remark)
 
 
 def _states_of(

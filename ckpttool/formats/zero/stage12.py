@@ -248,7 +248,8 @@ def _flat_state(states: Fields, group: int) -> Mapping[Any, Any]:
         return flat_state(states.child("base_optimizer_state"), group)
     if group >= len(value) or not isinstance(value[group], dict):
         raise states.error("base_optimizer_state", f"lacks group {group}")
-    return value[group]
+    found: Mapping[Any, Any] = value[group]
+    return found
 
 
 def _param_group(states: Fields, group: int) -> Fields:

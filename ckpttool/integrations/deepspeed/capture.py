@@ -30,6 +30,7 @@ from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.saving.payloads import OutgoingFile
 
@@ -206,11 +207,23 @@ def check_engine(engine: Any) -> None:
         raise ArgumentError("engine", problem, "pass the engine that deepspeed.initialize returned")
 
 
+def known_engine(engine: Any) -> LiveEngine:
+    """Inspect an engine that is to be saved.
+
+    Raises:
+        PlanError: A restore does not know its optimizer.
+    """
+    try:
+        return inspect_engine(engine)
+    except PlanError as error:
+        raise PlanError(error.path, error.problem, "save with engine.save_checkpoint") from error
+
+
 def groups_without_zero(engine: Any) -> list[list[str]]:
     """Return the parameter names of each optimizer group, in order, if no file will hold them; else an empty list."""
     if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
         return []
-    live = inspect_engine(engine)
+    live = known_engine(engine)
     return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
 
 

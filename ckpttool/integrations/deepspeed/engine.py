@@ -216,7 +216,7 @@ def _model(engine: Any, wrapper: str) -> LiveModel:
 def _groups(optimizer: Any, wrapper: str) -> list[list[Any]]:
     """The trained parameters of every group, in the optimizer's order."""
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
-        result: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+        result: list[list[Any]] = [[] for _ in range(max(optimizer.sub_group_to_group_id.values(), default=-1) + 1)]
         for number, sub_group in enumerate(optimizer.fp16_groups):
             result[optimizer.sub_group_to_group_id[number]] += sub_group
         return result

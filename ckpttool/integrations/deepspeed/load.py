@@ -228,7 +228,8 @@ def _inject(
             inject.hand_over_weights(live, prepared)
         else:
             returned = inject.hand_over(live, prepared)
-            client_state = {key: returned[key] for key in client_state if key in returned}
+            own = {(type(key), repr(key)) for key in client_state}  # a NaN is equal to no other
+            client_state = {key: value for key, value in returned.items() if (type(key), repr(key)) in own}
         drop_gradients(live)
     except Exception as error:
         problem = f"could not be loaded, and the engine is half loaded: {type(error).__name__}: {error}"

@@ -216,8 +216,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.batch import engine_batch
-        from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero
-        from ckpttool.integrations.deepspeed.engine import inspect_engine
+        from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero, known_engine
         from ckpttool.integrations.deepspeed.provenance import current_provenance
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
         from ckpttool.integrations.deepspeed.states import optimizer_identity
@@ -236,7 +235,7 @@ class CheckpointManager:
                     versions=versions(),
                     overwrite=overwrite,
                     groups=groups_without_zero(engine),
-                    optimizer=optimizer_identity(inspect_engine(engine)),
+                    optimizer=optimizer_identity(known_engine(engine)),
                     batch=engine_batch(engine).to_config(),
                     provenance=current_provenance(engine) if self._provenance and ranks.rank == 0 else {},
                     before=before,

@@ -84,7 +84,7 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
             agree(error)
         except CkptError as failed:
             problem = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
-            raise PlanError(failed.path.replace(path, directory), problem, HINT) from failed
+            raise PlanError(directory, problem, HINT) from failed
 
 
 def _structure(file: OutgoingFile) -> Structure:
@@ -112,21 +112,21 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
 
 
 def _check_elastic(live: LiveEngine) -> None:
-    """Refuse elastic checkpoints of states that are longer than a partition: DeepSpeed cuts them at its length.
+    """Refuse elastic checkpoints of states without the length of a partition: DeepSpeed cuts off its padding.
 
-    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``).
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_state_without_padding``).
 
     Raises:
         PlanError: The optimizer has such a state.
     """
     if live.stage in {1, 2} and live.engine.zero_elastic_checkpoint():
-        for name in _longer_states(live):
-            problem = f"elastic_checkpoint cuts {name} of the optimizer to the length of a partition"
+        for name in _odd_states(live):
+            problem = f"elastic_checkpoint cuts {name} of the optimizer, which has not the length of a partition"
             raise PlanError("zero_optimization", problem, "set elastic_checkpoint to false")
 
 
-def _longer_states(live: LiveEngine) -> Iterator[str]:
+def _odd_states(live: LiveEngine) -> Iterator[str]:
     for owner in live.masters:
         for name, value in live.optimizer.optimizer.state.get(owner, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > owner.numel() and value.numel() > 1:
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() != owner.numel():
                 yield name

@@ -10,6 +10,7 @@ parameters.
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.targets.zero.match import LiveModel
 
+LOG = logging.getLogger(__name__)
 Names = list[list[str]]
 BY_POSITION = "the files do not record which parameter a state of the optimizer belongs to: the order is the engine's"
 """Note on states that are assigned as DeepSpeed does: a run that builds other groups would mix them up."""
@@ -73,6 +75,7 @@ def prepare_whole(
     fitted, names = fit_whole(live, checkpoint, model, model_states, strict=strict)
     if BY_POSITION in fitted.notes and model_states is not None:
         check_places(live, checkpoint, model_states)
+        LOG.log(logging.DEBUG if live.rank else logging.WARNING, "%s: %s", checkpoint.location, BY_POSITION)
     if model_states is not None:
         model_states["optimizer"] = reordered(live, checkpoint, model, fitted, names, model_states)
     return fitted

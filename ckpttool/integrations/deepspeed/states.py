@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
     """Compare the names of the states of each parameter, per element or scalar.
 
-    An optimizer that a manifest records as the engine's own needs no comparison: a trial step shows the states of a
-    fresh optimizer, not all that training may add.
+    If a manifest records the optimizer that the engine has, there is nothing to compare: a trial step shows the states
+    of a fresh optimizer, not all that training may add.
 
     Raises:
         PlanError: The optimizers keep different states: their classes or their settings differ.
@@ -63,10 +63,17 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         if any(group.scalars for group in checkpoint.groups):  # without scalars there is no information
             lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
             saved, needed = saved | numbers, needed | held - {STEP}
-    if lacking or surplus:
+    if (lacking or surplus) and not _same_options(live, checkpoint):
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
         problem = f"holds {there}, but the engine's optimizer keeps {here}"
         raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def _same_options(live: LiveEngine, checkpoint: Checkpoint) -> bool:
+    """Return whether files that record no optimizer have its hyper-parameters: other classes have others."""
+    saved = [group.hyperparameters.keys() - _OF_NO_CLASS for group in checkpoint.groups]
+    own = [options.keys() - _OF_NO_CLASS for options in live.hyperparameters]
+    return not checkpoint.optimizer and any(saved) and {*map(frozenset, saved)} == {*map(frozenset, own)}
 
 
 def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
@@ -85,7 +92,8 @@ def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
 
 def _engine_states(live: LiveEngine) -> tuple[set[str], set[str]] | None:
     """Return the names of the per-element states, and of all states; None if unknown."""
-    inner, owners = _owners(live)
+    inner = getattr(live.optimizer, "optimizer", live.optimizer)
+    owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
     states = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
     if not owners:
         return None
@@ -102,22 +110,23 @@ def _engine_states(live: LiveEngine) -> tuple[set[str], set[str]] | None:
 
 
 def optimizer_identity(live: LiveEngine) -> str:
-    """Return the class of an engine's optimizer, and the states of a trial step; "" without an optimizer.
+    """Return the class of an engine's optimizer, and the defaults that decide about its states; "" without one.
 
     Engines that are built alike have the same, however long they have trained.
     """
     if live.optimizer is None or not has_optimizer(live.optimizer):
         return ""
-    inner, owners = _owners(live)
-    names = sorted({key for _, state in _trial_step(inner, owners) or () for key in state})
-    return f"{type(inner).__module__}.{type(inner).__qualname__}({', '.join(names)})"
-
-
-def _owners(live: LiveEngine) -> tuple[Any, list[Any]]:
-    """Return the optimizer inside DeepSpeed's, and the parameters that it updates: partitions, or whole ones."""
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
-    owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
-    return inner, owners
+    defaults = getattr(inner, "defaults", {})
+    settings = [_setting(key, defaults[key]) for key in sorted(defaults.keys() - _OF_NO_CLASS - {"weight_decay"})]
+    return f"{type(inner).__module__}.{type(inner).__qualname__}({', '.join(settings)})"
+
+
+def _setting(key: str, value: object) -> str:
+    """Return a default as text: a switch with its value, a number by whether it is 0."""
+    if value is None or isinstance(value, bool | str):
+        return f"{key}={value}"
+    return f"{key}=0" if isinstance(value, int | float) and not value else key
 
 
 def _is_flat(value: Any, parameter: Any) -> bool:
