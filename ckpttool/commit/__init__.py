@@ -19,11 +19,12 @@ def is_commit(storage: Storage, directory: str) -> bool:
     """Return whether a directory has a manifest, is not half removed, and is no copy that is still being written."""
     if not storage.exists(posixpath.join(directory, MANIFEST)) or is_half_removed(storage, directory):
         return False
-    return directory in COMPARED or MANIFEST not in read_mark(storage, directory).get("files", ())
+    listed = read_mark(storage, directory).get("files")
+    return directory in COMPARED or not isinstance(listed, list) or MANIFEST not in listed
 
 
 def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, Any]:
-    """Return the fields of a directory's marker; empty without a readable marker.
+    """Return the fields of a directory's marker, by default the in-progress one; empty without a readable marker.
 
     The marker of a save has the field "machine", and the manifest commits the save while the marker is there. That of
     a command's output has the field "over", and what it lists is not committed before it is removed.
