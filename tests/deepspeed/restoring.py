@@ -323,6 +323,7 @@ def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
 
 
 def _own(name: str) -> Any:
+    import numpy as np
     import torch
 
     class CountingInGroups(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
@@ -353,6 +354,10 @@ def _own(name: str) -> Any:
                     state = self.state[p]
                     state["norm"] = float(p.grad.float().norm())
                     state["history"] = [*state.get("history", []), state["norm"]][-3:]
+                    state["name"], state["array"] = "unusual", np.array([state["norm"], 2.0])
+                    low = state.setdefault("low", torch.zeros_like(p, dtype=torch.bfloat16))
+                    low.add_(p.grad.to(low.dtype), alpha=0.3)
+                    p.add_(low.to(p.dtype), alpha=-0.01)
                     state.setdefault("sketch", torch.zeros(3))[0] += state["norm"]
                     if len(state["history"]) == 2:
                         state["late"] = torch.ones_like(p)
@@ -477,10 +482,13 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    import numpy as np
     import torch
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

@@ -41,7 +41,7 @@ def test_most_configurations_are_ones_that_deepspeed_can_train(found: dict[str, 
     assert found.keys() == {draw.id for draw in CHOSEN}
     reasons = Counter(str(one["deepspeed"])[:90] for one in found.values() if one.get("deepspeed"))
     print(f"{len(found)} configurations, {len(_trained(found))} of which DeepSpeed trains; else: {reasons}")  # noqa: T201
-    assert len(_trained(found)) > 0.8 * len(found)
+    assert len(_trained(found)) > 0.7 * len(found)
 
 
 def test_each_is_saved_and_sound(found: dict[str, dict[str, Any]]) -> None:

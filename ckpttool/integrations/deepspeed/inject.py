@@ -7,6 +7,7 @@ runtime/zero/stage3.py (``_rigid_load_state_dict``).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
@@ -21,11 +22,11 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
-from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, version
+from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, has_optimizer, version
 from ckpttool.integrations.deepspeed.load_native import native_files, own_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.load_native import OwnExpert
@@ -121,6 +122,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
         if prepared.method == "planned":
             replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             replacements["zero_elastic_checkpoint"] = lambda: False
+        kept = _set_aside(live, prepared)
         if live.stage == 3:
             # DeepSpeed builds torch's Adagrad anew with its partitions, and its load adds them once more.
             for group in live.optimizer.optimizer.param_groups:
@@ -131,11 +133,78 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             )
     files.clear()
     prepared.release()
+    _put_back(live, kept)
     _restore_rates(live, prepared)
     if prepared.method == "planned":
         _update_weights(live)
         _broadcast_replicas(live, prepared.replicas)
     return dict(client_state or {})
+
+
+def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any]]:
+    """Take values out of the optimizer's states that torch's load would change.
+
+    torch casts tensors to the type of their parameter, and builds other values than numbers anew: text is lost, numpy
+    arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their settings, which may differ.
+
+    Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
+
+    Returns:
+        Index of the parameter, name of the state, and value.
+    """
+    found: list[tuple[int, str, Any]] = []
+    if not live.stage and not has_optimizer(live.optimizer):
+        return found
+    inner = getattr(live.optimizer, "optimizer", live.optimizer)
+    of_deepspeed = type(inner).__module__.partition(".")[0] == "deepspeed"
+    for content in [*prepared.files.values(), prepared.optimizer, prepared.model]:
+        base = _base_state(content)
+        numbers = [number for group in base["param_groups"] for number in group["params"]] if base else []
+        for index, number in enumerate(numbers):
+            states = base["state"].get(number, {})
+            for key, value in list(states.items()):
+                if isinstance(value, torch.Tensor):
+                    if not of_deepspeed and key != "step":
+                        found.append((index, key, value))
+                elif not isinstance(value, int | float | complex | None) and not _holds_tensors(value):
+                    found.append((index, key, states.pop(key)))
+    return found
+
+
+def _base_state(content: Any) -> Any:
+    """Return the state dict of the inner optimizer in a file; None if it has none."""
+    whole = content.get("optimizer_state_dict") or content.get("optimizer") if isinstance(content, dict) else None
+    if not isinstance(whole, dict):
+        return None
+    base = whole.get("base_optimizer_state") or whole.get("optimizer_state_dict") or whole
+    has_groups = isinstance(base, dict) and isinstance(base.get("state"), dict) and "param_groups" in base
+    return base if has_groups else None
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
+    """Put the values back that ``_set_aside`` took, as they were saved."""
+    if not kept or live.engine.zero_nvme_offload_optimizer():
+        return
+    inner = getattr(live.optimizer, "optimizer", live.optimizer)
+    owners = [p for group in inner.param_groups for p in group["params"]]
+    if live.stage == 3:
+        group_of, flats = live.optimizer.sub_group_to_group_id, live.optimizer.fp32_partitioned_groups_flat
+        owners = [flats[i] for i in sorted(range(len(flats)), key=lambda i: (group_of[i], i))]
+    for index, key, value in kept:
+        owner = owners[index]
+        loaded = inner.state[owner].get(key)
+        if not isinstance(value, torch.Tensor):
+            inner.state[owner][key] = value
+        elif isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype and loaded.shape == value.shape:
+            inner.state[owner][key] = value.to(loaded.device, copy=True)
 
 
 def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:

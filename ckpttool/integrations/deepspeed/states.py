@@ -42,7 +42,8 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
     """
     if live.optimizer is None or not checkpoint.groups:
         return
-    if checkpoint.optimizer and checkpoint.optimizer == optimizer_identity(live):
+    alike = checkpoint.optimizer and checkpoint.optimizer == optimizer_identity(live)
+    if alike and (checkpoint.stage == 0) == (live.stage == 0):  # states of flat partitions may differ from others
         return
     saved = {key for p in checkpoint.parameters if not p.frozen for key in p.states} - {MASTER, MODULE}
     # Non-partitionable states count too, such as the blocks of 8-bit optimizers.
