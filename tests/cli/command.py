@@ -38,9 +38,12 @@ class Outcome:
     def error(self) -> str:
         """The only line on stderr, of a command that failed as it should: no result, no traceback."""
         assert self.code == 1, self
-        assert self.stdout == "", self
         line = self.stderr.removesuffix("\n")
         assert line.startswith("Error: "), self
+        if self.stdout:  # of --json
+            failure = json.loads(self.stdout)
+            assert failure.keys() == {"error", "path", "hint"}, self
+            assert failure["error"] in line, self
         assert line.isprintable(), self
         return line
 

@@ -115,9 +115,11 @@ def fit_whole(
         PlanError: Names cannot be identified, or do not fit.
     """
     names = saved_names(checkpoint)
-    by_position = names is None and not live.wrapper and not _is_recorded(checkpoint)
+    by_position = False
     if names is None:
         names = _names_from_files(live, checkpoint, model, model_states)
+        recorded = [list(g.parameters) for g in checkpoint.groups]
+        by_position = not live.wrapper and not (_is_recorded(checkpoint) and names == recorded)
     groups = {name: g for g, names_of_group in enumerate(names) for name in names_of_group}
     unknown = [
         n for n in groups if n not in {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
@@ -151,6 +153,15 @@ def _is_recorded(checkpoint: Checkpoint) -> bool:
     return named and not any(": optimizer" in u for u in checkpoint.nonpartitionable)
 
 
+def _is_doubtful(checkpoint: Checkpoint, recorded: Names, engine_names: Names) -> bool:
+    """Return whether shapes put parameters into other groups than the engine, although the engine's shapes fit too."""
+    if [set(names) for names in recorded] == [set(names) for names in engine_names]:
+        return False
+    shapes = {p.name: p.shape for p in checkpoint.parameters} | {b.name: b.state.shape for b in checkpoint.buffers}
+    both = ([[shapes.get(n) for n in names] for names in groups] for groups in (recorded, engine_names))
+    return next(both) == next(both)
+
+
 def _names_from_files(
     live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None
 ) -> Names:
@@ -161,10 +172,10 @@ def _names_from_files(
     """
     recorded = [list(g.parameters) for g in checkpoint.groups]
     is_recorded = _is_recorded(checkpoint)
-    if is_recorded and not live.wrapper:
-        return recorded
     source = _sources(checkpoint, model)
     engine_names = [[source[n] for n in names] for names in model.groups]
+    if is_recorded and not live.wrapper and not _is_doubtful(checkpoint, recorded, engine_names):
+        return recorded
     if not live.wrapper:
         saved = [group.hyperparameters.get("lr") for group in checkpoint.groups]
         own = [options.get("lr") for options in live.hyperparameters]
