@@ -121,7 +121,7 @@ def test_prune_thins_in_a_bucket(bucket: server.Bucket) -> None:
     done = command("prune", root, "--keep-last", 1, "--thin", "bf16")
     assert (done.code, done.stderr) == (0, "")
     freed = [next(line for line in out.stdout.splitlines() if " freed" in line) for out in (planned_line, done)]
-        assert freed[0].rpartition(",")[2] == freed[1].rpartition(",")[2]
+    assert freed[0].rpartition(",")[2] == freed[1].rpartition(",")[2]
     assert [e.thin for e in ckpttool.ls(root).entries] == ["bf16", "bf16", None]
     assert not [key for key in bucket.keys("run/") if key.endswith(THINNING)]
     again = command("prune", root, "--keep-last", 1, "--thin", "bf16")
