@@ -111,7 +111,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         for name, sums in read_manifest(storage, checkpoint.location).files.items():
             records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     sources: dict[str, SourceFile] = {}
-    storage.refresh([])  # listings of single directories leave out keys that are no paths
+    storage.refresh([])  # cached listings of single directories omit keys with ".."
     for directory in _directories(checkpoint):
         entries = dict(walk(storage, directory))
         _check_keys(directory, entries)
