@@ -273,11 +273,11 @@ def test_output_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 32 kB."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 32 kB, or of the size that the test's parameter gives."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', '32k')}", "tmpfs", str(disk)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system takes root's rights")
     yield disk
@@ -300,6 +300,8 @@ def test_full_disk_is_an_error_and_nothing_stays(
         assert remains(small_disk) == ["ballast"]
 
 
+# The old and the new weights have 16 kB each, and two markers a page each.
+@pytest.mark.parametrize("small_disk", ["40k"], indirect=True)
 def test_mount_point_is_written_on_its_own_disk(small_disk: Path, tmp_path: Path) -> None:
     assert ckpttool(*consolidate(small_disk)).code == 0
     assert remains(small_disk) == ["model.safetensors"]
