@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from ckpttool.analysis.digest import Digest
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
-    from ckpttool.api.apply import ApplyReport, apply
     from ckpttool.api.average import AverageReport, average
     from ckpttool.api.consolidate import CopyReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
     from ckpttool.api.cp import TransferReport, cp
-    from ckpttool.api.delta import DeltaReport, delta
     from ckpttool.api.diff import diff
     from ckpttool.api.digest import digest
     from ckpttool.api.extract import ExtractReport, extract, extract_to_file
@@ -44,12 +42,10 @@ _MODULES = {
     "analysis.digest": "Digest",
     "analysis.stats": "TensorStats",
     "analysis.verify": "VerifyReport",
-    "api.apply": "ApplyReport apply",
     "api.average": "AverageReport average",
     "api.consolidate": "CopyReport consolidate",
     "api.convert": "ConvertReport convert",
     "api.cp": "TransferReport cp",
-    "api.delta": "DeltaReport delta",
     "api.diff": "diff",
     "api.digest": "digest",
     "api.extract": "ExtractReport extract extract_to_file",
@@ -78,11 +74,11 @@ Type checkers read the imports above and ``__all__``; a test compares all three.
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "ApplyReport", "AverageReport", "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError",
-    "ContainerError", "ConvertReport", "CopyReport", "Decision", "DeltaReport", "DiffReport", "Digest",
+    "AverageReport", "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError",
+    "ContainerError", "ConvertReport", "CopyReport", "Decision", "DiffReport", "Digest",
     "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport", "Pin", "PlanError", "SaveReport", "StorageError",
-    "TensorStats", "TransferReport", "VerifyReport", "__version__", "apply", "average", "consolidate", "convert",
-    "cp", "delta", "derive_rng_state", "diff", "digest", "extract", "extract_to_file", "inspect", "load",
+    "TensorStats", "TransferReport", "VerifyReport", "__version__", "average", "consolidate", "convert",
+    "cp", "derive_rng_state", "diff", "digest", "extract", "extract_to_file", "inspect", "load",
     "load_state_dict", "ls", "pin", "preview", "prune", "resume_config", "rng_state", "set_rng_state", "stats",
     "unpin", "verify",
 ]  # fmt: skip

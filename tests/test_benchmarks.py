@@ -22,7 +22,6 @@ RUNS = {
     "average.py": [*ONCE, "--sources", "2"],
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
-    "delta.py": ONCE,
     "merge_lora.py": ONCE,
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
@@ -31,7 +30,7 @@ RUNS = {
     "thin.py": [*ONCE, "--stages", "2"],
     "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],
 }  # fmt: skip
-SLOW = set(RUNS) - {"delta.py", "scale.py"}
+SLOW = set(RUNS) - {"scale.py"}
 ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],

@@ -14,7 +14,7 @@ from ckpttool._version import __version__
 from ckpttool.cli._errors import run
 
 COMMANDS = (
-    "inspect", "consolidate", "convert", "average", "delta", "apply", "verify", "diff", "stats", "extract", "ls",
+    "inspect", "consolidate", "convert", "average", "verify", "diff", "stats", "extract", "ls",
     "cp", "prune", "pin", "unpin",
 )  # fmt: skip
 """Commands; each has a module of its name."""

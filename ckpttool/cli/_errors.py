@@ -25,7 +25,7 @@ EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")
 """Packages that register functions for the end of the process."""
 FLAGS = {"storage_options": "storage_option"}
 """Options whose name differs from the parameter's."""
-POSITIONAL = frozenset({"src", "out", "dst", "root", "deltas"})
+POSITIONAL = frozenset({"src", "out", "dst", "root"})
 """Parameters without a flag: the usage line shows them in capitals."""
 
 

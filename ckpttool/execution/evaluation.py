@@ -8,16 +8,16 @@ import numpy as np
 
 from ckpttool.dtypes import DTYPES, numpy_dtype
 from ckpttool.execution.products import product
-from ckpttool.model.formulas import MERGED_ROWS, PATCH_BLOCK, MergedWeight, Patched, ScaledSum, WeightedMean
+from ckpttool.model.formulas import MERGED_ROWS, MergedWeight, ScaledSum, WeightedMean
 from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
     from ckpttool.model import State
-    from ckpttool.model.formulas import Formula, LowRankUpdate, Patch
+    from ckpttool.model.formulas import Formula, LowRankUpdate
 
 
 class Inputs(Protocol):
@@ -51,10 +51,6 @@ def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: Inputs) ->
         _merged_weight(formula, first, out, inputs)
     elif isinstance(formula, ScaledSum):
         _scaled_sum(formula, first, out, inputs)
-    elif isinstance(formula, Patched):
-        for at, values in inputs.runs(formula.base, first, len(out)):
-            out[at : at + len(values)] = values if values.dtype == out.dtype else cast(values, _name(out))
-        apply_patches(formula.patches, first, out, inputs)
     else:
         raise TypeError(f"no evaluation of {type(formula).__name__}")
 
@@ -116,38 +112,6 @@ def _merged_weight(formula: MergedWeight, first: int, out: NDArray[Any], inputs:
             magnitude = inputs.whole(update.magnitude, formula).reshape(-1)[low:high]
             weight *= (magnitude / row_norms(weight))[:, None]
             out[:] = total[skip : skip + len(out)]
-
-
-def apply_patches(patches: Sequence[Patch], first: int, out: NDArray[Any], inputs: Inputs) -> None:
-    """Replace the elements of a tensor that patches change.
-
-    Args:
-        patches: The patches, in order.
-        first: Number of the first element in ``out``.
-        out: Elements of the tensor; changed in place, bit for bit.
-        inputs: Reads the patches.
-
-    Raises:
-        StorageError: Reading failed, or a source changed meanwhile.
-    """
-    last = first + len(out)
-    bits = out.view(f"u{out.itemsize}")
-    for patch in patches:
-        low, high = int(patch.starts[first // PATCH_BLOCK]), int(patch.starts[-(-last // PATCH_BLOCK)])
-        if low == high:
-            continue
-        indices = _whole_run(patch.indices, low, high - low, "indices", inputs)
-        begin, end = np.searchsorted(indices, [first, last])
-        values = _whole_run(patch.values, low + int(begin), int(end - begin), "values", inputs)
-        bits[indices[begin:end] - first] = values.view(bits.dtype)
-
-
-def _whole_run(state: State, first: int, count: int, name: str, inputs: Inputs) -> NDArray[Any]:
-    """Return elements of a state in order, in scratch memory of that name."""
-    out = inputs.scratch(name, count, state.dtype)
-    for at, values in inputs.runs(state, first, count):
-        out[at : at + len(values)] = values
-    return out
 
 
 def _delta(formula: MergedWeight, update: LowRankUpdate, top: int, bottom: int, inputs: Inputs) -> NDArray[np.float32]:

@@ -16,7 +16,6 @@ from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
-from ckpttool.formats.delta_header import DELTA
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
 from ckpttool.formats.reports import WHOLE
@@ -193,9 +192,6 @@ def _read_files(
                 if METADATA in metadata:
                     problem = "holds the states of an optimizer, not weights"
                     raise LayoutError(path, problem, "pass the directory with the weights beside it")
-                if DELTA in metadata:
-                    problem = "holds the difference between two checkpoints, not weights"
-                    raise LayoutError(path, problem, "apply it to the checkpoint that it begins at")
                 saves[name] = metadata.get(SAVE)
                 aliases |= {a: n for a, n in metadata.items() if n in entries and a not in entries}
             else:

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ckpttool.model import State
 
 
@@ -133,39 +130,3 @@ class ScaledSum(Formula):
     def key(self) -> str:
         """The scalings."""
         return repr(("sum", self.scalings))
-
-
-PATCH_BLOCK = 1 << 18
-"""Elements of a tensor between two entries of ``Patch.starts``."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Patch:
-    """New values for some elements of a tensor: one delta between checkpoints."""
-
-    indices: State
-    """Elements to replace, counted in C order: strictly ascending; "I32" or "I64", shape (n,)."""
-    values: State
-    """Their new values, in the tensor's type, shape (n,)."""
-    starts: NDArray[np.int64]
-    """Entry b is the number of indices below ``b * PATCH_BLOCK``; one more entry than the tensor has blocks."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Patched(Formula):
-    """A tensor cast to its type, then with some elements replaced."""
-
-    base: State
-    """The tensor before."""
-    patches: tuple[Patch, ...]
-    """The replacements, in order."""
-
-    @property
-    def inputs(self) -> tuple[State, ...]:
-        """The tensor, then indices and values of each patch."""
-        return (self.base, *(s for p in self.patches for s in (p.indices, p.values)))
-
-    @property
-    def key(self) -> str:
-        """The number of elements of each patch."""
-        return repr(("patched", [p.indices.numel for p in self.patches]))

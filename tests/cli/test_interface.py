@@ -55,10 +55,6 @@ USAGE = [
     ["convert", ZERO3, "out", "--to", "universal", "--dry-run", "--overwrite"],
     ["consolidate", ZERO3, "out", "--to", "torch", "--html", "page.html"],
     ["diff", ZERO3],
-    ["delta", ZERO3, ZERO3],
-    ["delta", ZERO3, ZERO3, "out", "--prove", "--dry-run"],
-    ["apply", ZERO3, "out"],
-    ["apply", ZERO3, "delta", "out", "--prove", "--dry-run"],
     ["convert", ZERO3, "out", "--to", "zero"],
     ["convert", ZERO3, "out", "--to", "zero", "--world-size", "2000000"],
     ["convert", ZERO3, "out", "--to", "universal", "--stage", "2"],
@@ -193,7 +189,7 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout == ckpttool(*arguments[:-1], "-h").stdout
     assert done.stdout.startswith(f"Usage: ckpttool {name}".rstrip())
-    assert "..." not in re.sub(r"COMMAND \[ARGS\]\.\.\.|SRC\.\.\.|DELTAS\.\.\.|exp_avg, \.\.\.", "", done.stdout), (
+    assert "..." not in re.sub(r"COMMAND \[ARGS\]\.\.\.|SRC\.\.\.|exp_avg, \.\.\.", "", done.stdout), (
         "a help text is cut"
     )
     assert (command.help or "").strip().endswith(".")
@@ -492,7 +488,6 @@ def test_a_wrong_argument_is_one_class_of_error(name: str, call: Callable[[Any, 
         ("out", lambda untyped, value: untyped.consolidate(ZERO3, value, to="torch")),
         ("out", lambda untyped, value: untyped.convert(ZERO3, value, to="zero", world_size=2)),
         ("out", lambda untyped, value: untyped.average([ZERO3, ZERO3], value, to="torch")),
-        ("out", lambda untyped, value: untyped.delta(ZERO3, ZERO3, value)),
         ("out", lambda untyped, value: untyped.extract_to_file(ZERO3, "up.weight", value)),
         ("dst", lambda untyped, value: untyped.cp(ZERO3, value)),
         ("root", lambda untyped, value: untyped.ls(value)),

@@ -98,8 +98,6 @@ def _outputs() -> dict[str, Any]:
             "unpin": [["unpin", runs / "global_step1"]],
             "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
             "average": [["average", ZERO2, OTHER, Path(temporary, "mean"), "--to", "safetensors"]],
-            "delta": [["delta", ZERO2, ZERO3, Path(temporary, "delta"), "--prove"]],
-            "apply": [["apply", ZERO2, Path(temporary, "delta"), Path(temporary, "applied")]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
         }
         with_json = {name for name in COMMANDS if "as_json" in {p.name for p in _command(name).params}}
