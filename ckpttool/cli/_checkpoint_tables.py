@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.description import title
 from ckpttool.cli._checkpoint_json import states_of
 from ckpttool.cli._output import print_facts, print_line, print_table
-from ckpttool.commit.provenance import COMMAND, DIRTY, RESTORED_FROM, REVISION
+from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
 from ckpttool.model import UNKNOWN_GROUP
@@ -66,14 +65,13 @@ def _print_summary(c: Checkpoint) -> None:
 
 
 def _provenance(c: Checkpoint) -> list[tuple[str, str]]:
-    """Return what the run was made of, as its save recorded it."""
+    """Return the provenance that a save recorded."""
     found = c.provenance
     tree = " (and changes that were not committed)" if found.get(DIRTY) else ""
     revision = found.get(REVISION, "")
     parent = found.get(RESTORED_FROM, {})
     return [
         ("git", f"{revision}{tree}" if revision else ""),
-        ("command", " ".join(map(shlex.quote, found.get(COMMAND, ())))),
         ("restored from", f"{parent['path']}, step {parent['step']}" if parent else ""),
     ]
 

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 COMPARED: set[str] = set()
 """Directories that this process compares before their commit: it reads their manifests already."""
+REVISION = "git_revision"
+"""Field of the provenance: the git revision of the run's code."""
+DIRTY = "git_dirty"
+"""Field of the provenance: whether tracked files differed from that revision."""
+RESTORED_FROM = "restored_from"
+"""Field of the provenance: the checkpoint that the run was restored from, by path, tag, step and attempt."""
 
 
 def is_commit(storage: Storage, directory: str) -> bool:

@@ -6,13 +6,13 @@ import base64
 import json
 import posixpath
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
-from ckpttool.commit import is_commit
-from ckpttool.commit.provenance import parse_provenance
+from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, is_commit
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import CkptError, LayoutError, PlanError, StorageError
@@ -21,7 +21,7 @@ from ckpttool.storage import MANIFEST, is_gone, walk
 from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from ckpttool.storage import Storage
 
@@ -80,7 +80,7 @@ class Manifest:
     batch: Mapping[str, int] = field(default_factory=dict)
     """Batch sizes of the run by their names in DeepSpeed's configuration; empty in manifests of old releases."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """What the run was made of: the fields of ``commit.provenance``; empty in manifests of old releases."""
+    """The fields REVISION, DIRTY and RESTORED_FROM, as far as the save knew them."""
     thin: str = ""
     """Type of the weights ("bf16", "fp32") if ``prune`` has removed the optimizer states; "" for a whole checkpoint."""
 
@@ -323,9 +323,34 @@ def parse_manifest(data: bytes) -> Manifest:
         parent=str(found.get("parent", "")),
         number=int(found.get("number", 0)),
         batch={str(name): int(size) for name, size in found.get("batch", {}).items()},
-        provenance=parse_provenance(found.get("provenance", {})),
+        provenance=_provenance(found.get("provenance", {})),
         thin=_thin(found.get("thin", "")),
     )
+
+
+def _provenance(found: Any) -> dict[str, Any]:
+    """Return the known fields of a manifest's provenance, checked.
+
+    Raises:
+        ValueError: A field has another type.
+    """
+    if not isinstance(found, Mapping):
+        raise ValueError("not a mapping")  # noqa: TRY004  the caller reports what is no manifest
+    result: dict[str, Any] = {}
+    if REVISION in found:
+        result[REVISION] = str(found[REVISION])
+    if isinstance(found.get(DIRTY), bool):
+        result[DIRTY] = found[DIRTY]
+    if RESTORED_FROM in found:
+        parent = dict(found[RESTORED_FROM])
+        step = parent.get("step")
+        result[RESTORED_FROM] = {
+            "path": str(parent.get("path", "")),
+            "tag": str(parent.get("tag", "")),
+            "step": None if step is None else int(step),
+            "attempt": str(parent.get("attempt", "")),
+        }
+    return result
 
 
 def _thin(dtype: object) -> str:

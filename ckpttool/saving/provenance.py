@@ -1,39 +1,31 @@
-"""Find out what a run is made of, for the manifests of its saves: the revision of its code, and its command line."""
+"""The provenance of a save: the git revision of the code, and the checkpoint that the engine was restored from."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import os
 import re
 import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from ckpttool.commit.provenance import COMMAND, DIRTY, MAX_ARGUMENTS, REVISION
-from ckpttool.messages import HIDDEN, hide_secrets
+from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, MutableMapping
+
+    from ckpttool.model import Checkpoint
 
 GIT_SECONDS = 20.0
 """Most seconds that git may run; it reads every tracked file's state, on a slow network file system too."""
 WAIT_SECONDS = 2.0
 """Most seconds that a save waits for git. A save that does not get an answer records none; the next one does."""
-MAX_CHARACTERS = 4096
-"""Most characters of one argument that are kept."""
-SECRETS = frozenset({
-    "token", "password", "passwd", "passphrase", "secret", "credential", "credentials", "apikey", "auth", "pat",
-})  # fmt: skip
-"""Words of option names whose values are masked."""
-KEYS = frozenset({"api", "access", "secret", "private", "account", "auth", "signing", "encryption"})
-"""Words before "key" in such names."""
-_TOKENS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
-    r"|AKIA[A-Z0-9]{16}|ASIA[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
-)
-"""Secrets that are known by their form: of Hugging Face, OpenAI, GitHub, GitLab, AWS and Slack, and JSON web tokens."""
+
+_restored: MutableMapping[Any, Mapping[str, Any]] = WeakKeyDictionary()
+"""By engine: the checkpoint of its last load, of ``ckpttool.load`` or of a manager."""
 
 
 class GitState:
@@ -59,16 +51,10 @@ class GitState:
             )
         except (OSError, subprocess.SubprocessError, ValueError):
             return
-        self._found = _parsed(done.stdout.decode("utf-8", "replace"))
-
-
-def _parsed(status: str) -> dict[str, Any]:
-    """Parse what ``git status --porcelain=v2 --branch`` prints; the source is git's documentation of that format."""
-    lines = status.splitlines()
-    found = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", status, re.MULTILINE)
-    if found is None:
-        return {}
-    return {REVISION: found[1], DIRTY: any(not line.startswith("#") for line in lines)}
+        # Source: git's documentation of ``status --porcelain=v2 --branch``.
+        status = done.stdout.decode("utf-8", "replace")
+        if found := re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", status, re.MULTILINE):
+            self._found = {REVISION: found[1], DIRTY: any(not line.startswith("#") for line in status.splitlines())}
 
 
 @functools.cache
@@ -84,38 +70,18 @@ def begin() -> None:
         git_state()
 
 
-def run_provenance(arguments: Sequence[str] | None = None) -> Mapping[str, Any]:
-    """Return the fields of this process: REVISION, DIRTY and COMMAND. Never fails.
-
-    Args:
-        arguments: The command line; None for that of this process.
-    """
-    return {**git_state().fields(), COMMAND: masked(sys.orig_argv if arguments is None else arguments)}
-
-
-def masked(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without the values of options like ``--token``, and without secrets of a known form."""
-    result: list[str] = []
-    hides_next = False
-    for argument in arguments[:MAX_ARGUMENTS]:
-        if hides_next and not argument.startswith("-"):
-            result.append(HIDDEN)
-            hides_next = False
-            continue
-        name, equals, _ = argument.partition("=")
-        is_secret = _names_secret(name)
-        hides_next = is_secret and not equals and argument.startswith("-")
-        shown = f"{name}={HIDDEN}" if is_secret and equals else argument
-        result.append(_TOKENS.sub(HIDDEN, hide_secrets(shown))[:MAX_CHARACTERS])
-    return result
+def note_restored(engine: Any, checkpoint: Checkpoint) -> None:
+    """Remember which checkpoint was loaded into an engine."""
+    found = {
+        "path": checkpoint.location, "tag": checkpoint.tag, "step": checkpoint.step, "attempt": checkpoint.attempt,
+    }  # fmt: skip
+    with contextlib.suppress(TypeError):  # an engine of another kind, to which nothing can refer weakly
+        _restored[engine] = found
 
 
-def _names_secret(name: str) -> bool:
-    """Return whether an option or a key of a configuration ("--api-key", "wandb.apiKey") names a secret."""
-    if any(character.isspace() or character in "/:" for character in name):
-        return False
-    split = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
-    words = [word for word in re.split(r"[-_.]+", split) if word]
-    if not SECRETS.isdisjoint(words):
-        return True
-    return any(before in KEYS and word == "key" for before, word in itertools.pairwise(words))
+def current_provenance(engine: Any) -> Mapping[str, Any]:
+    """Return the fields of a manifest's provenance for a save of an engine. Never fails."""
+    found: Mapping[str, Any] | None = None
+    with contextlib.suppress(TypeError):
+        found = _restored.get(engine)
+    return {**git_state().fields(), **({} if found is None else {RESTORED_FROM: found})}

@@ -1,17 +1,16 @@
-"""What a save records about its run: the revision of the code, and the command line without secrets."""
+"""What a save records about its run: the git revision of its code."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ckpttool.commit.manifest import Manifest, parse_manifest
-from ckpttool.commit.provenance import parse_provenance
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.provenance import GitState, masked, run_provenance
+from ckpttool.saving.provenance import GitState
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL
 from tests.cli.command import ckpttool
@@ -54,38 +53,8 @@ def test_without_git_or_its_answer_a_save_records_none(tmp_path: Path, monkeypat
     assert GitState(str(tmp_path)).fields(20) == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        (["train.py", "--token=abc", "--lr", "0.1"], ["train.py", "--token=...", "--lr", "0.1"]),
-        (["--token", "abc", "x"], ["--token", "...", "x"]),
-        (["--hf-token", "abc"], ["--hf-token", "..."]),
-        (["--hub_token=abc"], ["--hub_token=..."]),
-        (["--password", "-x"], ["--password", "-x"]),
-        (["--wandb-api-key", "abc"], ["--wandb-api-key", "..."]),
-        (["+wandb.apiKey=abc", "db.password=x"], ["+wandb.apiKey=...", "db.password=..."]),
-        (["--secret", "s", "--auth=x", "AWS_SECRET_ACCESS_KEY=abc"], ["--secret", "...", "--auth=...",
-            "AWS_SECRET_ACCESS_KEY=..."]),
-        (["--data", "https://u:p@host/x?sig=abc"], ["--data", "https://host/x?..."]),
-        (["hf_abcdefghijklmnopqrstuvwx"], ["..."]),
-        (["ghp_abcdefghijklmnopqrstuvwxyz0123456789", "AKIAABCDEFGHIJKLMNOP"], ["...", "..."]),
-        (["--tokenizer", "gpt2", "--max-tokens=5", "--keys", "a", "--monkey=1", "--key-dim", "8"],
-            ["--tokenizer", "gpt2", "--max-tokens=5", "--keys", "a", "--monkey=1", "--key-dim", "8"]),
-        (["a password is here", "/home/token/x=1"], ["a password is here", "/home/token/x=1"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_secrets_on_the_command_line_are_masked(given: list[str], shown: list[str]) -> None:
-    assert masked(given) == shown
-
-
-def test_this_process_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--token", "abc"])
-    assert run_provenance()["command"] == ["python", "train.py", "--token", "..."]
-
-
 PROVENANCE = {
-    "git_revision": "a" * 40, "git_dirty": True, "command": ["python", "train.py", "--data", "a b"],
+    "git_revision": "a" * 40, "git_dirty": True,
     "restored_from": {"path": "/runs/1/global_step5", "tag": "global_step5", "step": 5, "attempt": "cafe"},
 }  # fmt: skip
 
@@ -95,7 +64,6 @@ def test_inspect_shows_what_a_save_recorded(tmp_path: Path) -> None:
     save(LOCAL, str(tmp_path), Alone(), request, part(version(0), 0, 1), timeout=5.0)
     shown = ckpttool("inspect", tmp_path).stdout
     assert f"{'a' * 40} (and changes that were not committed)" in shown
-    assert "python train.py --data 'a b'" in shown
     assert "/runs/1/global_step5, step 5" in shown
     assert "loss 0.25" in shown
     import json
@@ -107,12 +75,11 @@ def test_inspect_shows_what_a_save_recorded(tmp_path: Path) -> None:
 def test_provenance_survives_the_manifest_and_unknown_fields_do_not() -> None:
     manifest = Manifest("t", 1, 0.0, "", 1, 1, provenance=PROVENANCE)
     assert parse_manifest(manifest.to_json()).provenance == PROVENANCE
-    assert parse_provenance({"later": 1}) == {}
+    assert parse_manifest(replace(manifest, provenance={"later": 1}).to_json()).provenance == {}
 
 
-@pytest.mark.parametrize(
-    "found", [[], {"command": "text"}, {"restored_from": 5}, {"restored_from": {"step": "five"}}], ids=str
-)
+@pytest.mark.parametrize("found", [[1], {"restored_from": 5}, {"restored_from": {"step": "five"}}], ids=str)
 def test_provenance_of_other_types_is_no_manifest(found: object) -> None:
+    manifest = Manifest("t", 1, 0.0, "", 1, 1, provenance=found)  # type: ignore[arg-type]
     with pytest.raises((ValueError, TypeError)):
-        parse_provenance(found)
+        parse_manifest(manifest.to_json())

@@ -19,7 +19,6 @@ from ckpttool.integrations.deepspeed.engine import inspect_engine, keeps_loss_sc
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
-from ckpttool.integrations.deepspeed.provenance import note_restored
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.torch.collectives import (
@@ -30,6 +29,7 @@ from ckpttool.integrations.torch.collectives import (
 )
 from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.coordination import agree_to_begin
+from ckpttool.saving.provenance import note_restored
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

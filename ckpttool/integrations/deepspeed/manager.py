@@ -32,6 +32,7 @@ from ckpttool.integrations.deepspeed.signals import SignalWatch
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import RankError, agree_to_begin
 from ckpttool.saving.provenance import begin as begin_provenance
+from ckpttool.saving.provenance import current_provenance
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
@@ -85,8 +86,7 @@ class CheckpointManager:
         storage_options: As for ``inspect``. With ``follow_links``, ``restore`` follows links on local disk that leave
             the root.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        provenance: Whether manifests record the git revision, the command line and the checkpoint that the run was
-            restored from. Values of options like ``--token`` are masked; False leaves all of it out.
+        provenance: Whether manifests record the git revision and the checkpoint that the run was restored from.
         sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
             itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
         storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
@@ -217,7 +217,6 @@ class CheckpointManager:
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero, known_engine
-        from ckpttool.integrations.deepspeed.provenance import current_provenance
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
         from ckpttool.integrations.deepspeed.states import optimizer_identity
 
