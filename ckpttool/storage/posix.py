@@ -66,17 +66,6 @@ def replace_files(source: str, target: str, names: Sequence[str]) -> None:
             os.replace(os.path.join(source, name), path)
 
 
-def open_unnamed(directory: str) -> int:
-    """Open a new file without a name, which is gone when it is closed; return -1 if the file system has none.
-
-    Source: Linux, open(2), ``O_TMPFILE``.
-    """
-    try:
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except (OSError, AttributeError):
-        return -1
-
-
 @functools.cache
 def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     import ctypes  # importing it takes longer than reading a small checkpoint

@@ -93,11 +93,6 @@ class Destination:
         """Whether OUT is remote."""
         return self._remote is not None
 
-    @property
-    def scratch_directory(self) -> str | None:
-        """A directory on the file system of OUT for temporary files; None if OUT is remote."""
-        return staging.existing_parent(self.out) if self._remote is None else None
-
     def check_target(self, *, overwrite: bool | None) -> None:
         """Refuse an OUT that cannot or must not be written, before any work is done.
 
@@ -213,25 +208,20 @@ class Destination:
         ) as output:
             return work(plan, output)
 
-    def forecast(self, plan: CopyPlan, options: RunOptions, *, spent: float) -> Needs:
-        """Forecast what ``write`` needs, from a short measurement that leaves no file.
+    def forecast(self, plan: CopyPlan, options: RunOptions) -> Needs:
+        """Return the memory and the disk space that ``write`` needs; nothing is read or written.
 
         Args:
             plan: The plan.
             options: As for ``write``.
-            spent: Seconds that the command has taken until now; they count.
 
         Raises:
-            StorageError: A source cannot be read, or OUT's file system not be written.
+            StorageError: OUT's file system cannot be asked.
         """
         from ckpttool.execution.forecast import forecast
 
-        if self._remote is not None:
-            free = self._remote.free_bytes(self.out)
-            return forecast(plan, options, directory=None, free_bytes=free, spent=spent)
-        directory = staging.existing_parent(self.out)
-        free = staging.free_bytes(self.out)
-        return forecast(plan, options, directory=directory, free_bytes=free, spent=spent)
+        free = staging.free_bytes(self.out) if self._remote is None else self._remote.free_bytes(self.out)
+        return forecast(plan, options, remote=self.remote, free_bytes=free)
 
     def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
         """Return the number of source bytes that ``write`` reads."""
