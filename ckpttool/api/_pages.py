@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckpttool.analysis.verify import VerifyReport
-    from ckpttool.api.consolidate import CopyReport
-    from ckpttool.api.convert import ConvertReport
     from ckpttool.catalog.entries import Catalog
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
@@ -166,20 +164,3 @@ def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
     steps = [None if entry.order[0] < 0 else entry.order[0] for entry in found.entries]
     data = {"catalog": as_plain(found), "steps": steps, "rules": shown, "decisions": as_plain(decisions)}
     return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)
-
-
-def page_of_dry_run(report: CopyReport | ConvertReport) -> bytes:
-    """Build the page of what a dry run of ``consolidate`` or ``convert`` would move."""
-    from ckpttool.analysis.description import as_plain
-    from ckpttool.analysis.pages import page
-
-    sources = list(dict.fromkeys(move.source for move in report.moves))
-    targets = list(dict.fromkeys(move.target for move in report.moves))
-    places = {name: i for i, name in enumerate(sources)}, {name: i for i, name in enumerate(targets)}
-    moves = [(places[0][move.source], places[1][move.target], move.nbytes) for move in report.moves]
-    files = [(file.name, file.nbytes) for file in (report.files if isinstance(report.files, tuple) else report.planned)]
-    data = as_plain(
-        {"report": as_plain(report), "sources": sources, "targets": targets, "moves": moves, "files": files}
-    )
-    command = f"convert --to {report.to}" if hasattr(report, "to") else "consolidate"
-    return page("plan", f"{command}: what would move", data)

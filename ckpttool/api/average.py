@@ -304,7 +304,7 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
     overflowed = 0
     work, needs = options.run_options(checks, workers), None
     if options.dry_run:
-        needs = destination.forecast(made.plan, work, spent=time.perf_counter() - began)
+        needs = destination.forecast(made.plan, work)
     else:
         overflowed = destination.write(made.plan, work, last=(made.last,), check=check_written, resume=None)
     tensors, tied = _contents(mean.checkpoint, made.selection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import check_prove, open_for, workers_for
@@ -13,7 +13,6 @@ from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
-from ckpttool.plan.moves import moves_of
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
-    from ckpttool.plan.moves import Move
     from ckpttool.units import Progress
 
 
@@ -99,8 +97,6 @@ class CopyReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
     needs: Needs | None = None
     """For a dry run, what the run needs."""
-    moves: tuple[Move, ...] = field(default=(), repr=False, metadata={"json": False})
-    """For a dry run, the bytes that would be read from each source for each file of the output."""
 
 
 def consolidate(  # noqa: PLR0913  public API
@@ -222,7 +218,7 @@ def _consolidate(
     overflowed = 0
     work, needs = options.run_options(checks, workers), None
     if options.dry_run:
-        needs = destination.forecast(plan, work, spent=time.perf_counter() - began)
+        needs = destination.forecast(plan, work)
     else:
         overflowed = destination.write(
             plan, work, last=(made.index,), check=check_written, resume=options.resume or None
@@ -244,7 +240,6 @@ def _consolidate(
         digest=digest,
         checks=None if options.dry_run or checks is None else checks.report,
         needs=needs,
-        moves=moves_of(plan) if options.dry_run else (),
     )
 
 

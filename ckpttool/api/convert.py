@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._common import open_for, workers_for
-from ckpttool.api.consolidate import WrittenFile
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -18,7 +17,6 @@ from ckpttool.formats import Source, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.plan.copy_checks import sample_checks
-from ckpttool.plan.moves import moves_of
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
-    from ckpttool.plan.moves import Move
     from ckpttool.units import Progress
 
 
@@ -93,10 +90,6 @@ class ConvertReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
     needs: Needs | None = None
     """For a dry run, what the run needs."""
-    moves: tuple[Move, ...] = field(default=(), repr=False, metadata={"json": False})
-    """For a dry run, the bytes that would be read from each source for each file of the output."""
-    planned: tuple[WrittenFile, ...] = field(default=(), repr=False, metadata={"json": False})
-    """For a dry run, the files of the output."""
 
 
 def convert(  # noqa: PLR0913  public API
@@ -194,7 +187,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
 
     work, needs = options.run_options(checks, workers), None
     if options.dry_run:
-        needs = destination.forecast(plan, work, spent=time.perf_counter() - began)
+        needs = destination.forecast(plan, work)
     else:
         destination.write(plan, work, last=(last,), check=check_written, resume=options.resume)
     return ConvertReport(
@@ -209,8 +202,6 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         notes=(*map(str, checkpoint.notes), *checkpoint.remarks, *losses),
         checks=None if options.dry_run or checks is None else checks.report,
         needs=needs,
-        moves=moves_of(plan) if options.dry_run else (),
-        planned=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files) if options.dry_run else (),
     )
 
 

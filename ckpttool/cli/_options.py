@@ -169,11 +169,6 @@ def storage_option(function: F) -> F:
 def html_options(function: F) -> F:
     """Add ``--html``, and ``--overwrite`` for the page."""
     function = click.option("--overwrite", is_flag=True, help="Replace the page if it is there.")(function)
-    return html_option(function)
-
-
-def html_option(function: F) -> F:
-    """Add ``--html``."""
     return click.option(
         "--html",
         metavar="FILE",
@@ -231,34 +226,8 @@ def page_of(given: dict[str, Any], as_json: bool, *others: str) -> dict[str, Any
     for name in ("overwrite", *others):
         if page["html"] is None and page[name] not in {None, False}:
             raise click.UsageError(f"--{name.replace('_', '-')} is for --html")
-    _check_json(page, as_json)
-    return page
-
-
-def _check_json(page: dict[str, Any], as_json: bool) -> None:
     if page["html"] is not None and as_json:
         raise click.UsageError("choose one of --html and --json")
-
-
-def dry_run_page(given: dict[str, Any], as_json: bool, *others: str) -> dict[str, Any]:
-    """Take the options of the page of a dry run out of those of a command, and check them.
-
-    Args:
-        given: Options of the command; "html" and ``others`` are removed.
-        as_json: Whether JSON is asked for.
-        others: "overwrite" if the command itself replaces nothing.
-
-    Raises:
-        click.UsageError: Options exclude each other.
-        StorageError: The page exists.
-    """
-    page = {"overwrite": given.get("overwrite", False)} | {name: given.pop(name) for name in ("html", *others)}
-    if page["html"] is not None and not given["dry_run"]:
-        raise click.UsageError("--html shows what a dry run would do: add --dry-run")
-    if page["html"] is None and "overwrite" in others and page["overwrite"]:
-        raise click.UsageError("--overwrite is for --html")
-    _check_json(page, as_json)
-    check_page(page, given)
     return page
 
 

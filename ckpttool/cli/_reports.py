@@ -13,7 +13,7 @@ from ckpttool.units import format_age, format_ago, format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool import ApplyReport, AverageReport, ConvertReport, CopyReport, TransferReport
+    from ckpttool import AverageReport, ConvertReport, CopyReport, TransferReport
     from ckpttool.analysis.diff import Difference, DiffReport
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
@@ -60,7 +60,7 @@ def print_average_report(report: AverageReport) -> None:
     print_written(report)
 
 
-def print_written(report: CopyReport | AverageReport | ApplyReport) -> None:
+def print_written(report: CopyReport | AverageReport) -> None:
     """Print the files, the tied names, the digest, the notes and the comparisons of a report."""
     print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in report.files], right=["size"])
     for alias, name in report.tied.items():
@@ -83,11 +83,8 @@ def print_needs(needs: Needs | None) -> None:
     """Print what a dry run has found a run to need."""
     if needs is None:
         return
-    took = ""
-    if needs.seconds is not None:
-        took = f" and {needs.seconds:.1f} s{'' if needs.uploads_measured else ' without the uploads'}"
     free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
-    print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{took}{free}")
+    print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
 
 
 def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None:

@@ -50,8 +50,6 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 @options.check_options
 @options.dry_run_option
 @options.resume_option
-@options.html_option
-@click.option("--overwrite", is_flag=True, help="Replace the page of --html if it is there.")
 @options.jobs_option
 @options.memory_option
 @options.ray_option
@@ -71,15 +69,9 @@ def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None
 
     given["buffers"] = [pattern for pattern in given["buffers"] if pattern] if given["buffers"] else None
     _check_usage(given)
-    page = options.dry_run_page(given, as_json, "overwrite")
     with progress_bar("convert") as progress:
         report = ckpttool.convert(src, out, progress=progress, **options.chosen(given))
-    if page["html"] is not None:
-        from ckpttool.api._pages import page_of_dry_run
-        from ckpttool.cli._reports import write_page
-
-        write_page(page, page_of_dry_run(report), given)
-    elif as_json:
+    if as_json:
         print_json(report)
     else:
         print_convert_report(report)

@@ -26,21 +26,16 @@ def pages(directory: Path) -> dict[str, Path]:
 
     import ckpttool
     from ckpttool.analysis.pages.checkpoint import checkpoint_page
-    from ckpttool.api._pages import page_of_dry_run
 
     fixtures = ROOT / "fixtures" / "checkpoints"
     scale.DATA = directory / "large"
     scale.make(64, 32, 4096)
     large = ckpttool.inspect(str(scale.DATA))
     grid = str(fixtures / "pipeline-zero1-pp2-tp2-bf16")
-    plan = ckpttool.convert(
-        str(fixtures / "zero2-dp4-bf16"), directory / "out", to="zero", world_size=3, stage=3, dry_run=True
-    )
     made = {
         "large": checkpoint_page(dataclasses.replace(large, location="/runs/large/global_step1")),
         "small": checkpoint_page(ckpttool.inspect(str(fixtures / "zero2-dp2-bf16-trainer"))),
         "grid": checkpoint_page(ckpttool.inspect(grid)),
-        "plan": page_of_dry_run(plan),
     }
     files = {}
     for name, data in made.items():
@@ -53,7 +48,6 @@ SHOTS: dict[str, tuple[str, str, int, int, str]] = {
     "page-layout": ("small", "light", 1180, 550, "page.state.view.choose(6)"),
     "page-ranks": ("large", "dark", 1180, 900, ""),
     "page-grid": ("grid", "light", 430, 900, ""),
-    "page-moves": ("plan", "light", 1180, 480, ""),
 }
 """Page, colour scheme, width, height and a script to run first, of each picture."""
 

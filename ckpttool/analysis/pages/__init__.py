@@ -30,7 +30,6 @@ SCRIPTS = {
     "catalog": ("page.js", "vendor/uPlot.iife.min.js", "charts.js", "catalog.js"),
     "diff": ("page.js", "charts.js", "diff.js"),
     "stats": ("page.js", "vendor/uPlot.iife.min.js", "charts.js", "stats.js"),
-    "plan": ("page.js", "plan.js"),
 }
 """Scripts of each view, in order. Each view is a function of that name in the last one."""
 STYLES = {"catalog": ("page.css", "vendor/uPlot.min.css"), "stats": ("page.css", "vendor/uPlot.min.css")}
