@@ -48,3 +48,10 @@ def test_accelerate_skips_what_was_read(saving: int, resuming: int) -> None:
         seen += [index for batches in rest for batch in batches for index in batch]
         assert Counter(seen) == Counter(range(length))
     assert (refused == 0) == (saving % resuming == 0)
+
+
+def test_a_batch_size_that_fits_is_named() -> None:
+    with pytest.raises(PlanError, match="choose batch size 2, or use ckpttool"):
+        batches_to_skip(12, world_size=3, batch_size=3)
+    with pytest.raises(PlanError, match="save where the number of samples fits both runs"):
+        batches_to_skip(7, world_size=3, batch_size=3)

@@ -606,23 +606,4 @@ def test_a_dry_run_starts_no_cluster(tmp_path: Path) -> None:
     given = ("consolidate", source("zero3-dp2-bf16"), tmp_path / "out", "--to", "safetensors", "--dry-run")
     here, there = command(*given), command(*given, "--ray=127.0.0.1:1")
     assert there.code == 0
-    planned, needs = zip(*(done.stdout.split("needs: ") for done in (here, there)), strict=True)
-    assert planned[0] == planned[1]
-    assert " s; " not in needs[1], "the time of a cluster is not known"
-
-
-def test_a_shard_of_ray_data_counts_its_rows(cluster: Any) -> None:
-    import ray
-
-    from ckpttool.data import CountedShard
-
-    shard = CountedShard(ray.data.range(10).iterator())
-    batches = shard.iter_batches(batch_size=4)
-    first = next(batches)
-    assert shard.state_dict() == {"epoch": 0, "rows": len(first["id"])}
-    assert sum(len(batch["id"]) for batch in batches) + len(first["id"]) == 10
-    assert shard.state_dict() == {"epoch": 1, "rows": 0}
-    for batch in shard.iter_torch_batches(batch_size=5):
-        assert shard.rows
-        assert len(batch["id"]) == 5
-    assert shard.state_dict() == {"epoch": 2, "rows": 0}
+    assert there.stdout.partition("needs: ")[0] == here.stdout.partition("needs: ")[0]

@@ -1,10 +1,8 @@
-"""Positions of the loaders of other packages: what each can restore on another number of ranks, and why not more.
+"""Positions of the samplers of Accelerate and DeepSpeed, on any number of ranks.
 
-An adapter that cannot restore its position on other ranks, or not exactly, says so in a warning when it is saved.
-
-Source: torchdata 0.11, stateful_dataloader.py; accelerate 1.15, data_loader.py (``SeedableRandomSampler``,
-``BatchSamplerShard``, ``skip_first_batches``); Ray 2.60, data/iterator.py and ``streaming_split``; DeepSpeed 0.19.8,
-runtime/data_pipeline/data_sampling/data_sampler.py (``DeepSpeedDataSampler``) and runtime/dataloader.py.
+Source: accelerate 1.15, data_loader.py (``SeedableRandomSampler``, ``BatchSamplerShard``, ``skip_first_batches``);
+DeepSpeed 0.19.8, runtime/data_pipeline/data_sampling/data_sampler.py (``DeepSpeedDataSampler``) and
+runtime/dataloader.py.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from ckpttool.errors import PlanError
 from ckpttool.messages import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 LOG = logging.getLogger(__name__)
-_USE_SAMPLER = "use ckpttool.data.ResumableSampler as batch_sampler for any number of ranks"
 
 
 def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
@@ -46,109 +43,10 @@ def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
         fitting = [size for size in range(batch_size, 0, -1) if samples % (world_size * size) == 0]
         hint = f"choose batch size {fitting[0]}" if fitting else "save where the number of samples fits both runs"
         problem = f"are no whole number of batches of {batch_size} on {world_size} ranks"
-        raise PlanError(f"{samples} samples", problem, f"{hint}, or {_USE_SAMPLER}")
+        raise PlanError(
+            f"{samples} samples", problem, f"{hint}, or use ckpttool.data.ResumableSampler as batch_sampler"
+        )
     return count
-
-
-class StatefulLoaderPosition:
-    """The position of ``torchdata``'s ``StatefulDataLoader`` with a sampler of its own, for ``rank_state``.
-
-    Its state counts the batches of one rank and holds the states of its workers. So it can be restored on the same
-    number of ranks only.
-
-    Args:
-        loader: The loader.
-        rank: This rank.
-        world_size: Number of ranks.
-    """
-
-    def __init__(self, loader: Any, *, rank: int, world_size: int) -> None:
-        self._loader = loader
-        self._ranks = [rank, world_size]
-        self._warned = world_size == 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader; save it in ``rank_state``."""
-        if not self._warned:
-            self._warned = True
-            size = self._ranks[1]
-            LOG.warning("the position of a StatefulDataLoader can be restored on %s ranks only; %s", size, _USE_SAMPLER)
-        return {"ranks": list(self._ranks), "state": self._loader.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a position.
-
-        Args:
-            state: The state of this rank; None if other ranks saved the checkpoint.
-
-        Raises:
-            PlanError: Another rank, or a run with another number of ranks, saved it.
-        """
-        if state is None or list(state["ranks"]) != self._ranks:
-            saved = "another number of ranks" if state is None else "rank {} of {}".format(*state["ranks"])
-            problem = f"was saved by {saved}, and this is rank {self._ranks[0]} of {self._ranks[1]}"
-            raise PlanError(
-                "the position of the StatefulDataLoader", problem, f"begin the epoch anew, or {_USE_SAMPLER}"
-            )
-        self._loader.load_state_dict(state["state"])
-
-
-class CountedShard:
-    """A shard of Ray Data, as of ``ray.train.get_dataset_shard``, that counts its rows.
-
-    Ray gives blocks of rows to the worker that asks first. So the rows already read are no beginning of an order, and
-    the position within an epoch cannot be restored: only the beginning of an epoch can.
-
-    Args:
-        shard: The shard of this worker.
-    """
-
-    WHY = "Ray Data gives blocks to the worker that asks first: the rows that were read are not known"
-
-    def __init__(self, shard: Any) -> None:
-        self._shard = shard
-        self._warned = False
-        self.epoch = 0
-        """Number of the epoch."""
-        self.rows = 0
-        """Rows of this epoch that this worker has read."""
-
-    def iter_batches(self, **options: Any) -> Iterator[Any]:
-        """Yield the batches of an epoch; see ``ray.data.DataIterator.iter_batches``."""
-        yield from self._counted(self._shard.iter_batches(**options))
-
-    def iter_torch_batches(self, **options: Any) -> Iterator[Any]:
-        """Yield the batches of an epoch; see ``ray.data.DataIterator.iter_torch_batches``."""
-        yield from self._counted(self._shard.iter_torch_batches(**options))
-
-    def _counted(self, batches: Any) -> Iterator[Any]:
-        self.rows = 0
-        for batch in batches:
-            self.rows += len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch)
-            yield batch
-        self.epoch, self.rows = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position; it can be restored if it is the beginning of an epoch."""
-        if self.rows and not self._warned:
-            self._warned = True
-            LOG.warning("%s; save between two epochs, or %s", self.WHY, _USE_SAMPLER)
-        return {"epoch": self.epoch, "rows": self.rows}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
-        """Go on from the beginning of an epoch.
-
-        Args:
-            state: The position.
-            exact: Refuse a position within an epoch; if not, the epoch begins anew, and its rows are read again.
-
-        Raises:
-            PlanError: The position is within an epoch.
-        """
-        if state["rows"] and exact:
-            hint = "pass exact=False to begin the epoch anew"
-            raise PlanError(f"a position behind {state['rows']} rows", f"cannot be restored: {self.WHY}", hint)
-        self.epoch, self.rows = int(state["epoch"]), 0
 
 
 class CurriculumPosition:
