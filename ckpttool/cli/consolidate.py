@@ -35,7 +35,7 @@ from ckpttool.cli import _options as options
     "--rename",
     multiple=True,
     metavar="RULE",
-    help="Rename tensors: 's/PATTERN/REPLACEMENT/', or a ready-made map: module, compile, fsdp, peft, gpt-neox, bloom "
+    help="Rename tensors: 's/PATTERN/REPLACEMENT/', or a ready-made map: module, compile, fsdp, peft "
     "(repeatable, applied in order).",
 )
 @click.option("--rename-map", metavar="FILE", help="JSON file of new names by old ones, applied before --rename.")
@@ -43,8 +43,7 @@ from ckpttool.cli import _options as options
 @options.check_options
 @options.dry_run_option
 @options.resume_option
-@options.html_option
-@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds, or the page of --html.")
+@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.jobs_option
 @options.memory_option
 @options.ray_option
@@ -62,15 +61,9 @@ def consolidate(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> 
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_copy_report
 
-    page = options.dry_run_page(given, as_json)
     with progress_bar("consolidate") as progress:
         report = ckpttool.consolidate(src, out, progress=progress, **options.chosen(given))
-    if page["html"] is not None:
-        from ckpttool.api._pages import page_of_dry_run
-        from ckpttool.cli._reports import write_page
-
-        write_page(page, page_of_dry_run(report), given)
-    elif as_json:
+    if as_json:
         print_json(report)
     else:
         print_copy_report(report)

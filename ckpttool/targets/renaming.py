@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 MAX_NAME = 4096
 """Maximum length of a new name: a substitution of a hostile name must not fill memory."""
-_BLOCK = r"input_layernorm|post_attention_layernorm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,60 +41,16 @@ def _substitutions(*pairs: tuple[str, str]) -> Callable[[str], str]:
     return apply
 
 
-def _layers(inner: str, outer: Mapping[str, str], prefix: str, before: int) -> Callable[[str], str]:
-    """Return a function that renames the layers of a pipeline, which are numbered from its first layer on.
-
-    Args:
-        inner: Pattern of the tensors of a transformer block.
-        outer: New prefixes of all other layers, by pattern.
-        prefix: New prefix of a transformer block, before its number.
-        before: Layers of the pipeline before the first block.
-    """
-    block = re.compile(rf"(?:sequential\.)?(\d{{1,6}})\.((?:{inner})\..*)", re.DOTALL)
-    others = _substitutions(
-        *((rf"^(?:(?:sequential\.)?\d{{1,6}}|tied_modules\.\w+)\.{p}", n) for p, n in outer.items())
-    )
-
-    def apply(name: str) -> str:
-        found = block.fullmatch(name)
-        if found is not None and int(found[1]) >= before:
-            return f"{prefix}.{int(found[1]) - before}.{found[2]}"
-        return others(name)
-
-    return apply
-
-
 # Source: torch 2.13, nn/parallel/distributed.py, _dynamo/eval_frame.py (``OptimizedModule``), distributed/fsdp/
 # _common_utils.py (``FSDP_WRAPPED_MODULE``) and distributed/algorithms/_checkpoint/checkpoint_wrapper.py; peft 0.21,
-# peft_model.py and tuners/tuners_utils.py (``base_layer``); EleutherAI/gpt-neox, tools/ckpts/convert_neox_to_hf.py
-# (architecture neox); transformers 4, models/bloom/convert_bloom_original_checkpoint_to_pytorch.py.
+# peft_model.py and tuners/tuners_utils.py (``base_layer``).
 READY_MADE: dict[str, Callable[[str], str]] = {
     "module": _substitutions((r"^module\.", "")),
     "compile": _substitutions((r"(^|\.)_orig_mod\.", r"\1")),
     "fsdp": _substitutions((r"(^|\.)_fsdp_wrapped_module\.", r"\1"), (r"(^|\.)_checkpoint_wrapped_module\.", r"\1")),
     "peft": _substitutions((r"^base_model\.model\.", ""), (r"\.base_layer\.", ".")),
-    "gpt-neox": _layers(
-        rf"{_BLOCK}|attention|mlp",
-        {
-            r"word_embeddings\.": "gpt_neox.embed_in.",
-            r"norm\.": "gpt_neox.final_layer_norm.",
-            r"final_linear\.": "embed_out.",
-        },
-        "gpt_neox.layers",
-        2,
-    ),
-    "bloom": _layers(
-        rf"{_BLOCK}|self_attention|mlp",
-        {
-            r"word_embeddings\.norm\.": "transformer.word_embeddings_layernorm.",
-            r"word_embeddings\.": "transformer.word_embeddings.",
-            r"(?=weight$|bias$)": "transformer.ln_f.",
-        },
-        "transformer.h",
-        3,
-    ),
 }
-"""Ready-made maps by name: of the wrappers around a module, and of Megatron's models to the same in transformers."""
+"""Ready-made maps by name, of the wrappers around a module."""
 
 
 def parse_renamings(rules: Sequence[str]) -> list[Renaming]:

@@ -93,59 +93,6 @@ def _wrapped_for_activation_checkpoints(model: torch.nn.Module) -> torch.nn.Modu
     return model
 
 
-def _neox(pipeline: str, config: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """A model of transformers, and GPT-NeoX's name of each of its tensors."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=16, rotary_pct=0.5, **config))
-    names = {}
-    for name in model.state_dict():
-        old = name.removeprefix("gpt_neox.")
-        old = re.sub(r"^layers\.(\d+)", lambda m: str(int(m[1]) + 2), old)
-        last = config["num_hidden_layers"] + 3
-        old = old.replace("embed_in", "0.word_embeddings").replace("final_layer_norm", f"{last}.norm")
-        # transformers 5 calls embed_out, its name in all published files, lm_head.
-        old = old.replace("lm_head", f"{last + 1}.final_linear")
-        names[pipeline + old] = name
-    return model, names
-
-
-def _bloom(pipeline: str, config: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    model = BloomForCausalLM(BloomConfig(n_head=config.pop("num_attention_heads"), **config))
-    names = {}
-    for name in model.state_dict():
-        if name == "lm_head.weight":  # tied, and in no file
-            continue
-        old = re.sub(r"^h\.(\d+)", lambda m: str(int(m[1]) + 3), name.removeprefix("transformer."))
-        old = old.replace("word_embeddings_layernorm", "tied_modules.embed.word_embeddings.norm")
-        old = re.sub(r"^word_embeddings", "tied_modules.embed.word_embeddings", old)
-        names[old.replace("ln_f", str(config["num_hidden_layers"] + 4))] = name
-    return model, names
-
-
-@pytest.mark.parametrize(
-    ("rule", "make", "pipeline"), [("gpt-neox", _neox, ""), ("gpt-neox", _neox, "sequential."), ("bloom", _bloom, "")]
-)
-def test_megatrons_pipeline_loads_in_transformers(rule: str, make: Any, pipeline: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(4)
-    sizes = {"vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 12, "num_attention_heads": 2}
-    model, names = make(pipeline, sizes)
-    state = model.state_dict()
-    save_file({old: state[new].clone() for old, new in names.items()}, tmp_path / "megatron.safetensors")
-    ckpttool.consolidate(tmp_path / "megatron.safetensors", tmp_path / "out", to="safetensors", rename=[rule])
-    published = {name.replace("lm_head", "embed_out") for name in names.values()}
-    assert load_file(tmp_path / "out/model.safetensors").keys() == published
-    model.config.save_pretrained(tmp_path / "out")
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    tokens = torch.arange(10).reshape(2, 5)
-    assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
-
-
 def test_a_tied_name_that_the_header_needs_is_refused(tmp_path: Path) -> None:
     rules = ["s/^head.weight$/format/"]
     with pytest.raises(ckpttool.PlanError, match="a tied tensor is named format, which the header of safetensors uses"):
