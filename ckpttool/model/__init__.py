@@ -6,7 +6,6 @@ Data only: no function here opens a file.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -295,16 +294,6 @@ class CheckpointFile:
     """Its storage if that is not the checkpoint's: the file of another checkpoint, in a combination."""
 
 
-def _deprecated(old: str, name: str) -> property:
-    """Return a property with the old name of a field."""
-
-    def value(checkpoint: Checkpoint) -> Any:
-        warnings.warn(f"Checkpoint.{old} is called {name}", DeprecationWarning, stacklevel=2)
-        return getattr(checkpoint, name)
-
-    return property(value, doc=f"Deprecated name of ``{name}``.")
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Checkpoint:
     """The layout of a checkpoint.
@@ -432,11 +421,6 @@ class Checkpoint:
     def weights(self, parameter: Parameter) -> State:
         """A parameter's weights: the master, or the module's copy where that is newer or alone."""
         return parameter.module_state if self.has_newer_copies else parameter.master_state
-
-    twins = _deprecated("twins", "replicas")
-    carried = _deprecated("carried", "embedded")
-    unsliceable = _deprecated("unsliceable", "nonpartitionable")
-    ahead = _deprecated("ahead", "has_newer_copies")
 
     @property
     def native(self) -> bool:

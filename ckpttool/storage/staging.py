@@ -74,11 +74,6 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
         raise StorageError(parent, "permission denied", f"cannot create {out} in it; choose another OUT")
 
 
-def existing_parent(out: str) -> str:
-    """Return the lowest directory above an output that exists."""
-    return _existing_parent(_staging(out))
-
-
 def free_bytes(out: str) -> int:
     """Return the bytes that an output can take: those that are free, and those of files that a killed run left.
 
@@ -324,7 +319,7 @@ def _take_over(directory: Directory, mark: str | None, *, made: bool) -> None:
         raise StorageError(directory.path, "was not made by ckpttool", MOVE)
     if found is not None and not stat.S_ISREG(found.st_mode):
         raise StorageError(os.path.join(directory.path, MARK), "is not a regular file", MOVE)
-    os.fchmod(directory.fd, 0o700)  # an older release created it with the permissions of OUT
+    os.fchmod(directory.fd, 0o700)
     if found is not None and mark is not None and _read(directory, MARK, len(mark.encode()) + 1) == mark.encode():
         check_plain(directory)
         return

@@ -45,15 +45,11 @@ USAGE = [
     ["inspect", ZERO3, "--html", "page.html", "--params"],
     ["inspect", ZERO3, "--html", "page.html", "--json"],
     ["diff", ZERO3, ZERO3, "--html", "page.html", "--json"],
-    ["convert", ZERO3, "out", "--to", "universal", "--dry-run", "--html", "page.html", "--json"],
     ["inspect", ZERO3, "--verify"],
     ["inspect", ZERO3, "--overwrite"],
     ["ls", ZERO3, "--keep-last", "1"],
     ["stats", ZERO3, ZERO3, "--each"],
     ["diff", ZERO3, ZERO3, "--overwrite"],
-    ["convert", ZERO3, "out", "--to", "universal", "--html", "page.html"],
-    ["convert", ZERO3, "out", "--to", "universal", "--dry-run", "--overwrite"],
-    ["consolidate", ZERO3, "out", "--to", "torch", "--html", "page.html"],
     ["diff", ZERO3],
     ["convert", ZERO3, "out", "--to", "zero"],
     ["convert", ZERO3, "out", "--to", "zero", "--world-size", "2000000"],
@@ -520,13 +516,6 @@ def test_public_names_are_the_same_for_people_and_type_checkers() -> None:
     assert checked == {name: f"ckpttool.{module}" for name, module in api._HOMES.items()}
     for name in api.__all__:
         assert hasattr(api, name)
-
-
-def test_the_old_name_of_the_method_of_a_load_is_deprecated() -> None:
-    fields = dict.fromkeys(api.LoadReport.__dataclass_fields__, None) | {"method": "native"}
-    report = api.LoadReport(**fields)  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="method"):
-        assert report.road == "native"
 
 
 HEAVY = ["torch", "deepspeed", "ray", "s3fs", "fsspec", "transformers", "safetensors", "pandas", "rich.table"]

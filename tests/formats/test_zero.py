@@ -265,18 +265,6 @@ def test_an_optimizer_state_with_a_name_that_means_something_else_poses_as_nothi
     assert set(embed.states) == {"fp32", "exp_avg", "exp_avg_sq"}
 
 
-def test_old_names_of_fields_warn() -> None:
-    checkpoint = open_checkpoint(source("zero2-dp2-bf16"))
-    with pytest.warns(DeprecationWarning, match="replicas"):
-        assert checkpoint.twins == checkpoint.replicas
-    with pytest.warns(DeprecationWarning, match="nonpartitionable"):
-        assert checkpoint.unsliceable == checkpoint.nonpartitionable
-    with pytest.warns(DeprecationWarning, match="has_newer_copies"):
-        assert checkpoint.ahead is checkpoint.has_newer_copies
-    with pytest.warns(DeprecationWarning, match="embedded"):
-        assert checkpoint.carried == checkpoint.embedded
-
-
 @pytest.mark.parametrize("name", ["pipeline-zero1-pp2-dp2-bf16", "pipeline-zero1-pp2-tp2-bf16"])
 def test_the_layers_of_a_pipeline_are_files_of_their_stage(name: str) -> None:
     checkpoint = open_checkpoint(source(name))

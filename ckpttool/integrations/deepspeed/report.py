@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -113,12 +112,6 @@ class LoadReport:
             dist.get_world_size() if world_size is None else world_size,
         )
         return derive_rng_state((_rng_part(state, key) for state in self.rank_states), *ranks, shared=shared)
-
-    @property
-    def road(self) -> str:
-        """Deprecated name of ``method``."""
-        warnings.warn("LoadReport.road is called method now", DeprecationWarning, stacklevel=2)
-        return self.method
 
     def __str__(self) -> str:
         verb = "would restore" if self.dry_run else "restored"
