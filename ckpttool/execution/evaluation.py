@@ -1,4 +1,4 @@
-"""Compute the values of formulas, chunk by chunk, as torch computes them on a CPU."""
+"""Compute the values of formulas, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ckpttool.dtypes import DTYPES, numpy_dtype
-from ckpttool.execution.products import product
-from ckpttool.model.formulas import MERGED_ROWS, MergedWeight, ScaledSum, WeightedMean
+from ckpttool.model.formulas import MergedWeight, WeightedMean
 from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.model import State
-    from ckpttool.model.formulas import Formula, LowRankUpdate
+    from ckpttool.model.formulas import Formula
 
 
 class Inputs(Protocol):
@@ -49,8 +48,6 @@ def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: Inputs) ->
         _weighted_mean(formula, first, out, inputs)
     elif isinstance(formula, MergedWeight):
         _merged_weight(formula, first, out, inputs)
-    elif isinstance(formula, ScaledSum):
-        _scaled_sum(formula, first, out, inputs)
     else:
         raise TypeError(f"no evaluation of {type(formula).__name__}")
 
@@ -78,73 +75,22 @@ def _weighted_mean(formula: WeightedMean, first: int, out: NDArray[Any], inputs:
         out[:] = cast(total, _name(out))
 
 
-def _scaled_sum(formula: ScaledSum, first: int, out: NDArray[Any], inputs: Inputs) -> None:
-    with np.errstate(all="ignore"):
-        for at, values in inputs.runs(formula.base, first, len(out)):
-            out[at : at + len(values)] = cast(values, "F32")
-        for state, scaling in zip(formula.terms, formula.scalings, strict=True):
-            for at, values in inputs.runs(state, first, len(out)):
-                out[at : at + len(values)] += cast(values, "F32") * np.float32(scaling)
-
-
 def _merged_weight(formula: MergedWeight, first: int, out: NDArray[Any], inputs: Inputs) -> None:
-    """Compute whole rows around the wanted elements, and at least MERGED_ROWS of them."""
-    rows, columns = formula.base.shape
+    """Compute whole rows around the wanted elements, in fp64."""
+    columns = formula.base.shape[1]
     low, high = first // columns, -(-(first + len(out)) // columns)
-    normed = any(update.magnitude is not None for update in formula.updates)
-    if not normed:
-        for at, values in inputs.runs(formula.base, first, len(out)):
-            out[at : at + len(values)] = cast(values, "F32")
-    top = max(0, min(low, rows - MERGED_ROWS))
-    bottom = min(rows, max(high, top + MERGED_ROWS))
-    skip = first - low * columns
+    rows = inputs.scratch("rows", (high - low) * columns, "F64")
+    for at, values in inputs.runs(formula.base, low * columns, len(rows)):
+        rows[at : at + len(values)] = cast(values, "F32")
+    weight = rows.reshape(high - low, columns)
     with np.errstate(all="ignore"):
         for update in formula.updates:
-            delta = _delta(formula, update, top, bottom, inputs)[low - top : high - top]
-            if update.magnitude is None:
-                out += delta.reshape(-1)[skip : skip + len(out)]
-                continue
-            total = inputs.scratch("rows", (high - low) * columns, "F32")
-            for at, values in inputs.runs(formula.base, low * columns, len(total)):
-                total[at : at + len(values)] = cast(values, "F32")
-            total += delta.reshape(-1)
-            weight = total.reshape(high - low, columns)
-            magnitude = inputs.whole(update.magnitude, formula).reshape(-1)[low:high]
-            weight *= (magnitude / row_norms(weight))[:, None]
-            out[:] = total[skip : skip + len(out)]
-
-
-def _delta(formula: MergedWeight, update: LowRankUpdate, top: int, bottom: int, inputs: Inputs) -> NDArray[np.float32]:
-    """Return rows of the update, as the base weight has them."""
-    a, b = inputs.whole(update.a, formula), inputs.whole(update.b, formula)
-    delta = product(a[:, top:bottom].T, b.T) if formula.transposed else product(b[top:bottom], a)
-    delta *= np.float32(update.scaling)
-    return delta
-
-
-NORM_LANES = 8
-"""Partial sums of squares that torch makes of a row."""
-
-
-def row_norms(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the Euclidean norm of each row, with the bits of ``torch.linalg.norm(matrix, dim=1)`` on a CPU.
-
-    Source: torch 2.13, aten/src/ATen/native/cpu/ReduceOpsKernel.cpp (``norm_kernel_tensor_iterator_impl``): eight
-    partial sums, added from the first to the last, then the elements behind the last eight.
-    """
-    rows, columns = matrix.shape
-    whole = columns - columns % NORM_LANES
-    squares = matrix * matrix
-    sums = np.zeros((rows, NORM_LANES), dtype=np.float32)
-    for start in range(0, whole, NORM_LANES):
-        sums += squares[:, start : start + NORM_LANES]
-    total = sums[:, 0].copy()
-    for lane in range(1, NORM_LANES):
-        total += sums[:, lane]
-    for column in range(whole, columns):
-        total += squares[:, column]
-    result: NDArray[np.float32] = np.sqrt(total)
-    return result
+            a, b = (inputs.whole(state, formula).astype(np.float64) for state in (update.a, update.b))
+            weight += (b[low:high] * update.scaling) @ a
+            if update.magnitude is not None:
+                magnitude = inputs.whole(update.magnitude, formula).reshape(-1)[low:high].astype(np.float64)
+                weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
+        out[:] = rows[first - low * columns :][: len(out)]
 
 
 def _widened(values: NDArray[Any], accumulator: np.dtype[Any]) -> NDArray[Any]:

@@ -76,18 +76,16 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedWeight(Formula):
-    """A weight with LoRA adapters merged into it, in fp32.
+    """A weight with LoRA adapters merged into it: computed in fp64, and rounded once to fp32.
 
     Source: peft 0.21, tuners/lora/layer.py (``Linear.merge``, ``get_delta_weight``) and tuners/lora/variants.py
     (``DoraLinearVariant.merge_unsafe``).
     """
 
     base: State
-    """The weight without adapters: (output features, input features), or transposed."""
+    """The weight without adapters: (output features, input features)."""
     updates: tuple[LowRankUpdate, ...]
     """The adapters, in the order of merging; one with magnitudes is the only one."""
-    transposed: bool
-    """Whether the weight is (input features, output features): an embedding, or a Conv1D of transformers."""
 
     @property
     def inputs(self) -> tuple[State, ...]:
@@ -97,8 +95,8 @@ class MergedWeight(Formula):
 
     @property
     def key(self) -> str:
-        """The scalings, the orientation and which adapters have magnitudes."""
-        return repr(("lora", [(u.scaling, u.magnitude is not None) for u in self.updates], self.transposed))
+        """The scalings, and which adapters have magnitudes."""
+        return repr(("lora", [(u.scaling, u.magnitude is not None) for u in self.updates]))
 
     @property
     def block(self) -> int:
@@ -108,25 +106,3 @@ class MergedWeight(Formula):
 
 MERGED_ROWS = 16
 """Minimum rows that are computed together: one matrix product serves all of them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaledSum(Formula):
-    """A state plus multiples of others, in fp32: a bias with the biases of LoRA adapters."""
-
-    base: State
-    """The first summand."""
-    terms: tuple[State, ...]
-    """Further summands, in order."""
-    scalings: tuple[float, ...]
-    """Multiplies each of them."""
-
-    @property
-    def inputs(self) -> tuple[State, ...]:
-        """All summands."""
-        return (self.base, *self.terms)
-
-    @property
-    def key(self) -> str:
-        """The scalings."""
-        return repr(("sum", self.scalings))

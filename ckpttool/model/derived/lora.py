@@ -1,7 +1,10 @@
 """A checkpoint of a PEFT model, and its base model -> the checkpoint of the model with LoRA adapters merged.
 
-Source: peft 0.21, tuners/lora/layer.py, tuners/lora/model.py (``_create_and_replace``), utils/other.py
-(``get_pattern_key``, ``ModulesToSaveWrapper``) and utils/save_and_load.py (``get_peft_model_state_dict``).
+LoRA and DoRA of linear layers are merged; all else is refused.
+
+Source: peft 0.21, tuners/lora/layer.py, tuners/lora/model.py (``_create_and_replace``), tuners/lora/config.py
+(``LoraConfig``), utils/other.py (``get_pattern_key``, ``ModulesToSaveWrapper``) and utils/save_and_load.py
+(``get_peft_model_state_dict``).
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
+from ckpttool.messages import brief
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, Parameter, State
 from ckpttool.model.derived.combination import Combination
-from ckpttool.model.derived.lora_config import CONFIG, by_pattern, check_config, check_initialisation, ranks_of
-from ckpttool.model.formulas import LowRankUpdate, MergedWeight, ScaledSum
+from ckpttool.model.formulas import LowRankUpdate, MergedWeight
 from ckpttool.model.places import Computed
 
 if TYPE_CHECKING:
@@ -24,21 +27,33 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 """Prefix of the names in a PEFT model."""
-_MATRIX = re.compile(r"(?P<layer>.+?)\.(?P<kind>lora_[AB])(?:\.(?P<adapter>[^.]+))?\.(?P<what>weight|bias)", re.DOTALL)
-_EMBEDDING = re.compile(r"(?P<layer>.+)\.lora_embedding_(?P<kind>[AB])(?:\.(?P<adapter>[^.]+))?", re.DOTALL)
+_MATRIX = re.compile(r"(?P<layer>.+?)\.lora_(?P<kind>[AB])(?:\.(?P<adapter>[^.]+))?\.weight", re.DOTALL)
 _MAGNITUDE = re.compile(
     r"(?P<layer>.+)\.lora_magnitude_vector(?:\.(?P<adapter>(?!weight$)[^.]+))?(?:\.weight)?", re.DOTALL
 )
 _SAVED = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)", re.DOTALL)
 _SAVED_AGAIN = re.compile(r"(?P<layer>.+)\.modules_to_save\.(?P<rest>weight|bias)", re.DOTALL)
 """A second copy that PEFT saves with ``bias="all"``, without the name of the adapter."""
+_WRAPPED = (".base_layer.weight", ".base_layer.bias")
+"""Ends of the names of a linear layer's own tensors."""
 _ORIGINAL = re.compile(r"(?P<layer>.+)\.original_module\.(?P<rest>.+)", re.DOTALL)
-OTHER_METHODS = re.compile(
-    r"\.(?:lora_|adamss_|beft_|boft_|bone_|c3a_|deft_|delora_|fourierft_|frod_|glora_|gralora_|hada_|hira_|hra_|ia3_"
-    r"|lily_|ln_tuning_|lokr_|miss_|oft_|osf_|peanut_|poly_|psoft_|pvera_|randlora_|road_|shadow_|shira_|supertuning_"
-    r"|tinylora_|token_adapter|trainable_tokens_|unilora_|vblora_|vera_|waveft_)"
-)
-"""Tensors of other methods. Source: PEFT 0.21, ``prefix`` of each class in peft/tuners/*/model.py."""
+CONFIG = "adapter_config.json"
+"""The file that PEFT keeps the scaling in."""
+_COSTLY = re.compile(r"\)[*+?{]|\\[1-9]|\(\?[^:]|[+{].*[+{].*[+{]", re.DOTALL)
+"""Parts of a pattern that can make matching take exponential time: repeated groups, references, many repetitions."""
+MAX_PATTERN = 500
+"""Maximum length of a pattern."""
+MAX_STARS = 4
+"""Repetitions of any length, ``*``, in a pattern must be fewer."""
+SAME_BASE = ("gaussian", "eva", "orthogonal")
+"""Texts in ``init_lora_weights`` of initialisations that do not change the base weights."""
+_UNSUPPORTED = (
+    "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
+    "trainable_token_indices", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+    "alora_invocation_tokens",
+)  # fmt: skip
+"""Fields of a configuration that ask for another computation, or for layers that are not linear."""
+MERGE_WITH_PEFT = "merge it with PEFT, or leave out merge_lora"
 
 
 @dataclass(slots=True)
@@ -48,8 +63,6 @@ class _Layer:
     a: State | None = None
     b: State | None = None
     magnitude: State | None = None
-    bias: State | None = None
-    embedding: bool = False
 
 
 @dataclass(slots=True)
@@ -75,7 +88,7 @@ def adapters_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of the LoRA adapters in a checkpoint; "" in a file of a single adapter, which has no name.
 
     Raises:
-        PlanError: It has none, or adapters of another method.
+        PlanError: It has none, or some of layers that are not linear.
     """
     found = _parts(checkpoint, _states(checkpoint)).adapters
     if not found:
@@ -108,33 +121,23 @@ def merge_lora(
         PlanError: A weight is missing or has another shape, or the adapters cannot be merged.
     """
     for adapter, config in configs.items():
-        check_config(checkpoint, adapter, config)
+        _check_config(checkpoint, adapter, config)
         if base is not None:
-            check_initialisation(checkpoint, config)
+            _check_initialisation(checkpoint, config)
     first = checkpoint if base is None else base
     combination = Combination([checkpoint] if base is None else [base, checkpoint])
     own = {n: combination.state(0 if base is None else 1, s) for n, s in _states(checkpoint).items()}
     parts = _parts(checkpoint, own)
     tensors = _base_tensors(checkpoint, base, parts, own, configs)
     updates: dict[str, list[LowRankUpdate]] = {}
-    conv1d: dict[str, set[bool]] = {}
-    biases: dict[str, list[tuple[State, float]]] = {}
     for adapter, config in configs.items():
         for layer, found in parts.layers.get(adapter, {}).items():
-            updates.setdefault(layer, []).append(update := _update(checkpoint, layer, found, config))
-            conv1d.setdefault(layer, set()).add(bool(config.get("fan_in_fan_out")))
-            if found.bias is not None:
-                biases.setdefault(layer, []).append((found.bias, update.scaling))
+            updates.setdefault(layer, []).append(_update(checkpoint, layer, found, config))
     aliases = _aliases(checkpoint, base, tensors)
-    kinds = _kinds(tensors)
+    has_conv1d = _has_conv1d(tensors)
     for layer, merged in updates.items():
         name = _named(tensors, aliases, f"{layer}.weight", checkpoint)
-        known = conv1d[layer] | (_kind_around(kinds, layer) if f"{layer}.bias" in tensors else {False})
-        tensors[name] = _merged(checkpoint, name, tensors[name], merged, known, embedding=_is_embedding(parts, layer))
-    for layer, terms in biases.items():
-        name = _named(tensors, aliases, f"{layer}.bias", checkpoint)
-        formula = ScaledSum(tensors[name], tuple(s for s, _ in terms), tuple(f for _, f in terms))
-        tensors[name] = State(tensors[name].shape, "F32", Computed(tensors[name].numel), formula=formula)
+        tensors[name] = _merged(checkpoint, name, tensors[name], merged, has_conv1d=has_conv1d)
     buffers = {b.name for c in (checkpoint, base) if c is not None for b in c.buffers}
     buffers = {_clean(name) for name in buffers}
     made = replace(
@@ -149,7 +152,7 @@ def merge_lora(
         replicas=tuple(combination.replicas),
         has_newer_copies=False,
         notes=(*checkpoint.notes, *(() if base is None else base.notes)),
-        remarks=(*checkpoint.remarks, *(() if base is None else base.remarks), *_unsure(parts, configs)),
+        remarks=(*checkpoint.remarks, *(() if base is None else base.remarks)),
     )
     stored = parts.plain.keys() | parts.originals.keys() if base is None else _states(base).keys()
     return MergedModel(made, tuple(name for name in tensors if name not in stored))
@@ -169,14 +172,15 @@ def _parts(checkpoint: Checkpoint, states: Mapping[str, State]) -> _Parts:
     """Sort the tensors of a PEFT model.
 
     Raises:
-        PlanError: A tensor belongs to another method.
+        PlanError: A tensor belongs to an adapter of another method, or of a layer that is not linear.
     """
     parts = _Parts()
+    wrapped = {n.rpartition(".base_layer.")[0] for n in states if ".base_layer." in n}
     for name, state in states.items():
         if found := _MATRIX.fullmatch(name):
-            layer = _layer(parts, found)
-            kind = "bias" if found["what"] == "bias" else found["kind"][-1].lower()
-            setattr(layer, kind, state)
+            setattr(_layer(parts, found), found["kind"].lower(), state)
+        elif found := _MAGNITUDE.fullmatch(name):
+            _layer(parts, found).magnitude = state
         elif found := _SAVED.fullmatch(name):
             own = parts.saved.setdefault(found["adapter"], {})
             own[_clean(f"{found['layer']}.{found['rest']}")] = name
@@ -184,20 +188,18 @@ def _parts(checkpoint: Checkpoint, states: Mapping[str, State]) -> _Parts:
             parts.plain.setdefault(_clean(f"{found['layer']}.{found['rest']}"), name)
         elif found := _ORIGINAL.fullmatch(name):
             parts.originals[_clean(f"{found['layer']}.{found['rest']}")] = name
-        elif found := _EMBEDDING.fullmatch(name):
-            layer = _layer(parts, found)
-            layer.embedding = True
-            setattr(layer, found["kind"].lower(), state)
-        elif found := _MAGNITUDE.fullmatch(name):
-            _layer(parts, found).magnitude = state
-        elif OTHER_METHODS.search(name):
-            problem = f"holds {name}, of a PEFT method other than LoRA and DoRA"
-            raise PlanError(
-                checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",)
-            )
+        elif ".lora_" in name or (_modules(name) & wrapped and not name.endswith(_WRAPPED)):
+            problem = f"holds {name}, which is not of LoRA or DoRA of a linear layer"
+            raise PlanError(checkpoint.location, problem, MERGE_WITH_PEFT, ("merge_lora",))
         else:
             parts.plain[_clean(name)] = name
     return parts
+
+
+def _modules(name: str) -> set[str]:
+    """Return the names of all modules around a tensor."""
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts))}
 
 
 def _layer(parts: _Parts, found: re.Match[str]) -> _Layer:
@@ -220,7 +222,7 @@ def _base_tensors(
         raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("merge_lora",))
     held = [layer for layer in layers if f"{layer}.weight" in parts.plain]
     ties = _clean_aliases(checkpoint) if base is None else base.aliases
-    if tied := [layer for layer in layers if f"{layer}.weight" in ties]:
+    if tied := [layer for layer in layers if f"{layer}.weight" in {*ties, *ties.values()}]:
         problem = f"has an adapter of {tied[0]}, whose weight the base model ties to another layer"
         raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
     if base is None:
@@ -235,7 +237,6 @@ def _base_tensors(
         tensors = {name: own[stored] for name, stored in parts.plain.items()}
         tensors |= {n: own[s] for n, s in parts.originals.items()}
     else:
-        _check_copies(checkpoint, base, parts, layers, configs)
         if len(held) == len(layers) and _states(base).keys() <= {*parts.plain, *parts.originals}:
             problem = f"holds the base weight of {held[0]} itself"
             raise PlanError(checkpoint.location, problem, "leave out base: two models may differ", ("base",))
@@ -263,24 +264,6 @@ def _base_tensors(
             _untie(tensors, trained, _clean_aliases(base or checkpoint))
         _replace(tensors, trained, base or checkpoint)
     return tensors
-
-
-def _check_copies(
-    checkpoint: Checkpoint,
-    base: Checkpoint,
-    parts: _Parts,
-    layers: Sequence[str],
-    configs: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Refuse a copy of an adapted weight under a tied name: it is the weight before merging.
-
-    DeepSpeed leaves frozen weights out by the first of their names only.
-    """
-    whole = [m for config in configs.values() for m in config.get("modules_to_save") or ()]
-    adapted = {f"{layer}.weight" for layer in layers}
-    if copies := [n for n in parts.plain if base.aliases.get(n) in adapted and not _is_in(n, whole)]:
-        problem = f"holds {copies[0]}, which the base model ties to {base.aliases[copies[0]]}, a weight with an adapter"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT", ("base",))
 
 
 def _untie(tensors: dict[str, State], trained: Mapping[str, State], aliases: Mapping[str, str]) -> None:
@@ -345,10 +328,6 @@ def _named(tensors: Mapping[str, State], aliases: Mapping[str, str], name: str, 
     return stored
 
 
-def _is_embedding(parts: _Parts, layer: str) -> bool:
-    return any(layers[layer].embedding for layers in parts.layers.values() if layer in layers)
-
-
 def _update(checkpoint: Checkpoint, layer: str, found: _Layer, config: Mapping[str, Any]) -> LowRankUpdate:
     a, b = found.a, found.b
     if a is None or b is None:
@@ -356,89 +335,125 @@ def _update(checkpoint: Checkpoint, layer: str, found: _Layer, config: Mapping[s
         raise PlanError(checkpoint.location, problem, "restore it from a copy")
     if len(a.shape) != 2 or len(b.shape) != 2:
         problem = f"has an adapter of the convolution {layer}"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
+        raise PlanError(checkpoint.location, problem, MERGE_WITH_PEFT, ("merge_lora",))
     rank = a.shape[0]
     if b.shape[1] != rank or not rank:
         problem = f"has lora_A and lora_B of {layer} with shapes {list(a.shape)} and {list(b.shape)}"
         raise PlanError(checkpoint.location, problem, "restore it from a copy")
-    allowed = ranks_of(config, layer)
+    allowed = _ranks_of(config, layer)
     if rank not in allowed and None not in allowed:
         problem = f"has matrices of rank {rank} for {layer}, but {CONFIG} says {' or '.join(map(str, sorted(allowed)))}"
         raise PlanError(checkpoint.location, problem, "restore the file that was saved with the adapter")
-    alpha = float(by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"]))
+    alpha = float(_by_pattern(config.get("alpha_pattern"), layer, config["lora_alpha"]))
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return LowRankUpdate(a, b, scaling, found.magnitude)
 
 
-def _unsure(parts: _Parts, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a remark if patterns with different values match one layer: PEFT sorts them when it writes the file."""
-    for adapter, config in configs.items():
-        patterns = config.get("alpha_pattern") or {}
-        for layer in parts.layers.get(adapter, {}):
-            found = {p: v for p, v in patterns.items() if by_pattern({p: v}, layer, None) is not None}
-            if len(set(found.values())) > 1:
-                first, *others = found
-                return [
-                    f"{layer} is scaled by {first} in alpha_pattern, as PEFT does when it reads {CONFIG}; {others[0]} "
-                    "also matches, and training took the one that its script named first"
-                ]
-    return []
+def _has_conv1d(tensors: Mapping[str, State]) -> bool:
+    """Return whether a model has layers of transformers' Conv1D, whose weights are (input features, output features).
 
-
-def _kinds(tensors: Mapping[str, State]) -> dict[str, set[bool]]:
-    """Return which modules hold Conv1D (True) and Linear layers (False); biases tell, if a weight is not square."""
-    kinds: dict[str, set[bool]] = {}
-    for name, state in tensors.items():
-        module = name.removesuffix(".weight")
-        bias = tensors.get(f"{module}.bias")
-        if bias is None or len(state.shape) != 2 or state.shape[0] == state.shape[1]:
-            continue
-        while module:
-            module = module.rpartition(".")[0]
-            kinds.setdefault(module, set()).add(bias.shape == state.shape[1:])
-    return kinds
-
-
-def _kind_around(kinds: Mapping[str, set[bool]], module: str) -> set[bool]:
-    """Return the kinds of layers in the smallest module around a layer that holds any."""
-    while module and module not in kinds:
-        module = module.rpartition(".")[0]
-    return kinds.get(module, set())
+    A square weight does not say what it is, and PEFT records ``fan_in_fan_out`` of its last layer only.
+    """
+    biases = ((state, tensors.get(f"{name.removesuffix('.weight')}.bias")) for name, state in tensors.items())
+    return any(
+        bias is not None and len(s.shape) == 2 and s.shape[0] != s.shape[1] and bias.shape == s.shape[1:]
+        for s, bias in biases
+    )
 
 
 def _merged(
-    checkpoint: Checkpoint, name: str, base: State, updates: Sequence[LowRankUpdate], conv1d: set[bool],
-    *, embedding: bool,
-) -> State:  # fmt: skip
+    checkpoint: Checkpoint, name: str, base: State, updates: Sequence[LowRankUpdate], *, has_conv1d: bool
+) -> State:
     """Return the state of a merged weight.
 
-    ``conv1d`` says whether it is of a Conv1D; both values where that is not known. A square one does not tell itself,
-    and PEFT keeps one ``fan_in_fan_out`` for all layers, that of the last one.
-
     Raises:
-        PlanError: Its shape or type does not fit, or the adapters are DoRA and others.
+        PlanError: Its shape or type does not fit, it is a Conv1D, or the adapters are DoRA and others.
     """
-    shape = (updates[0].b.shape[0], updates[0].a.shape[1])
-    square = base.shape == shape == shape[::-1]
-    if square and not embedding and len(conv1d) > 1:
-        problem = f"has an adapter of {name}, of which fan_in_fan_out does not tell whether it is a Conv1D"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT")
-    transposed = embedding or (True in conv1d if square else base.shape == shape[::-1])
     for update in updates:
         expected = (update.b.shape[0], update.a.shape[1])
-        if base.shape != (expected[::-1] if transposed else expected):
+        if base.shape == expected[::-1] and (has_conv1d or base.shape != expected):
+            problem = f"has an adapter of {name}, which may be a Conv1D: only linear layers are merged"
+            raise PlanError(checkpoint.location, problem, MERGE_WITH_PEFT, ("merge_lora",))
+        if base.shape != expected:
             problem = f"has an adapter for {name} of shape {list(expected)}, but the base model has {list(base.shape)}"
             raise PlanError(checkpoint.location, problem, "give the model that it was trained on as base", ("base",))
     if not castable(base.dtype, "F32"):
         problem = f"has an adapter of {name}, which is {base.dtype} in the base model"
         raise PlanError(checkpoint.location, problem, "give a model in fp32, bf16 or fp16 as base", ("base",))
-    dora = [update for update in updates if update.magnitude is not None]
-    if dora and len(updates) > 1:
+    if len(updates) > 1 and any(update.magnitude is not None for update in updates):
         problem = f"has several adapters, one of them DoRA, of {name}"
         hint = "choose one with adapter, or merge them with PEFT"
         raise PlanError(checkpoint.location, problem, hint, ("adapter",))
-    if dora and transposed:
-        what = "an embedding" if embedding else "a Conv1D (fan_in_fan_out)"
-        problem = f"has a DoRA adapter of {name}, which is {what}: that is not merged here"
-        raise PlanError(checkpoint.location, problem, "merge it with PEFT")
-    return State(base.shape, "F32", Computed(base.numel), formula=MergedWeight(base, tuple(updates), transposed))
+    return State(base.shape, "F32", Computed(base.numel), formula=MergedWeight(base, tuple(updates)))
+
+
+def _check_config(checkpoint: Checkpoint, adapter: str, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that is damaged, or whose adapter is not merged like LoRA.
+
+    Raises:
+        PlanError: It is.
+    """
+    of = f"{CONFIG} of adapter {adapter}" if adapter else CONFIG
+    if config.get("peft_type") != "LORA":
+        problem = f"has the PEFT method {brief(config.get('peft_type'))} in {of}, not LORA"
+        raise PlanError(checkpoint.location, problem, MERGE_WITH_PEFT, ("merge_lora",))
+    if used := [name for name in _UNSUPPORTED if config.get(name)]:
+        problem = f"was trained with {used[0]} (in {of}): only plain LoRA and DoRA of linear layers are merged"
+        raise PlanError(checkpoint.location, problem, MERGE_WITH_PEFT, ("merge_lora",))
+    if not isinstance(config.get("lora_alpha"), int | float):
+        raise PlanError(checkpoint.location, f"has no number lora_alpha in {of}", "restore the file from a copy")
+    if not isinstance(config.get("r"), int | float | None):
+        raise PlanError(checkpoint.location, f"has no number r in {of}", "restore the file from a copy")
+    _check_patterns(checkpoint, config, "alpha_pattern")
+    _check_patterns(checkpoint, config, "rank_pattern")
+
+
+def _check_initialisation(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter whose initialisation changed the base weights: it does not fit those of the base model.
+
+    Source: peft 0.21, ``LoraLayer.update_layer`` (``pissa_init``, ``olora_init``, ``corda_init``, ``loftq_init``, ...).
+
+    Raises:
+        PlanError: The initialisation changed them.
+    """
+    how = config.get("init_lora_weights")
+    if isinstance(how, str) and how.lower() not in SAME_BASE:
+        problem = f"has an adapter with init_lora_weights={brief(how)}, which changed the weights of the base model"
+        hint = "merge it with PEFT, or pass the checkpoint of the training run with its frozen weights"
+        raise PlanError(checkpoint.location, problem, hint)
+
+
+def _by_pattern(patterns: Any, layer: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a layer's name."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+def _ranks_of(config: Mapping[str, Any], layer: str) -> set[Any]:
+    """Return the ranks that a configuration allows for a layer: of all patterns that match, as PEFT sorts them anew."""
+    patterns = config.get("rank_pattern") or {}
+    found = {value for pattern, value in patterns.items() if _by_pattern({pattern: value}, layer, None) is not None}
+    return found or {config.get("r")}
+
+
+def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any], field: str) -> None:
+    """Refuse values by pattern that are damaged, or whose patterns may take forever to match.
+
+    Raises:
+        PlanError: There is one.
+    """
+    patterns = config.get(field) or {}
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else [(patterns, None)]:
+        sound = isinstance(pattern, str) and isinstance(value, int | float)
+        if sound and not _COSTLY.search(pattern) and len(pattern) <= MAX_PATTERN and pattern.count("*") < MAX_STARS:
+            try:
+                re.compile(pattern)
+            except re.error:
+                sound = False
+        else:
+            sound = False
+        if not sound:
+            problem = f"has {brief(pattern)} in {field} of {CONFIG}, which is no number by a simple pattern"
+            raise PlanError(checkpoint.location, problem, "restore the file from a copy, or merge it with PEFT")

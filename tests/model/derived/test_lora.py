@@ -1,4 +1,4 @@
-"""Merged adapters equal PEFT's ``merge_and_unload`` to the last bit in fp32, and load in transformers."""
+"""Merged adapters are those of PEFT's ``merge_and_unload`` in fp64, within a unit in the last place of fp32."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import PlanError
-from ckpttool.model.derived import lora
-from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.model.derived.workers import PickledTasks
 from tests.truth import source, truth
@@ -71,18 +70,28 @@ def _assert_merged(out: Path, model: Any) -> None:
     """The output has the tensors of PEFT's merge, and transformers computes the same with them."""
     from transformers import AutoModelForCausalLM
 
-    merged = model.merge_and_unload()
+    merged = _merged(model)
     expected = {n: t for n, t in merged.state_dict().items() if "rotary" not in n}
     found = load_file(out / "model.safetensors")
     missing = expected.keys() - found.keys()
     assert missing <= {"lm_head.weight"}  # tied: stored once
     assert found.keys() <= expected.keys()
     for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
+        _assert_close(tensor, expected[name], name)
     loaded, info = AutoModelForCausalLM.from_pretrained(out, dtype="float32", output_loading_info=True)
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = torch.arange(12).reshape(2, 6)
-    assert torch.equal(loaded.eval()(tokens).logits, merged.eval()(tokens).logits)
+    torch.testing.assert_close(loaded.eval()(tokens).logits, merged.eval()(tokens).logits)
+
+
+def _merged(model: Any) -> Any:
+    """PEFT's merge, computed in fp64 as ours is: in fp32 it rounds each product and sum."""
+    return copy.deepcopy(model).double().merge_and_unload().float()
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    unit = torch.from_numpy(np.spacing(expected.detach().abs().numpy()))
+    assert ((found - expected).abs() <= unit).all(), name
 
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -96,9 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"q_proj": 3, "^model.layers.0.self_attn.v_proj": 7},
     },
     "modules to save": {"r": 64, "target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
-    "biases": {"r": 2, "target_modules": ["q_proj", "k_proj"], "lora_bias": True},
-    "embedding": {"r": 6, "lora_alpha": 7, "target_modules": ["embed_tokens", "up_proj"]},
-    "large rank": {"r": 192, "lora_alpha": 3, "target_modules": ["gate_proj"]},  # torch's bits for more differ by CPU
+    "large rank": {"r": 320, "lora_alpha": 3, "target_modules": ["gate_proj"]},
 }  # fmt: skip
 
 
@@ -110,7 +117,7 @@ def _save_base(model: Any, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-@pytest.mark.parametrize("case", sampling.some(CASES, 9))
+@pytest.mark.parametrize("case", CASES)
 def test_merge_equals_peft(case: str, tmp_path: Path) -> None:
     """From PEFT's own files, with the base model in a directory of its own."""
     base = _llama()
@@ -123,41 +130,11 @@ def test_merge_equals_peft(case: str, tmp_path: Path) -> None:
     _assert_merged(tmp_path / "out", model)
 
 
-def test_patterns_that_peft_has_sorted_are_noted(tmp_path: Path) -> None:
-    """Training takes the first pattern that matches; the file has them sorted."""
-    base = _llama()
-    _save_base(base, tmp_path / "base")
-    options = {"r": 4, "target_modules": ["q_proj"], "alpha_pattern": {"q_proj": 32, "layers.0.self_attn.q_proj": 64}}
-    _with_adapter(options, base).save_pretrained(tmp_path / "adapter")
-    done = command(
-        "consolidate", tmp_path / "adapter", tmp_path / "out", "--to", "safetensors", "--merge-lora", "--base",
-        tmp_path / "base",
-    )  # fmt: skip
-    assert "note: model.layers.0.self_attn.q_proj is scaled by layers.0.self_attn.q_proj in" in done.stdout
-    loaded = peft.PeftModel.from_pretrained(_llama(), tmp_path / "adapter")
-    _assert_merged(tmp_path / "out", loaded)
-
-
-def test_a_merge_of_a_larger_rank_differs_from_peft_in_the_last_bits_only(tmp_path: Path) -> None:
-    base = _llama()
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 320, "lora_alpha": 3, "target_modules": ["gate_proj"]}, base)
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    expected = model.merge_and_unload().state_dict()
-    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize(("case", "stage"), [("LoRA", 3), ("DoRA", 2), ("modules to save", 1), ("embedding", 2)])
+@pytest.mark.parametrize(("case", "stage"), [("LoRA", 3), ("DoRA", 2), ("modules to save", 1)])
 def test_base_weights_of_the_checkpoint_itself(case: str, stage: int, tmp_path: Path) -> None:
     """From a ZeRO checkpoint of several ranks with the frozen weights in it."""
-    model = _with_adapter(CASES[case], _llama(tied=case == "embedding"))
+    model = _with_adapter(CASES[case], _llama())
     state = {n: t.clone() for n, t in model.state_dict().items() if "rotary" not in n}
-    if case == "embedding":
-        del state["base_model.model.lm_head.weight"]
     save_file(state, tmp_path / "peft.safetensors")
     ckpttool.convert(tmp_path / "peft.safetensors", tmp_path / "zero", to="zero", world_size=3, stage=min(stage, 2))
     if stage == 3:
@@ -195,72 +172,17 @@ def test_adapter_that_deepspeed_trained(name: str, dtype: Any, tmp_path: Path) -
         dtype=dtype,
         prove=True,
     )
-    merged = model.merge_and_unload().state_dict()
+    merged = _merged(model).state_dict()
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == {n for n in merged if "rotary" not in n}
     for key, tensor in found.items():
-        assert torch.equal(tensor, merged[key].to(tensor.dtype)), key
+        if dtype == "fp32":
+            _assert_close(tensor, merged[key], key)
+        else:
+            torch.testing.assert_close(tensor, merged[key].to(tensor.dtype), rtol=2**-7, atol=0)
 
 
-def test_conv1d_of_gpt2(tmp_path: Path) -> None:
-    base = _gpt2()
-    _save_base(base, tmp_path / "base")
-    options = {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
-    model = _with_adapter(options, base)
-    model.save_pretrained(tmp_path / "adapter")
-    ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    _assert_merged(tmp_path / "out", model)
-
-
-@pytest.mark.parametrize(
-    ("targets", "refused"), [(["attn.c_proj", "lm_head"], True), (["c_attn", "mlp.c_proj", "lm_head"], False)]
-)
-def test_conv1d_beside_linear_layers(targets: list[str], refused: bool, tmp_path: Path) -> None:
-    """PEFT keeps the fan_in_fan_out of the last layer: for a square weight of another kind it is the wrong one."""
-    base = _gpt2(tied=False)
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "target_modules": targets, "fan_in_fan_out": True}, base)
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"]
-    if refused:
-        with pytest.raises(PlanError, match=r"c_proj\.weight, of which fan_in_fan_out does not tell whether it is"):
-            ckpttool.consolidate(
-                tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-            )
-        return
-    ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    _assert_merged(tmp_path / "out", model)
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [
-        (_gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True},
-            "c_attn.weight, which is a Conv1D (fan_in_fan_out): that is not merged here; merge it with PEFT"),
-        (_llama, {"target_modules": ["embed_tokens"]},
-            "embed_tokens.weight, which is an embedding: that is not merged here; merge it with PEFT"),
-    ],
-    ids=["Conv1D", "embedding"],
-)  # fmt: skip
-def test_dora_on_other_layers_than_linear_ones_is_refused(
-    build: Any, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    base = build()
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "use_dora": True, **options}, base)
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with pytest.raises(PlanError) as caught:
-        ckpttool.consolidate(
-            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-        )
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("case", ["LoRA", "DoRA", "embedding"])
+@pytest.mark.parametrize("case", ["LoRA", "DoRA"])
 def test_parts_of_a_weight_are_merged_alike(
     case: str, s3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -342,9 +264,8 @@ def test_projection_trained_apart_from_a_tied_embedding_is_not_tied_again(tmp_pa
     [
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-        {"target_modules": ["q_proj", "embed_tokens"]},
     ],
-    ids=["embedding", "both", "adapter of the embedding"],
+    ids=["embedding", "both"],
 )
 @pytest.mark.parametrize("saved_by", ["peft", "deepspeed"])
 def test_an_embedding_trained_apart_from_a_tied_projection(
@@ -366,48 +287,6 @@ def test_an_embedding_trained_apart_from_a_tied_projection(
         base=tmp_path / "base" if saved_by == "peft" else None,
     )  # fmt: skip
     _assert_merged(tmp_path / "out", model)
-
-
-def test_copy_of_an_adapted_embedding_under_its_tied_name_is_refused(tmp_path: Path) -> None:
-    base = _llama(tied=True)
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "target_modules": ["embed_tokens"]}, base)
-    left = {n: t for n, t in model.state_dict().items() if "lora_" in n or "lm_head" in n}  # as DeepSpeed leaves it
-    (tmp_path / "adapter").mkdir()
-    torch.save(left, tmp_path / "adapter/pytorch_model.bin")
-    model.peft_config["default"].save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ckpttool.CkptError, match=r"holds lm_head.weight, which the base model ties to model.embed"):
-        ckpttool.consolidate(
-            tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-        )
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_embedding_of_gpt2_trained_apart_from_its_tied_projection(tmp_path: Path) -> None:
-    base = _gpt2()
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "target_modules": ["c_attn"], "modules_to_save": ["wte"]}, base)
-    model.save_pretrained(tmp_path / "adapter")
-    report = ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    assert "lm_head.weight" not in report.tied
-    _assert_merged(tmp_path / "out", model)
-    assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
-
-
-def test_a_position_embedding_with_the_shape_of_the_embedding_is_no_projection(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=1, n_head=2, n_positions=48))
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "target_modules": ["c_attn"], "modules_to_save": ["wte"]}, base)
-    model.save_pretrained(tmp_path / "adapter")
-    ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    _assert_merged(tmp_path / "out", model)
-    assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
 
 
 def _bert(kind: str) -> Any:
@@ -448,11 +327,11 @@ def test_trained_modules_of_an_encoder_are_loaded_back(tmp_path: Path, kind: str
     ckpttool.consolidate(
         tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
     )
-    expected = model.merge_and_unload().state_dict()
+    expected = _merged(model).state_dict()
     loaded = getattr(transformers, kind).from_pretrained(tmp_path / "out").state_dict()
     assert expected.keys() == loaded.keys()
     for name, tensor in loaded.items():
-        assert torch.equal(tensor, expected[name]), name
+        _assert_close(tensor, expected[name], name)
 
 
 def test_all_biases_and_a_classifier(tmp_path: Path) -> None:
@@ -465,35 +344,11 @@ def test_all_biases_and_a_classifier(tmp_path: Path) -> None:
     ckpttool.consolidate(
         tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
     )
-    expected = model.merge_and_unload().state_dict()
+    expected = _merged(model).state_dict()
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == load_file(tmp_path / "base/model.safetensors").keys()
     for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]), name
-
-
-def test_adapters_of_both_embeddings_that_peft_saved_with_their_base_weights(tmp_path: Path) -> None:
-    base = _llama()
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "target_modules": ["embed_tokens", "lm_head"]}, base)
-    model.save_pretrained(tmp_path / "adapter")
-    assert sum("base_layer" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors")) == 2
-    ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    _assert_merged(tmp_path / "out", model)
-
-
-def test_adapter_of_an_embedding_that_peft_saved_with_its_base_weight(tmp_path: Path) -> None:
-    base = _llama()
-    _save_base(base, tmp_path / "base")
-    model = _with_adapter({"r": 4, "target_modules": ["q_proj", "embed_tokens"]}, base)
-    model.save_pretrained(tmp_path / "adapter")
-    assert any("embed_tokens.base_layer" in n for n in load_file(tmp_path / "adapter/adapter_model.safetensors"))
-    ckpttool.consolidate(
-        tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"
-    )
-    _assert_merged(tmp_path / "out", model)
+        _assert_close(tensor, expected[name], name)
 
 
 def test_a_projection_with_another_name_is_not_taken_for_a_tied_one(tmp_path: Path) -> None:
@@ -511,10 +366,11 @@ def test_a_projection_with_another_name_is_not_taken_for_a_tied_one(tmp_path: Pa
     )
     assert not report.tied
     assert load_file(tmp_path / "out/model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
-    expected = model.merge_and_unload().state_dict()
+    expected = _merged(model).state_dict()
     loaded = GPTNeoXForCausalLM.from_pretrained(tmp_path / "out").state_dict()  # it calls embed_out lm_head
     assert expected.keys() == loaded.keys()
-    assert all(torch.equal(expected[name], loaded[name]) for name in expected)
+    for name in expected:
+        _assert_close(loaded[name], expected[name], name)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
@@ -586,14 +442,60 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[
     assert "--merge-lora: writes the merged model" in refused("--exclude-frozen", "--base", base)
 
 
-def test_tensors_of_every_other_method_of_peft_are_recognised() -> None:
-    tuners = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.values()
-    prefixes = {tuner.prefix for tuner in tuners if hasattr(tuner, "prefix")} - {"lora_"}
-    assert len(prefixes) > 20
-    unknown = [
-        p for p in sorted(prefixes) if not lora.OTHER_METHODS.search(f"base_model.model.layers.0.fc.{p}A.weight")
-    ]
-    assert not unknown
+def _conv1d() -> tuple[Any, Any]:
+    return _gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+
+
+def _conv1d_beside_linear() -> tuple[Any, Any]:
+    """PEFT records the ``fan_in_fan_out`` of the last layer, which is false, and a square weight does not say."""
+    return _gpt2(tied=False), peft.LoraConfig(r=4, target_modules=["attn.c_proj", "lm_head"], fan_in_fan_out=True)
+
+
+def _embedding() -> tuple[Any, Any]:
+    return _llama(), peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
+
+
+def _biases() -> tuple[Any, Any]:
+    return _llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
+
+
+def _other_method() -> tuple[Any, Any]:
+    return _llama(), peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
+
+
+def _mixed() -> tuple[Any, Any]:
+    model = peft.get_peft_model(_llama(), peft.LoHaConfig(target_modules=["q_proj"]), mixed=True)
+    model.add_adapter("other", lora := peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return model, lora
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "Conv1D": (_conv1d, "was trained with fan_in_fan_out"),
+    "Conv1D beside linear layers": (_conv1d_beside_linear, "c_proj.weight, which may be a Conv1D"),
+    "embedding": (_embedding, "lora_embedding_A"),
+    "biases": (_biases, "lora_B.bias, which is not of LoRA or DoRA of a linear layer"),
+    "another method": (_other_method, "holds no LoRA adapter"),
+    "two methods": (_mixed, "hada_w1_a.default, which is not of LoRA or DoRA"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_all_but_lora_of_linear_layers_is_refused(case: str, tmp_path: Path) -> None:
+    build, message = REFUSED[case]
+    base, config = build()
+    (root := tmp_path / "adapter").mkdir()
+    if case == "two methods":
+        state = base.state_dict()
+        save_file({n: t.clone() for n, t in state.items() if "rotary" not in n}, root / "model.safetensors")
+        config.save_pretrained(root)
+        given = None
+    else:
+        _save_base(base, given := tmp_path / "base")
+        _randomize(peft.get_peft_model(base, config)).save_pretrained(root, save_embedding_layers=False)
+    with pytest.raises(PlanError) as caught:
+        ckpttool.consolidate(root, tmp_path / "out", to="safetensors", merge_lora=True, base=given)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["base apart", "base in the checkpoint"])
@@ -608,7 +510,10 @@ def test_an_adapter_of_multihead_attention_is_refused(apart: bool, tmp_path: Pat
     else:
         save_file({n: t.clone() for n, t in model.state_dict().items()}, root / "model.safetensors")
         model.peft_config["default"].save_pretrained(root)
-    with pytest.raises(PlanError, match=r"has an adapter of attn, an nn.MultiheadAttention.*merge it with PEFT"):
+    message = (
+        "has an adapter of attn, an nn.MultiheadAttention" if apart else "attn.base_layer.in_proj_bias, which is not"
+    )
+    with pytest.raises(PlanError, match=f"{message}.*merge it with PEFT"):
         ckpttool.consolidate(
             root, tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base" if apart else None
         )
