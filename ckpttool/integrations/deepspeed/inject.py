@@ -122,6 +122,9 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
         if prepared.method == "planned":
             replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             replacements["zero_elastic_checkpoint"] = lambda: False
+        if live.partitions_states:
+            # BF16_Optimizer of a pipeline partitions at stage 0 too; else DeepSpeed passes it the model's file.
+            replacements["zero_optimization"] = lambda: True
         kept = _set_aside(live, prepared)
         if live.stage == 3:
             # DeepSpeed builds torch's Adagrad anew with its partitions, and its load adds them once more.
