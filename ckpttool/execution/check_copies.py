@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
-from ckpttool.errors import LayoutError
+from ckpttool.errors import LayoutError, PlanError
 from ckpttool.execution.sources import ReadBuffer, Sources
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, same_values
 
@@ -31,6 +31,8 @@ def failed_checks(
 ) -> Iterator[CkptError]:
     """Run every consistency check and yield one error for each parameter that fails.
 
+    A ``PlanError`` says that the names of the masters are unknown; a ``LayoutError`` that the files are damaged.
+
     Args:
         checks: The consistency checks.
         advance: Called with the number of bytes compared since the last call.
@@ -49,6 +51,11 @@ def failed_checks(
                 continue
             failed.add(name)
             master, copy = (SHORT_NAMES.get(d, d) for d in checks.casts[int(row["cast"])])
+            if name in checks.guessed:
+                problem = f"does not record which {master} master {checks.names[name]} has: several have its shape"
+                hint = 'resume from it with ckpttool.load, or consolidate with weights="module"'
+                yield PlanError(checks.sources[int(row["copy_source"])].path, problem, hint, ("weights",))
+                continue
             yield LayoutError(
                 checks.sources[int(row["copy_source"])].path,
                 f"the {copy} copy of {checks.names[name]} differs from its {master} master in "

@@ -93,6 +93,8 @@ class Replica:
     """The state that is read."""
     copy: State
     """The replica: the module's 16-bit copy of a master, a tied tensor stored twice, a tensor-parallel replica."""
+    guessed: bool = False
+    """Whether shapes and the order of the model alone say that the two belong together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,8 @@ class ConsistencyChecks:
     """Parameters."""
     rows: NDArray[np.void]
     """Rows of CHECK."""
+    guessed: frozenset[int] = frozenset()
+    """Indexes of the names that shapes and the order of the model alone gave to a master."""
 
     @property
     def nbytes(self) -> int:

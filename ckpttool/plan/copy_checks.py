@@ -46,14 +46,16 @@ def sample_checks(checkpoint: Checkpoint) -> ConsistencyChecks:
 def _checks(checkpoint: Checkpoint, window: int | None) -> ConsistencyChecks:
     casts: dict[tuple[str, str], int] = {}
     names: list[str] = []
+    guessed: set[int] = set()
     tables: list[NDArray[np.void]] = []
     for twin in checkpoint.replicas:
         if castable(twin.state.dtype, twin.copy.dtype):
             cast = casts.setdefault((twin.state.dtype, twin.copy.dtype), len(casts))
             tables.append(_rows(twin.state, twin.copy, window, cast, len(names)))
+            guessed |= {len(names)} if twin.guessed else set()
             names.append(twin.name)
     rows = np.concatenate(tables) if tables else np.zeros(0, dtype=CHECK)
-    return ConsistencyChecks(source_files(checkpoint), tuple(casts), tuple(names), rows)
+    return ConsistencyChecks(source_files(checkpoint), tuple(casts), tuple(names), rows, frozenset(guessed))
 
 
 def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:

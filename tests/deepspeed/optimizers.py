@@ -36,7 +36,7 @@ def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
 
 def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
     """Save one engine, restore into another; what was said, and what differs."""
-    from ckpttool import CheckpointManager
+    from ckpttool import CheckpointManager, verify
 
     first = build(job["stage"], job["dtype"], job["groups"][0], job["optimizers"][0])
     step(first, STEPS)
@@ -45,13 +45,14 @@ def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
         first.save_checkpoint(str(root))
     else:
         CheckpointManager(root).save(first)
+    told: dict[str, Any] = {"verify": [f"{f.path}: {f.problem}" for f in verify(root, deep=True).findings]}
     step(first, STEPS)
     went_on = held(first)
     first.destroy()
     second = build(job["to"], job["dtype"], job["groups"][1], job["optimizers"][1], seed=7)
     manager = CheckpointManager(root)
     before = held(second)
-    told: dict[str, Any] = {
+    told |= {
         "preview": _told(lambda: manager.preview(second)),
         "restore": _told(lambda: manager.restore(second)),
     }

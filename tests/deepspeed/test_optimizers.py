@@ -89,6 +89,10 @@ def _restored(told: dict[str, Any], job: dict[str, Any]) -> set[str]:
     return set(found["differing"])
 
 
+def test_no_save_is_called_damaged(told: dict[str, Any]) -> None:
+    assert {name: found["verify"] for name, found in told.items() if found["verify"]} == {}
+
+
 @pytest.mark.parametrize("job", BY_NAME, ids=lambda job: job["id"])
 def test_states_go_to_the_parameters_that_they_are_of(job: dict[str, Any], told: dict[str, Any]) -> None:
     differing = _restored(told, job)

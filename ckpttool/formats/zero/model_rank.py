@@ -22,7 +22,7 @@ from ckpttool.formats.zero.partitions import Partitions
 from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, Parameter, ParamGroup, Replica, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import TensorRef
     from ckpttool.formats.reports import Report
@@ -103,7 +103,10 @@ def read_model_rank(
         aliases,
         list(partitions.groups),
         list(partitions.nonpartitionable),
-        [*_replicas(parameters, aliases, duplicates, newer_copies=newer_copies), *partitions.replicas],
+        [
+            *_replicas(parameters, aliases, duplicates, partitions.guessed, newer_copies=newer_copies),
+            *partitions.replicas,
+        ],
         dtype,
         [
             *partitions.remarks,
@@ -301,6 +304,7 @@ def _replicas(
     parameters: Mapping[str, Parameter],
     aliases: Mapping[str, str],
     duplicates: Mapping[str, State],
+    guessed: Container[str],
     *,
     newer_copies: bool,
 ) -> Iterator[Replica]:
@@ -308,12 +312,13 @@ def _replicas(
     for name, parameter in parameters.items():
         master, copy = parameter.states.get(MASTER), parameter.states.get(MODULE)
         if master is not None and copy is not None and not newer_copies:
-            yield Replica(name, master, copy)
+            yield Replica(name, master, copy, guessed=name in guessed)
     for alias, copy in duplicates.items():
         if aliases[alias] in parameters:
             states = parameters[aliases[alias]].states
             own = states.get(MODULE) if newer_copies else None
-            yield Replica(alias, own or next(iter(states.values())), copy)
+            master = own or next(iter(states.values()))
+            yield Replica(alias, master, copy, guessed=own is None and aliases[alias] in guessed)
 
 
 def _module_dtype(

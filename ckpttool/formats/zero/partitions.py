@@ -82,6 +82,8 @@ class Partitions(NamedTuple):
     """Pairs of states that must be equal."""
     unassigned: bool = False
     """Whether the parameters of some groups are unknown."""
+    guessed: frozenset[str] = frozenset()
+    """Parameters that shapes and the order of the model alone gave to a master."""
     remarks: tuple[str, ...] = ()
     """Remarks for the user."""
 
@@ -95,6 +97,7 @@ def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
         nonpartitionable=tuple(dict.fromkeys(key for part in parts for key in part.nonpartitionable)),
         replicas=tuple(twin for part in parts for twin in part.replicas),
         unassigned=any(part.unassigned for part in parts),
+        guessed=frozenset().union(*(part.guessed for part in parts)),
         remarks=tuple(remark for part in parts for remark in part.remarks),
     )
 

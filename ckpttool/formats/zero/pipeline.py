@@ -121,11 +121,13 @@ def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
     base = optimizer.get("optimizer_state_dict", optimizer)
     states = base.get("state") if isinstance(base, dict) else None
     left = Counter(shapes)
+    # Adafactor's rows and columns of a matrix lack one of its dimensions.
+    factors = {shape[:i] + shape[i + 1 :] for shape in shapes for i in range(len(shape))}
     for values in states.values() if isinstance(states, dict) else ():
         tensors = values.values() if isinstance(values, dict) else ()
         own = {ref.shape for ref in tensors if isinstance(ref, TensorRef) and ref.shape}
-        if len(own) != 1:
-            continue  # no shape, or a tensor with a shape other than its parameter's
+        if len(own) != 1 or own & factors:
+            continue  # no shape, or perhaps a tensor with a shape other than its parameter's
         left.subtract(own)
         if left[shape := own.pop()] < 0:
             directory, name = posixpath.split(files.model[0].path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from ckpttool.model import MASTER, MODULE, ScalarState, State
 from ckpttool.model.places import Contiguous
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
@@ -206,6 +207,7 @@ def _read_optimizer(
         groups=tuple(groups),
         nonpartitionable=tuple(dict.fromkeys(odd)),
         unassigned=unassigned,
+        guessed=frozenset(_guessed(optimizer, names, known, recorded)),
         remarks=(*remarks, *([SEVERAL_ORDERS] if unassigned else [])),
     )
 
@@ -260,6 +262,19 @@ def _names_of_groups(
     ]
     found = _match(optimizer.groups, shapes, candidates, experts)
     return [None for _ in optimizer.groups] if found is None else [*found]
+
+
+def _guessed(
+    optimizer: _Optimizer,
+    names: Sequence[list[str] | None],
+    known: Mapping[str, State],
+    recorded: Sequence[list[str]],
+) -> Iterator[str]:
+    """Yield the parameters whose master may be that of another one of the same shape: a group may have any order."""
+    if optimizer.masters is None or names == recorded:
+        return
+    shapes = Counter(state.shape for state in known.values())
+    yield from (name for members in names for name in members or () if shapes[known[name].shape] > 1)
 
 
 def _fit_recorded(

@@ -23,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, has_optimizer, version
-from ckpttool.integrations.deepspeed.load_native import native_files, own_experts
+from ckpttool.integrations.deepspeed.load_native import base_state, native_files, own_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,6 +122,9 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
         if prepared.method == "planned":
             replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             replacements["zero_elastic_checkpoint"] = lambda: False
+        if live.partitions_states:
+            # BF16_Optimizer of a pipeline partitions at stage 0 too; else DeepSpeed passes it the model's file.
+            replacements["zero_optimization"] = lambda: True
         kept = _set_aside(live, prepared)
         if live.stage == 3:
             # DeepSpeed builds torch's Adagrad anew with its partitions, and its load adds them once more.
@@ -158,8 +161,9 @@ def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     of_deepspeed = type(inner).__module__.partition(".")[0] == "deepspeed"
     for content in [*prepared.files.values(), prepared.optimizer, prepared.model]:
-        base = _base_state(content)
-        numbers = [number for group in base["param_groups"] for number in group["params"]] if base else []
+        base = base_state(content) or {}
+        has_groups = isinstance(base.get("state"), dict) and "param_groups" in base
+        numbers = [number for group in base["param_groups"] for number in group["params"]] if has_groups else []
         for index, number in enumerate(numbers):
             states = base["state"].get(number, {})
             for key, value in list(states.items()):
@@ -169,16 +173,6 @@ def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any
                 elif not isinstance(value, int | float | complex | None) and not _holds_tensors(value):
                     found.append((index, key, states.pop(key)))
     return found
-
-
-def _base_state(content: Any) -> Any:
-    """Return the state dict of the inner optimizer in a file; None if it has none."""
-    whole = content.get("optimizer_state_dict") or content.get("optimizer") if isinstance(content, dict) else None
-    if not isinstance(whole, dict):
-        return None
-    base = whole.get("base_optimizer_state") or whole.get("optimizer_state_dict") or whole
-    has_groups = isinstance(base, dict) and isinstance(base.get("state"), dict) and "param_groups" in base
-    return base if has_groups else None
 
 
 def _holds_tensors(value: Any) -> bool:

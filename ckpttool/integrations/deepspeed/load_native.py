@@ -39,6 +39,7 @@ def read_native(
         CkptError: A file is missing, or reading failed.
     """
     from ckpttool.integrations.deepspeed import stage0
+    from ckpttool.integrations.deepspeed.states import check_form  # imports torch
 
     if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.remote:
         problem = "lies on a remote storage, but swap files of NVMe offload must be copied from a local disk"
@@ -65,8 +66,14 @@ def read_native(
     reads = not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint)))
     if reads and not options.structure_only:
         files = {name: _rigid(live, read_file(name)) for name in needed}
-    if by_name and not options.structure_only and live.model is not None:
-        fitted = stage0.prepare_whole(live, checkpoint, live.model, files.get(needed[0]), strict=options.strict)
+    for content in files.values():
+        if (base := base_state(content)) is not None:
+            check_form(live, checkpoint, base)
+    if by_name and fitted is not None and live.model is not None:
+        # The manifest of a checkpoint that is not saved yet will hold the engine's names.
+        own = options.structure_only
+        names = stage0.live_names(checkpoint, live.model) if own else stage0.saved_names(checkpoint)
+        fitted = stage0.prepare_whole(live, checkpoint, fitted, files.get(needed[0]), names, strict=options.strict)
     for content in files.values() if not live.stage and not by_name else ():
         if isinstance(content, dict) and content.get("optimizer") is not None:
             stage0.check_wrapper(live, checkpoint, content)
@@ -102,6 +109,15 @@ def _rigid(live: LiveEngine, content: Any) -> Any:
         "param_groups": [{**group, "params": [number]} for number, group in enumerate(options)],
     }
     return content
+
+
+def base_state(content: Any) -> Any:
+    """Return the state dict of the inner optimizer in a file; None if it has none."""
+    whole = content.get("optimizer_state_dict") or content.get("optimizer") if isinstance(content, dict) else None
+    if not isinstance(whole, dict):
+        return None
+    base = whole.get("base_optimizer_state") or whole.get("optimizer_state_dict") or whole
+    return base if isinstance(base, dict) else None
 
 
 def _padded(value: Any, lean: Any, own: Any) -> Any:

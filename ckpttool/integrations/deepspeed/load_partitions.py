@@ -56,6 +56,10 @@ def read_partitions(
     Raises:
         CkptError: The partitions cannot be planned, or reading failed.
     """
+    from ckpttool.integrations.deepspeed.states import check_form  # imports torch
+
+    if not options.weights_only:
+        check_form(live, checkpoint, ("state", "param_groups"))
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
     has_states = live.partitions_states or not options.weights_only

@@ -162,11 +162,12 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, we
 
 
 def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOptions) -> Fitted:
+    # DeepSpeed restores the optimizer itself at stage 0, and from files of the same layout: states that no other layout
+    # can hold are no obstacle there. Names and shapes are compared nevertheless.
+    same = _same_kind(live, checkpoint) and live.topology == checkpoint.topology
+    if same or options.weights_only:
+        checkpoint = replace(checkpoint, nonpartitionable=())
     if not live.engine.has_moe_layers:
-        # DeepSpeed restores the optimizer itself at stage 0, and from files of the same layout: states that no other
-        # layout can hold are no obstacle there. Names and shapes are compared nevertheless.
-        if _same_kind(live, checkpoint) and live.topology == checkpoint.topology:
-            checkpoint = replace(checkpoint, nonpartitionable=())
         return fit(checkpoint, model, strict=options.strict, weights_only=options.weights_only or not live.stage)
     # Each rank names its experts by local indexes.
     if live.stage:

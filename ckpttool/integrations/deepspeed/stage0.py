@@ -51,33 +51,52 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
     return [[checkpoint.aliases.get(n, n) for n in names] for names in groups] if groups else None
 
 
+def live_names(checkpoint: Checkpoint, model: LiveModel) -> Names:
+    """Return the checkpoint's names of the parameters of each of the engine's groups."""
+    source = _sources(checkpoint, model)
+    return [[source[n] for n in names] for names in model.groups]
+
+
 def needs_weights(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Return whether only the optimizer's states, or its fp32 master weights, identify the names."""
     return saved_names(checkpoint) is None and (bool(live.wrapper) or not _is_recorded(checkpoint))
 
 
 def prepare_whole(
-    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: dict[str, Any] | None, *, strict: bool
-) -> Fitted:
+    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, model_states: dict[str, Any] | None,
+    names: Names | None, *, strict: bool,
+) -> Fitted:  # fmt: skip
     """Match an optimizer without ZeRO with the engine's, and sort its states into the engine's order.
 
     Args:
         live: The engine.
         checkpoint: A checkpoint of stage 0, in the engine's dtype.
-        model: The engine's names.
+        fitted: The match of its weights with the engine.
         model_states: The model states; their optimizer is replaced. None if they need not be read.
+        names: The parameters of each saved group, if they are recorded.
         strict: As for ``fit``.
 
     Raises:
         PlanError: Names cannot be identified, or do not fit.
     """
+    model = live.model
+    if model is None:
+        raise PlanError(checkpoint.location, "is of a pipeline", "this is a bug in ckpttool")
     check_wrapper(live, checkpoint, model_states)
-    fitted, names = fit_whole(live, checkpoint, model, model_states, strict=strict)
+    if not checkpoint.groups:
+        # The optimizer's ``state_dict`` is its own: it is handed back as it is.
+        if names not in (None, live_names(checkpoint, model)):
+            problem = "has optimizer states of an unknown form, and other parameter groups than the engine"
+            raise PlanError(checkpoint.location, problem, REBUILD)
+        fitted = replace(fitted, notes=(*fitted.notes, *([BY_POSITION] if names is None else [])))
+    else:
+        fitted, names = fit_whole(live, checkpoint, model, model_states, names, strict=strict)
+        if BY_POSITION in fitted.notes and model_states is not None:
+            check_places(live, checkpoint, model_states)
+        if model_states is not None:
+            model_states["optimizer"] = reordered(live, checkpoint, model, fitted, names, model_states)
     if BY_POSITION in fitted.notes and model_states is not None:
-        check_places(live, checkpoint, model_states)
         LOG.log(logging.DEBUG if live.rank else logging.WARNING, "%s: %s", checkpoint.location, BY_POSITION)
-    if model_states is not None:
-        model_states["optimizer"] = reordered(live, checkpoint, model, fitted, names, model_states)
     return fitted
 
 
@@ -90,15 +109,17 @@ def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, model_states: Mappin
     if model_states is None:
         return
     saved = model_states.get("optimizer")
-    key = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}.get(live.wrapper, "state")
-    if not isinstance(saved, dict) or key not in saved:
-        problem = f"has no {key}: the engine's {live.wrapper or type(live.optimizer).__name__} loads it"
+    key = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_groups"}.get(live.wrapper, "")
+    if not isinstance(saved, dict) or (key and key not in saved):
+        what = key or "optimizer"
+        problem = f"has no {what}: the engine's {live.wrapper or type(live.optimizer).__name__} loads it"
         raise PlanError(checkpoint.location, problem, REBUILD)
 
 
 def fit_whole(
-    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None, *, strict: bool
-) -> tuple[Fitted, Names]:
+    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None,
+    names: Names | None, *, strict: bool,
+) -> tuple[Fitted, Names]:  # fmt: skip
     """Match an optimizer without ZeRO with the engine's, by name.
 
     Args:
@@ -106,6 +127,7 @@ def fit_whole(
         checkpoint: A checkpoint of stage 0, in the engine's dtype.
         model: The engine's names.
         model_states: The model states; None if they need not be read.
+        names: The parameters of each saved group, if they are recorded.
         strict: As for ``fit``.
 
     Returns:
@@ -114,7 +136,6 @@ def fit_whole(
     Raises:
         PlanError: Names cannot be identified, or do not fit.
     """
-    names = saved_names(checkpoint)
     by_position = False
     if names is None:
         names = _names_from_files(live, checkpoint, model, model_states)
@@ -172,8 +193,7 @@ def _names_from_files(
     """
     recorded = [list(g.parameters) for g in checkpoint.groups]
     is_recorded = _is_recorded(checkpoint)
-    source = _sources(checkpoint, model)
-    engine_names = [[source[n] for n in names] for names in model.groups]
+    engine_names = live_names(checkpoint, model)
     if is_recorded and not live.wrapper and not _is_doubtful(checkpoint, recorded, engine_names):
         return recorded
     if not live.wrapper:

@@ -25,7 +25,7 @@ _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("
 """States of optimizers that cannot run a trial step: they count steps outside of Python."""
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model import Checkpoint
@@ -68,6 +68,26 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
         problem = f"holds {there}, but the engine's optimizer keeps {here}"
         raise PlanError(checkpoint.location, problem, REBUILD)
+
+
+def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any]) -> None:
+    """Check that saved states have all keys that the ``state_dict`` of an optimizer of a class of its own has.
+
+    Args:
+        live: The engine.
+        checkpoint: The checkpoint, for errors.
+        saved: The keys of the state dict that the optimizer will load.
+
+    Raises:
+        PlanError: A key is missing: the optimizer's own load would fail halfway.
+    """
+    inner = getattr(live.optimizer, "optimizer", live.optimizer)
+    if not has_optimizer(live.optimizer) or type(inner).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    lacking = [str(key) for key in inner.state_dict() if key not in saved]
+    if lacking:
+        problem = f"holds no {', '.join(lacking)} for the engine's {type(inner).__name__}, which has its own state_dict"
+        raise PlanError(checkpoint.location, problem, f"resume on the same ranks and stage, or {REBUILD}")
 
 
 def _same_options(live: LiveEngine, checkpoint: Checkpoint) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.model import Replica
 from ckpttool.model.places import Renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.model import Checkpoint, CheckpointFile, State
+    from ckpttool.model import Checkpoint, CheckpointFile, Replica, State
 
 
 class Combination:
@@ -34,7 +33,8 @@ class Combination:
                 for f in checkpoint.files
             ]
             self.replicas += [
-                Replica(r.name, self.state(number, r.state), self.state(number, r.copy)) for r in checkpoint.replicas
+                replace(r, state=self.state(number, r.state), copy=self.state(number, r.copy))
+                for r in checkpoint.replicas
             ]
 
     def state(self, number: int, state: State) -> State:
