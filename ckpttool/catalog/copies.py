@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import chunk_records, crc32
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.execution.permissions import mode_of_file
@@ -107,7 +107,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
     storage = connect(checkpoint.storage)
-    if is_commit(storage, checkpoint.location):
+    if has_manifest(storage, checkpoint.location):
         for name, sums in read_manifest(storage, checkpoint.location).files.items():
             records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     sources: dict[str, SourceFile] = {}

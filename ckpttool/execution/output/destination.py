@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
-from ckpttool.commit import COMPARED, read_mark
+from ckpttool.commit import read_mark
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output.directory import DirectoryOutput
@@ -159,14 +159,6 @@ class Destination:
         Returns:
             Number of finite elements cast to infinity.
         """
-
-        def compare(directory: str) -> None:
-            COMPARED.add(directory)
-            try:
-                check(directory)
-            finally:
-                COMPARED.discard(directory)
-
         meter = Meter(plan.nbytes_written, options.progress)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
         with options.workers or nullcontext() as there:
@@ -174,8 +166,8 @@ class Destination:
                 run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there
             )
             if self._remote is not None:
-                return self._write_remote(self._remote, plan, work, last, compare, key, resume=bool(resume))
-            return self._write_local(plan, work, last, compare, key, resume=bool(resume))
+                return self._write_remote(self._remote, plan, work, last, check, key, resume=bool(resume))
+            return self._write_local(plan, work, last, check, key, resume=bool(resume))
 
     def _write_local(
         self, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
