@@ -22,7 +22,7 @@ from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import BESIDE, MANIFEST, MARK, connect, walk
+from ckpttool.storage import BESIDE, MANIFEST, connect, walk
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.fsspec import RemoteStorage
 
@@ -156,15 +156,6 @@ def _records(storage: Storage, path: str) -> tuple[Record, ...]:
         return archive_records(storage, path)
     except ContainerError:
         return ()  # a damaged file is copied without a check
-
-
-def is_complete_copy(storage: Storage, directory: str, plan: CopyPlan) -> bool:
-    """Return whether a directory has exactly the files of a plan, by name and size."""
-    if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
-        return False
-    return {n: e.nbytes for n, e in walk(storage, directory) if n not in BESIDE} == {
-        f.name: f.nbytes for f in plan.files
-    }
 
 
 def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSidecars:

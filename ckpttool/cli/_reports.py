@@ -36,13 +36,20 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def print_copy_report(report: CopyReport) -> None:
     """Print the written files, or those planned by a dry run."""
-    verb = "would write" if report.dry_run else "wrote"
-    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
+    verb, took = _verb_of(report)
     print_line(
         f"{report.out}: {verb} {report.tensors} tensors, {report.elements:,} elements, parameters in {report.dtype}, "
         f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
     )
     print_written(report)
+
+
+def _verb_of(report: CopyReport | ConvertReport) -> tuple[str, str]:
+    """Return what was done, and how long it took."""
+    if report.dry_run:
+        return "would write", ""
+    took = f" in {report.seconds:.1f} s"
+    return "was there already, nothing was written:" if report.there else "wrote", took
 
 
 def print_average_report(report: AverageReport) -> None:
@@ -133,8 +140,7 @@ def print_checks(checks: ReadReport | None) -> None:
 
 def print_convert_report(report: ConvertReport) -> None:
     """Print the written files, or those planned by a dry run."""
-    verb = "would write" if report.dry_run else "wrote"
-    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
+    verb, took = _verb_of(report)
     print_line(
         f"{report.out}: {verb} {report.tag} for {WHO_LOADS[report.to]}, {report.files} files, "
         f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
@@ -147,8 +153,9 @@ def print_convert_report(report: ConvertReport) -> None:
 
 def print_transfer_report(report: TransferReport) -> None:
     """Print the size of the copy and its notes."""
+    verb = "was there already, with the same bytes:" if report.there else "copied"
     print_line(
-        f"{report.out}: copied {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
+        f"{report.out}: {verb} {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
         f"{', latest names it' if report.latest else ''}"
     )
     if report.digest is not None:
