@@ -316,6 +316,18 @@ def _sketch(stats: TensorStats) -> str:
     return "".join(BARS[math.ceil((len(BARS) - 1) * count / most)] for count in counts) if most else ""
 
 
+def _depth(report: VerifyReport) -> str:
+    """Return what of a checkpoint was compared, and what was not."""
+    if not report.deep:
+        return "structure and samples; --deep reads every byte"
+    compared, without = report.records_checked, report.records_unrecorded
+    if not without:
+        return f"{compared:,} checksums; every byte read"
+    where = f"{without:,} records have no checksum: of these" if compared else "no checksums recorded:"
+    only = f"{where} only structure, NaN and infinity were checked"
+    return f"{compared:,} checksums compared; {only}" if compared else only
+
+
 def print_verify_report(report: VerifyReport) -> None:
     """Print one line for each finding, then the number of files, tensors and checksums."""
     for finding in report.findings:
@@ -324,14 +336,11 @@ def print_verify_report(report: VerifyReport) -> None:
         print_line(f"{report.location}: cannot be read as a checkpoint", color="red")
         return
     contents = f"{report.files} files, {format_size(report.nbytes)}, {report.tensors} tensors"
-    if report.deep:
-        contents += f", {report.records_checked} checksums"
-        if report.records_unrecorded:
-            contents += f" ({report.records_unrecorded} not recorded)"
     count = len(report.findings)
-    verdict = "sound" if not count else f"{count} finding{'s' if count > 1 else ''}"
-    depth = "every byte read" if report.deep else "structure and samples; --deep reads every byte"
-    print_line(f"{report.location}: {verdict} ({contents}; {depth})", color="red" if count else "green")
+    compared = report.deep and not report.records_unrecorded
+    verdict = f"{count} finding{'s' if count > 1 else ''}" if count else "sound" if compared else "no finding"
+    line = f"{report.location}: {verdict} ({contents}; {_depth(report)})"
+    print_line(line, color="red" if count else "green" if compared else None)
     if report.unplaced:
         shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
         problem = (
