@@ -79,12 +79,15 @@ def is_done(destination: Destination, plan: CopyPlan, work: RunOptions, options:
 def check_prove(destination: Destination, options: Options) -> None:
     """Refuse to prove an output that replaces files which could not be put back.
 
+    A proof reads the output, and a store shows no upload before it is completed in the place of the old file.
+
     Raises:
         ArgumentError: ``prove`` and ``overwrite`` are set, and the destination is remote.
     """
     if options.prove and options.overwrite and destination.remote:
-        problem = "cannot be combined with overwrite=True on a remote storage: replaced files could not be put back"
-        raise ArgumentError("prove", problem, "write to another directory, or leave out one", ("prove", "overwrite"))
+        problem = "compares what was written, when an overwrite on a remote storage has replaced the old files already"
+        hint = "write to another directory with prove and remove the old one, or leave out prove"
+        raise ArgumentError("prove", problem, hint, ("prove",))
 
 
 def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:
