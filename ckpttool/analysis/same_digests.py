@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 HINT = "a disk or memory may be failing: try again, and report it if it stays"
 
 
-def are_same(a: Checkpoint, b: Checkpoint, jobs: int | None) -> bool:
-    """Whether two checkpoints hold the same values."""
-    first, second = (digest(c, jobs=jobs, advance=lambda _: None) for c in (a, b))
-    return first == second
-
-
 def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:
     """Check that source and output have the same digest; returns the digest of the weights.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import crc32, cuts
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.torch_file import read_torch_file
@@ -140,7 +140,7 @@ def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]
     manifest: Manifest | None = None
     try:
         storage = connect(checkpoint.storage)
-        if is_commit(storage, checkpoint.location):
+        if has_manifest(storage, checkpoint.location):
             manifest = read_manifest(storage, checkpoint.location, key)
             errors += size_problems(storage, checkpoint.location, manifest)
         elif key is not None:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ckpttool.api.options import Options
     from ckpttool.execution.distributed import Workers
     from ckpttool.execution.output.destination import Destination
+    from ckpttool.execution.run import RunOptions
     from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
 
 NO_SUCH_NAME = ("holds no tensor of that name", "check include and exclude", ("include", "exclude"))
 """Problem, next step and parameters where globs match no tensor."""
@@ -46,22 +48,46 @@ def open_each(destination: Destination, sources: Sequence[Source], options: Opti
         # Round trips to several stores together take as long as one.
         concurrent = is_url(paths[0]) and (destination.remote or len(sources) > 1)
         openings.append(_in_background(opened) if concurrent else opened)
-    destination.check_target(overwrite=options.overwrite)
+    if not options.resume:
+        destination.check_target(overwrite=options.overwrite)
     checkpoints = [opened() for opened in openings]
     for checkpoint in checkpoints:
         destination.check_apart(checkpoint)
     return checkpoints
 
 
+def is_done(destination: Destination, plan: CopyPlan, work: RunOptions, options: Options) -> bool:
+    """Return whether an earlier run has written the whole output that is to be resumed.
+
+    Args:
+        destination: Where the command writes.
+        plan: What it writes.
+        work: How it would run the plan.
+        options: The command's options.
+
+    Raises:
+        CkptError: It has not, and the destination cannot or must not be written; or a source is damaged.
+    """
+    if not options.resume:
+        return False
+    if not options.dry_run and destination.holds_output(plan, work):
+        return True
+    destination.check_target(overwrite=options.overwrite)
+    return False
+
+
 def check_prove(destination: Destination, options: Options) -> None:
     """Refuse to prove an output that replaces files which could not be put back.
+
+    A proof reads the output, and a store shows no upload before it is completed in the place of the old file.
 
     Raises:
         ArgumentError: ``prove`` and ``overwrite`` are set, and the destination is remote.
     """
     if options.prove and options.overwrite and destination.remote:
-        problem = "cannot be combined with overwrite=True on a remote storage: replaced files could not be put back"
-        raise ArgumentError("prove", problem, "write to another directory, or leave out one", ("prove", "overwrite"))
+        problem = "compares what was written, when an overwrite on a remote storage has replaced the old files already"
+        hint = "write to another directory with prove and remove the old one, or leave out prove"
+        raise ArgumentError("prove", problem, hint, ("prove",))
 
 
 def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:

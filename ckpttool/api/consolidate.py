@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import check_prove, open_for, workers_for
+from ckpttool.api._common import check_prove, is_done, open_for, workers_for
 from ckpttool.api._rename_map import read_rename_map
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
@@ -97,6 +97,8 @@ class CopyReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
     needs: Needs | None = None
     """For a dry run, what the run needs."""
+    there: bool = False
+    """As in ``ConvertReport``."""
 
 
 def consolidate(  # noqa: PLR0913  public API
@@ -217,8 +219,11 @@ def _consolidate(
 
     overflowed = 0
     work, needs = options.run_options(checks, workers), None
+    there = is_done(destination, plan, work, options)
     if options.dry_run:
         needs = destination.forecast(plan, work)
+    elif there:
+        check_written(destination.out)
     else:
         overflowed = destination.write(
             plan, work, last=(made.index,), check=check_written, resume=options.resume or None
@@ -238,8 +243,9 @@ def _consolidate(
         overflowed=overflowed,
         notes=(*made.notes, *notes),
         digest=digest,
-        checks=None if options.dry_run or checks is None else checks.report,
+        checks=None if options.dry_run or there or checks is None else checks.report,
         needs=needs,
+        there=there,
     )
 
 

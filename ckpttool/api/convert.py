@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import open_for, workers_for
+from ckpttool.api._common import is_done, open_for, workers_for
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
@@ -90,6 +90,8 @@ class ConvertReport:
     """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
     needs: Needs | None = None
     """For a dry run, what the run needs."""
+    there: bool = False
+    """Whether ``out`` held the whole output already, byte for byte: nothing was written."""
 
 
 def convert(  # noqa: PLR0913  public API
@@ -186,8 +188,11 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
             same_digest(checkpoint, written, directory, options.jobs)
 
     work, needs = options.run_options(checks, workers), None
+    there = is_done(destination, plan, work, options)
     if options.dry_run:
         needs = destination.forecast(plan, work)
+    elif there:
+        check_written(destination.out)
     else:
         destination.write(plan, work, last=(last,), check=check_written, resume=options.resume)
     return ConvertReport(
@@ -200,8 +205,9 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         nbytes_written=plan.nbytes_written,
         seconds=time.perf_counter() - began,
         notes=(*map(str, checkpoint.notes), *checkpoint.remarks, *losses),
-        checks=None if options.dry_run or checks is None else checks.report,
+        checks=None if options.dry_run or there or checks is None else checks.report,
         needs=needs,
+        there=there,
     )
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.read_checks import Check, ReadReport
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import CopyPlan
     from ckpttool.units import Progress
 
 
@@ -49,6 +48,8 @@ class TransferReport:
     """Remarks on the checkpoint, and files that were left out."""
     checks: ReadReport | None = None
     """Comparisons with recorded checksums; None if nothing was copied, and for ``check="off"``."""
+    there: bool = False
+    """Whether ``out`` held the copy already, byte for byte: only ``latest`` and sidecar files were written."""
 
 
 def cp(  # noqa: PLR0913  public API
@@ -94,7 +95,7 @@ def cp(  # noqa: PLR0913  public API
 
 def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
-    from ckpttool.catalog.cleanup import remove_partial_files
+    from ckpttool.catalog.cleanup import remove_left_over_files
     from ckpttool.catalog.retention import GRACE
 
     began = time.perf_counter()
@@ -108,13 +109,14 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     target.check_apart(checkpoint)
     copies.check_outside(checkpoint, root.storage, root.out)
     plan = copies.plan_copy(checkpoint)
+    checks = options.read_checks(plan.sources, checkpoint)
+    work = options.run_options(checks)
     # A run that was killed after its commit has left only latest to write.
-    there = _is_there(checkpoint, target, plan, options)
+    there = target.holds_output(plan, work)
     if not there:
         target.check_target(overwrite=None)
     sidecars = copies.root_sidecars(checkpoint, root.storage, root.out)
     digest: str | None = None
-    checks = options.read_checks(plan.sources, checkpoint)
 
     def check_copy(directory: str) -> None:
         nonlocal digest
@@ -123,13 +125,11 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     if there:
         check_copy(target.out)
     else:
-        target.write(plan, options.run_options(checks), last=copies.INDICES, check=check_copy, resume=options.resume)
-    remove_partial_files(root.storage, root.out, grace=GRACE)
+        target.write(plan, work, last=copies.INDICES, check=check_copy, resume=options.resume)
+    remove_left_over_files(root.storage, root.out, (), grace=GRACE)
     for name, data in sidecars.sidecars.items():
         root.put(name, data, sidecars.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *sidecars.notes]
-    if there:
-        notes.append(f"{target.out} was there already, with the same values")
     newest = tagged and _put_latest(checkpoint, root, options)
     if tagged and not newest:
         notes.append(f"{copies.latest_name(checkpoint)} names a newer one there: left as it is")
@@ -144,18 +144,8 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         digest=digest,
         notes=tuple(notes),
         checks=None if there or checks is None else checks.report,
+        there=there,
     )
-
-
-def _is_there(checkpoint: Checkpoint, target: Destination, plan: CopyPlan, options: Options) -> bool:
-    """Whether the target holds a copy with the same files and values already."""
-    from ckpttool.analysis.same_digests import are_same
-    from ckpttool.catalog import copies
-
-    if not copies.is_complete_copy(target.storage, target.out, plan):
-        return False
-    copy = open_checkpoint(target.out, options=options.storage_options, trust_names=options.trust_names)
-    return are_same(checkpoint, copy, options.jobs)
 
 
 def _check_copy(checkpoint: Checkpoint, directory: str, options: Options) -> str | None:

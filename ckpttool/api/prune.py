@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from ckpttool.catalog.entries import Catalog
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.signing import Key
@@ -79,9 +78,10 @@ def prune(  # noqa: PLR0913  public API
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
     """
     from ckpttool.api.options import Options
-    from ckpttool.catalog.cleanup import remove_partial_files
+    from ckpttool.catalog.cleanup import remove_left_over_files
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Rules, decide
+    from ckpttool.catalog.upkeep import finish_killed
     from ckpttool.commit.signing import read_key
     from ckpttool.storage import open_storage
 
@@ -91,8 +91,9 @@ def prune(  # noqa: PLR0913  public API
     found = catalog(checked_path("root", root), options=storage_options)
     storage = open_storage(checked_path("root", root), storage_options)
     if not dry_run:
-        remove_partial_files(storage, found.root, grace=rules.grace_seconds)
-        if _recover(storage, found, rules):
+        unlinked = [e.path for e in found.entries if not e.link]
+        removed = remove_left_over_files(storage, found.root, unlinked, grace=rules.grace_seconds)
+        if finish_killed(storage, unlinked, grace=rules.grace_seconds) or removed:
             found = catalog(checked_path("root", root), options=storage_options)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
@@ -112,13 +113,6 @@ def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
     return ThinOptions(
         dtype=rules.weights or "", jobs=options.jobs, memory=options.memory_bytes, key=key, grace=rules.grace_seconds
     )
-
-
-def _recover(storage: WritableStorage, found: Catalog, rules: Rules) -> bool:
-    """Clear away what a killed run has left of thin checkpoints; return whether there was anything."""
-    from ckpttool.catalog.upkeep import finish_killed
-
-    return finish_killed(storage, [e.path for e in found.entries if not e.link], grace=rules.grace_seconds)
 
 
 def _planned(

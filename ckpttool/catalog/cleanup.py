@@ -15,16 +15,17 @@ from ckpttool.catalog.entries import committed
 from ckpttool.catalog.retention import decide, parse_best
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commits, directories
-from ckpttool.commit.marks import PARTIAL, is_alive, is_unfinished, state_of
+from ckpttool.commit.marks import PARTIAL, below, is_alive, is_unfinished, state_of
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError
 from ckpttool.formats.locate import LATEST
 from ckpttool.formats.whole import is_whole, open_whole
 from ckpttool.messages import printable
 from ckpttool.storage import MARK, find_text, is_half_removed, is_linked, walk
+from ckpttool.storage.base import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.storage import Storage, WritableStorage
@@ -53,7 +54,7 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
         whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
         marks = (posixpath.join(d, MARK) for d in whole if "over" not in read_mark(storage, d))
         marks_left = [mark for mark in marks if storage.exists(mark)]
-        marks_left += _partial_files(storage, root, grace=grace)
+        marks_left += _left_over_files(storage, root, whole, grace=grace)
     except CkptError as error:
         LOG.warning("old checkpoints were not removed: %s", error)
         return []
@@ -154,19 +155,35 @@ def is_old(modified: float, grace: float) -> bool:
     return abs(time.time() - modified) >= grace
 
 
-def remove_partial_files(storage: WritableStorage, root: str, *, grace: float) -> None:
-    """Remove the incomplete small files in a root; log a failure."""
+def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Iterable[str], *, grace: float) -> bool:
+    """Remove the small files in a root and its checkpoints that a killed process has left; log a failure.
+
+    Args:
+        storage: Storage of the root.
+        root: The directory of all checkpoints.
+        checkpoints: Directories of checkpoints.
+        grace: Age in seconds of incomplete files to remove.
+
+    Returns:
+        Whether there were any.
+    """
     try:
-        storage.delete(_partial_files(storage, root, grace=grace))
+        found = _left_over_files(storage, root, checkpoints, grace=grace)
+        storage.delete(found)
     except CkptError as error:
         LOG.warning("could not remove a leftover: %s", error)
+        return False
+    return bool(found)
 
 
-def _partial_files(storage: WritableStorage, root: str, *, grace: float) -> list[str]:
-    """Return the incomplete small files in a root, left by a killed process: ``latest.0123abcd.partial``."""
+def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str], *, grace: float) -> list[str]:
+    """Return incomplete files like ``latest.0123abcd.partial``, and local markers of outputs that are committed."""
     entries = storage.listing(root) if storage.is_dir(root) else []
     found = [e for e in entries if not e.is_dir and re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", e.name)]
-    return [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
+    partial = [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
+    # In a staging directory, which has the suffix, a later run needs the marker.
+    committed = (c for c in checkpoints if not storage.remote and storage.is_dir(c) and not c.endswith(PARTIAL))
+    return partial + [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE)]
 
 
 def _is_left_over(storage: WritableStorage, directory: str) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import chunk_records, crc32
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.execution.permissions import mode_of_file
@@ -22,7 +22,7 @@ from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import BESIDE, MANIFEST, MARK, connect, walk
+from ckpttool.storage import BESIDE, MANIFEST, connect, walk
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.fsspec import RemoteStorage
 
@@ -107,7 +107,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
     storage = connect(checkpoint.storage)
-    if is_commit(storage, checkpoint.location):
+    if has_manifest(storage, checkpoint.location):
         for name, sums in read_manifest(storage, checkpoint.location).files.items():
             records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     sources: dict[str, SourceFile] = {}
@@ -156,15 +156,6 @@ def _records(storage: Storage, path: str) -> tuple[Record, ...]:
         return archive_records(storage, path)
     except ContainerError:
         return ()  # a damaged file is copied without a check
-
-
-def is_complete_copy(storage: Storage, directory: str, plan: CopyPlan) -> bool:
-    """Return whether a directory has exactly the files of a plan, by name and size."""
-    if not storage.is_dir(directory) or storage.exists(posixpath.join(directory, MARK)):
-        return False
-    return {n: e.nbytes for n, e in walk(storage, directory) if n not in BESIDE} == {
-        f.name: f.nbytes for f in plan.files
-    }
 
 
 def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSidecars:

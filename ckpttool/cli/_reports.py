@@ -36,13 +36,20 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def print_copy_report(report: CopyReport) -> None:
     """Print the written files, or those planned by a dry run."""
-    verb = "would write" if report.dry_run else "wrote"
-    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
+    verb, took = _verb_of(report)
     print_line(
         f"{report.out}: {verb} {report.tensors} tensors, {report.elements:,} elements, parameters in {report.dtype}, "
         f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
     )
     print_written(report)
+
+
+def _verb_of(report: CopyReport | ConvertReport) -> tuple[str, str]:
+    """Return what was done, and how long it took."""
+    if report.dry_run:
+        return "would write", ""
+    took = f" in {report.seconds:.1f} s"
+    return "was there already, nothing was written:" if report.there else "wrote", took
 
 
 def print_average_report(report: AverageReport) -> None:
@@ -130,8 +137,7 @@ def print_checks(checks: ReadReport | None) -> None:
 
 def print_convert_report(report: ConvertReport) -> None:
     """Print the written files, or those planned by a dry run."""
-    verb = "would write" if report.dry_run else "wrote"
-    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
+    verb, took = _verb_of(report)
     print_line(
         f"{report.out}: {verb} {report.tag} for {WHO_LOADS[report.to]}, {report.files} files, "
         f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
@@ -144,8 +150,9 @@ def print_convert_report(report: ConvertReport) -> None:
 
 def print_transfer_report(report: TransferReport) -> None:
     """Print the size of the copy and its notes."""
+    verb = "was there already, with the same bytes:" if report.there else "copied"
     print_line(
-        f"{report.out}: copied {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
+        f"{report.out}: {verb} {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
         f"{', latest names it' if report.latest else ''}"
     )
     if report.digest is not None:
@@ -306,6 +313,18 @@ def _sketch(stats: TensorStats) -> str:
     return "".join(BARS[math.ceil((len(BARS) - 1) * count / most)] for count in counts) if most else ""
 
 
+def _depth(report: VerifyReport) -> str:
+    """Return what of a checkpoint was compared, and what was not."""
+    if not report.deep:
+        return "structure and samples; --deep reads every byte"
+    compared, without = report.records_checked, report.records_unrecorded
+    if not without:
+        return f"{compared:,} checksums; every byte read"
+    where = f"{without:,} records have no checksum: of these" if compared else "no checksums recorded:"
+    only = f"{where} only structure, NaN and infinity were checked"
+    return f"{compared:,} checksums compared; {only}" if compared else only
+
+
 def print_verify_report(report: VerifyReport) -> None:
     """Print one line for each finding, then the number of files, tensors and checksums."""
     for finding in report.findings:
@@ -314,14 +333,11 @@ def print_verify_report(report: VerifyReport) -> None:
         print_line(f"{report.location}: cannot be read as a checkpoint", color="red")
         return
     contents = f"{report.files} files, {format_size(report.nbytes)}, {report.tensors} tensors"
-    if report.deep:
-        contents += f", {report.records_checked} checksums"
-        if report.records_unrecorded:
-            contents += f" ({report.records_unrecorded} not recorded)"
     count = len(report.findings)
-    verdict = "sound" if not count else f"{count} finding{'s' if count > 1 else ''}"
-    depth = "every byte read" if report.deep else "structure and samples; --deep reads every byte"
-    print_line(f"{report.location}: {verdict} ({contents}; {depth})", color="red" if count else "green")
+    compared = report.deep and not report.records_unrecorded
+    verdict = f"{count} finding{'s' if count > 1 else ''}" if count else "sound" if compared else "no finding"
+    line = f"{report.location}: {verdict} ({contents}; {_depth(report)})"
+    print_line(line, color="red" if count else "green" if compared else None)
     if report.unplaced:
         shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
         problem = (

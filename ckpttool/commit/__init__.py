@@ -11,8 +11,6 @@ from ckpttool.storage import MANIFEST, MARK, is_half_removed
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
-COMPARED: set[str] = set()
-"""Directories that this process compares before their commit: it reads their manifests already."""
 REVISION = "git_revision"
 """Field of the provenance: the git revision of the run's code."""
 DIRTY = "git_dirty"
@@ -21,12 +19,17 @@ RESTORED_FROM = "restored_from"
 """Field of the provenance: the checkpoint that the run was restored from, by path, tag, step and attempt."""
 
 
+def has_manifest(storage: Storage, directory: str) -> bool:
+    """Return whether a directory has a manifest; an output that is compared before its commit may have one already."""
+    return storage.exists(posixpath.join(directory, MANIFEST))
+
+
 def is_commit(storage: Storage, directory: str) -> bool:
     """Return whether a directory has a manifest, is not half removed, and is no copy that is still being written."""
-    if not storage.exists(posixpath.join(directory, MANIFEST)) or is_half_removed(storage, directory):
+    if not has_manifest(storage, directory) or is_half_removed(storage, directory):
         return False
     listed = read_mark(storage, directory).get("files")
-    return directory in COMPARED or not isinstance(listed, list) or MANIFEST not in listed
+    return not isinstance(listed, list) or MANIFEST not in listed
 
 
 def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.errors import ChecksumError, ContainerError, PlanError
 from ckpttool.storage.specs import Described, connect
@@ -32,7 +32,7 @@ def checksummed(storage: Storage, directory: str, key: bytes | None = None) -> S
         PlanError: The checkpoint has no manifest, or its manifest is not signed with the key.
         CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
-    if not is_commit(storage, directory):
+    if not has_manifest(storage, directory):
         if key is not None:
             hint = "was it saved by CheckpointManager(sign_key=...)? do not load it"
             raise PlanError(directory, "has no manifest, and so no signature", hint)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import checked_path
 from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.rank_states import with_rank_states
@@ -221,7 +221,7 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
 
 def _with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
     """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest."""
-    if not is_commit(storage, directory):
+    if not has_manifest(storage, directory):
         return None
     from ckpttool.commit.checksummed import with_manifest  # most checkpoints have no manifest
 

@@ -11,7 +11,7 @@ import posixpath
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import TensorRef, walk
@@ -43,7 +43,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
         CkptError: The checkpoint is damaged.
     """
     directory = location.directory
-    if not is_commit(storage, directory):
+    if not has_manifest(storage, directory):
         if any(parse_name(entry.name) for entry in storage.listing(directory)):
             return None
         problem = "was thinned by ckpttool, but has no manifest"

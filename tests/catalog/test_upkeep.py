@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +29,9 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
+from ckpttool.storage.base import WHOLE
+from ckpttool.testing.disks import watching
+from ckpttool.testing.faults import Before, Nothing, Rule
 from tests import damage
 from tests.cli.command import ckpttool
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
@@ -647,3 +652,36 @@ def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> N
         api.prune(tmp_path, keep_last=1, thin="bf16")
     assert not api.inspect(tmp_path / "step1").thin
     assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout
+
+
+@pytest.mark.parametrize("what", ["tag", "weights", "dcp"])
+def test_what_a_cp_leaves_that_is_killed_at_any_unlink_is_removed(what: str, root: Path, tmp_path: Path) -> None:
+    src, made = root / "step4", tmp_path / "made"
+    if what == "weights":
+        api.consolidate(src, made, to="safetensors", max_shard_size="3kB")
+    elif what == "dcp":
+        api.convert(src, made, to="dcp")
+    source_of_copy = src if what == "tag" else made
+    operations = ("rename", "unlink")
+    recorded = Rule(Nothing(), operations)
+    with watching(recorded):
+        assert ckpttool("cp", source_of_copy, tmp_path / "good").code == 0
+    good = {p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*")}
+    for number, then in itertools.product(range(len(recorded.matched)), ("cp", "prune")):
+        copy = tmp_path / f"{then}{number}" / "copy"
+        if (child := os.fork()) == 0:
+            with (
+                contextlib.suppress(BaseException),
+                watching(Rule(Before(lambda _: os._exit(9)), operations, nth=number + 1)),
+            ):
+                ckpttool("cp", source_of_copy, copy)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        _aged(copy.parent)
+        if then == "prune" and what == "tag" and copy.is_dir():
+            api.prune(copy, keep_last=1)
+            assert not (copy / "step4" / WHOLE).exists()
+            assert list(copy.glob("latest.*")) == []
+        assert ckpttool("cp", source_of_copy, copy).code == 0
+        assert {p.relative_to(copy) for p in copy.rglob("*")} == good, (number, recorded.matched[number])
+        assert [p.name for p in copy.parent.iterdir()] == ["copy"]

@@ -331,3 +331,31 @@ def test_a_random_number_state_that_is_damaged_is_not_taken_along(
         in ckpttool(command[0], path.parent, tmp_path / "out", *command[1:]).error
     )
     assert not (tmp_path / "out/latest").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "told"),
+    [
+        (("consolidate", "--to", "safetensors"), "model.safetensors", "; no checksums recorded: only structure, "),
+        (("convert", "--to", "zero", "--world-size", "1"), OPTIMIZER_0, " checksums compared; "),
+        (("convert", "--to", "dcp"), "__0_0.distcp", " checksums compared; "),
+    ],
+    ids=["safetensors", "zero", "dcp"],
+)
+def test_verify_calls_nothing_sound_that_it_cannot_compare(
+    command: tuple[str, ...], file: str, told: str, tmp_path: Path
+) -> None:
+    name, *options = command
+    assert ckpttool(name, source(ZERO2), tmp_path / "out", *options).code == 0
+    before = ckpttool("verify", tmp_path / "out", "--deep")
+    assert before.code == 0
+    line = before.stdout.splitlines()[0]
+    assert ": no finding (" in line
+    assert told in line
+    assert line.endswith("only structure, NaN and infinity were checked)")
+    path = tmp_path / "out" / file
+    data = bytearray(path.read_bytes())
+    weights = truth(ZERO2).state_dict(torch.float32)["down.weight"]
+    data[data.index(weights.flatten()[:8].numpy().tobytes())] ^= 1  # the lowest bit of a mantissa
+    path.write_bytes(data)
+    assert "sound" not in ckpttool("verify", tmp_path / "out", "--deep").stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 import ckpttool
 from ckpttool import storage
 from ckpttool.errors import LayoutError, StorageError
+from ckpttool.storage.base import WHOLE
 from ckpttool.testing.disks import watching
 from ckpttool.testing.faults import Before, Fail, Nothing, Rule, interrupt
+from tests.cli.command import ckpttool as run
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -156,3 +159,50 @@ def test_an_output_refused_by_prove_is_not_resumed(tmp_path: Path, monkeypatch: 
             ckpttool.convert(SRC, tmp_path / "out", to="zero", world_size=3, stage=3, resume=True, prove=True)
     _convert(tmp_path / "out", resume=True)
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", "--to", "zero", "--world-size", 3, "--stage", 3),
+        ("convert", "--to", "universal"),
+        ("convert", "--to", "dcp"),
+        ("consolidate", "--to", "safetensors", "--max-shard-size", "3kB"),
+    ],
+    ids=lambda arguments: arguments[2],
+)
+def test_resuming_a_finished_run_writes_nothing(arguments: tuple[object, ...], tmp_path: Path) -> None:
+    command, *options = arguments
+    assert run(command, SRC, tmp_path / "out", *options).code == 0
+    before = _bytes(tmp_path / "out")
+    (tmp_path / "out" / WHOLE).write_text("")  # killed right after the commit
+    changes = Rule(Nothing(), ("create", "pwrite", "rename", "mkdir"))
+    with watching(changes):
+        done = run(command, SRC, tmp_path / "out", *options, "--resume", "--prove")
+    assert done.code == 0, done
+    assert f"{tmp_path}/out: was there already, nothing was written: " in done.stdout
+    assert changes.matched == []
+    assert _bytes(tmp_path / "out") == before
+    assert "is not empty" in run(command, SRC, tmp_path / "out", *options).error
+
+
+def test_resuming_does_not_take_another_output_for_its_own(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    rename = {out: ["s/embed/embad/"], other: ["s/embed/embid/"]}
+    for path in (out, other):
+        ckpttool.consolidate(SRC, path, to="safetensors", rename=rename[path])
+    path = out / "model.safetensors"
+    assert path.stat().st_size == (other / "model.safetensors").stat().st_size, "only the bytes tell the two apart"
+    again = partial(ckpttool.consolidate, SRC, out, to="safetensors", resume=True)
+    assert again(rename=rename[out]).there
+    with pytest.raises(StorageError, match="is not empty"):
+        again(rename=rename[other])
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match="is not empty"):
+        again(rename=rename[out])
+    (out / "notes.txt").unlink()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match="is not empty"):
+        again(rename=rename[out])

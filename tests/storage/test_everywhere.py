@@ -35,24 +35,16 @@ PAIRS = [
 """Where from and where to. From local disk to local disk is what the rest of the tests are about."""
 
 
-def _consolidate(src: str, out: str, **options: Any) -> None:
-    ckpttool.consolidate(src, out, **options)
-
-
-def _convert(src: str, out: str, **options: Any) -> None:
-    ckpttool.convert(src, out, **options)
-
-
 WRITES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "safetensors": (_consolidate, {"to": "safetensors"}),
-    "safetensors-bf16-shards": (_consolidate, {"to": "safetensors", "dtype": "bf16", "max_shard_size": 3000}),
-    "safetensors-proved": (_consolidate, {"to": "safetensors", "prove": True, "max_shard_size": 10_000}),
-    "torch": (_consolidate, {"to": "torch"}),
-    "torch-fp16-shards": (_consolidate, {"to": "torch", "dtype": "fp16", "max_shard_size": 3000}),
-    "zero": (_convert, {"to": "zero", "world_size": 3, "stage": 2}),
-    "zero-proved": (_convert, {"to": "zero", "world_size": 1, "prove": True}),
-    "universal": (_convert, {"to": "universal"}),
-    "dcp": (_convert, {"to": "dcp", "prove": True}),
+    "safetensors": (ckpttool.consolidate, {"to": "safetensors"}),
+    "safetensors-bf16-shards": (ckpttool.consolidate, {"to": "safetensors", "dtype": "bf16", "max_shard_size": 3000}),
+    "safetensors-proved": (ckpttool.consolidate, {"to": "safetensors", "prove": True, "max_shard_size": 10_000}),
+    "torch": (ckpttool.consolidate, {"to": "torch"}),
+    "torch-fp16-shards": (ckpttool.consolidate, {"to": "torch", "dtype": "fp16", "max_shard_size": 3000}),
+    "zero": (ckpttool.convert, {"to": "zero", "world_size": 3, "stage": 2}),
+    "zero-proved": (ckpttool.convert, {"to": "zero", "world_size": 1, "prove": True}),
+    "universal": (ckpttool.convert, {"to": "universal"}),
+    "dcp": (ckpttool.convert, {"to": "dcp", "prove": True}),
 }
 
 
@@ -75,7 +67,10 @@ def test_the_same_bytes_are_written(kind: str, pair: tuple[str, str], request: p
     src, out = (places.place(p, request) for p in pair)
     function, options = WRITES[kind]
     target = out.new()
-    function(src.put(source(NAME)), target, **options)
+    stored = src.put(source(NAME))
+    assert not function(stored, target, **options).there
+    assert out.files(target) == written_locally(kind)
+    assert function(stored, target, resume=True, **options).there
     assert out.files(target) == written_locally(kind)
     if "s3" in pair:
         assert request.getfixturevalue("s3").uploads() == []

@@ -9,14 +9,26 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
-from ckpttool.commit import COMPARED, read_mark
+from ckpttool.commit import read_mark
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
 from ckpttool.execution.run import RunOptions, nbytes_read, run
 from ckpttool.execution.sources import change_times
-from ckpttool.storage import LOCAL, connect, is_url, local_path, open_storage, staging, without_credentials
+from ckpttool.storage import (
+    BESIDE,
+    LOCAL,
+    MARK,
+    connect,
+    is_url,
+    local_path,
+    open_storage,
+    staging,
+    walk,
+    without_credentials,
+)
+from ckpttool.storage.base import WHOLE
 from ckpttool.storage.journal import Journal
 from ckpttool.units import Meter
 
@@ -24,10 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.execution.forecast import Needs
-    from ckpttool.execution.output.base import Output
+    from ckpttool.execution.output.base import Output, Target
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import CopyPlan
-    from ckpttool.storage import WritableStorage
+    from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.storage import PartWriter, Storage, WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
 
 
@@ -138,6 +150,36 @@ class Destination:
             for directory in directories:
                 bucket.check_apart(self._remote, self.out, directory)
 
+    def holds_output(self, plan: CopyPlan, options: RunOptions) -> bool:
+        """Return whether OUT holds exactly the files of a plan; compares every byte with the sources.
+
+        If so, removes the marker that a run leaves which is killed right after its commit.
+
+        Args:
+            plan: The plan.
+            options: As for ``write``; recorded checksums are not compared.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        from ckpttool.execution import streaming
+
+        storage, out = self.storage, self.out.rstrip("/")
+        storage.refresh([])
+        if not storage.is_dir(out) or storage.exists(f"{out}/{MARK}"):
+            return False
+        held = {name: entry.nbytes for name, entry in walk(storage, out) if name not in BESIDE}
+        if held != {file.name: file.nbytes for file in plan.files}:
+            return False
+        meter = Meter(plan.nbytes_written, options.progress)
+        comparison = _Comparison(storage, out)
+        try:
+            streaming.run(plan, comparison, jobs=options.jobs, memory=options.memory, advance=meter)
+        except _DiffersError:
+            return False
+        storage.delete([f"{out}/{WHOLE}"])
+        return True
+
     def write(
         self, plan: CopyPlan, options: RunOptions, *, last: Sequence[str], check: Callable[[str], None],
         resume: bool | None,
@@ -154,14 +196,6 @@ class Destination:
         Returns:
             Number of finite elements cast to infinity.
         """
-
-        def compare(directory: str) -> None:
-            COMPARED.add(directory)
-            try:
-                check(directory)
-            finally:
-                COMPARED.discard(directory)
-
         meter = Meter(plan.nbytes_written, options.progress)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
         with options.workers or nullcontext() as there:
@@ -169,8 +203,8 @@ class Destination:
                 run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there
             )
             if self._remote is not None:
-                return self._write_remote(self._remote, plan, work, last, compare, key, resume=bool(resume))
-            return self._write_local(plan, work, last, compare, key, resume=bool(resume))
+                return self._write_remote(self._remote, plan, work, last, check, key, resume=bool(resume))
+            return self._write_local(plan, work, last, check, key, resume=bool(resume))
 
     def _write_local(
         self, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
@@ -226,6 +260,55 @@ class Destination:
     def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
         """Return the number of source bytes that ``write`` reads."""
         return nbytes_read(plan, to_disk=self._remote is None, workers=workers)
+
+
+class _DiffersError(Exception):
+    """A file of OUT has other bytes than the plan."""
+
+
+class _Comparison:
+    """An ``Output`` that compares the bytes of a plan with the files of OUT instead of writing them."""
+
+    def __init__(self, storage: Storage, out: str) -> None:
+        self._storage = storage
+        self._out = out
+
+    def has(self, _: TargetFile) -> bool:
+        return False
+
+    def begin(self, file: TargetFile) -> Target:
+        return _ComparedFile(self._storage, f"{self._out}/{file.name}")
+
+    def place(self) -> None:
+        """Return None: this process reads all files."""
+
+
+class _ComparedFile:
+    part_bytes = 1 << 22
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+
+    def open(self) -> None:
+        pass
+
+    def has(self, start: int, nbytes: int) -> bool:
+        return False
+
+    def write(self, start: int, data: memoryview) -> None:
+        with self._storage.open(self._path) as reader:  # only for a moment: there may be thousands of files
+            if reader.read(start, start + len(data)) != data:
+                raise _DiffersError
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+    def part_writer(self) -> PartWriter:
+        raise NotImplementedError
+
+    def accept(self, start: int, nbytes: int, result: Any) -> None:
+        raise NotImplementedError
 
 
 def _of_same_kind(plan: CopyPlan) -> Callable[[str], bool]:

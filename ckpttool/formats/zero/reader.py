@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.errors import LayoutError
 from ckpttool.formats.locate import LATEST
 from ckpttool.formats.reports import RESTORE, WEIGHTS_ALONE
@@ -128,7 +128,7 @@ def _with_stages(found: AllFiles, layers: Sequence[Layers | None]) -> tuple[Chec
 
 def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:
     """Return the parameters of each group from the checkpoint's manifest; empty without a manifest."""
-    if not is_commit(storage, location.directory):
+    if not has_manifest(storage, location.directory):
         return ()
     from ckpttool.commit.manifest import read_manifest  # most checkpoints have no manifest
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.commit import is_commit
+from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import keeps_loss_scale
@@ -45,7 +45,7 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
         CkptError: The manifest cannot be read.
     """
     storage = connect(checkpoint.storage)
-    if not is_commit(storage, checkpoint.location):
+    if not has_manifest(storage, checkpoint.location):
         return None
     groups = read_manifest(storage, checkpoint.location).groups
     return [[checkpoint.aliases.get(n, n) for n in names] for names in groups] if groups else None
