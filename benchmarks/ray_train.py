@@ -29,8 +29,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from measure import DATA as ROOT
 from measure import keep
 
-from ckpttool.testing.s3_faults import Latency
-from ckpttool.testing.s3_proxy import Proxy
+from tests.faults.s3_faults import Latency
+from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 
 DATA = ROOT / "ray"

@@ -21,7 +21,6 @@ DIRECTORIES = {
     "ckpttool/integrations/ray": ["tests/under_ray"],
     "ckpttool/integrations/torch": ["tests/integrations", "tests/deepspeed"],
     "ckpttool/model": ["tests/formats", "tests/plan", "tests/property"],
-    "ckpttool/testing": ["tests/storage", "tests/saving"],
 }
 """Directories of tests by package, where they are not of one name."""
 

@@ -24,9 +24,9 @@ from ckpttool.saving import files as saving_files
 from ckpttool.saving import planned
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING
-from ckpttool.testing.disks import CHANGES, READS, Fault, Machine, install
-from ckpttool.testing.power_failure import PowerFailure, build
 from tests import sampling
+from tests.faults.disks import CHANGES, READS, Fault, Machine, install
+from tests.faults.power_failure import PowerFailure, build
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, version
 from tests.truth import NAMES, source, tag_directory, truth

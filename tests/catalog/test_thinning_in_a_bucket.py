@@ -16,9 +16,9 @@ from ckpttool.errors import CkptError
 from ckpttool.saving import planned
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import MANIFEST, THINNING, open_storage
-from ckpttool.testing.disks import Fault, Killed, Machine
 from tests import sampling
 from tests.cli.command import ckpttool as command
+from tests.faults.disks import Fault, Killed, Machine
 from tests.saving import crew
 from tests.saving.checkpoints import save_version, version
 from tests.saving.test_bucket import Requests

@@ -30,10 +30,10 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
 from ckpttool.storage.base import WHOLE
-from ckpttool.testing.disks import watching
-from ckpttool.testing.faults import Before, Nothing, Rule
 from tests import damage
 from tests.cli.command import ckpttool
+from tests.faults.disks import watching
+from tests.faults.rules import Before, Nothing, Rule
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
 

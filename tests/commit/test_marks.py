@@ -15,10 +15,10 @@ from ckpttool.commit.manifest import commits
 from ckpttool.errors import CkptError
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from ckpttool.testing.disks import watching
-from ckpttool.testing.faults import Before, Rule
-from ckpttool.testing.s3_faults import ACCESS_DENIED
-from ckpttool.testing.s3_proxy import Proxy
+from tests.faults.disks import watching
+from tests.faults.rules import Before, Rule
+from tests.faults.s3_faults import ACCESS_DENIED
+from tests.faults.s3_proxy import Proxy
 from tests.saving.checkpoints import save_version
 from tests.truth import source
 

@@ -14,10 +14,10 @@ import pytest
 from ckpttool.cli._errors import INTERRUPTED
 from ckpttool.execution import local
 from ckpttool.storage.base import WHOLE
-from ckpttool.testing.disks import OF_COMMANDS, is_no_cleanup, watching
-from ckpttool.testing.faults import Before, Fail, Nothing, Rule, interrupt
 from tests import sampling
 from tests.cli.command import Outcome, ckpttool, remains
+from tests.faults.disks import OF_COMMANDS, is_no_cleanup, watching
+from tests.faults.rules import Before, Fail, Nothing, Rule, interrupt
 from tests.truth import source
 
 if TYPE_CHECKING:

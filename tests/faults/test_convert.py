@@ -12,9 +12,9 @@ import ckpttool
 from ckpttool import storage
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.storage.base import WHOLE
-from ckpttool.testing.disks import watching
-from ckpttool.testing.faults import Before, Fail, Nothing, Rule, interrupt
 from tests.cli.command import ckpttool as run
+from tests.faults.disks import watching
+from tests.faults.rules import Before, Fail, Nothing, Rule, interrupt
 from tests.truth import source
 
 if TYPE_CHECKING:

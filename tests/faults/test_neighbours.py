@@ -15,10 +15,10 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import MARK
 from ckpttool.storage.journal import JOURNAL
 from ckpttool.storage.safe_files import MOVE
-from ckpttool.testing.disks import watching
-from ckpttool.testing.faults import Before, Nothing, Rule, interrupt
 from tests.cli.command import ckpttool as command
 from tests.cli.command import remains
+from tests.faults.disks import watching
+from tests.faults.rules import Before, Nothing, Rule, interrupt
 from tests.truth import source
 
 if TYPE_CHECKING:

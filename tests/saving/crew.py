@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.saving import coordination, two_phase
 from ckpttool.saving.coordination import Alone, Ranks
-from ckpttool.testing.disks import Killed, Machine
+from tests.faults.disks import Killed, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

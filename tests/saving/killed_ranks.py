@@ -17,8 +17,8 @@ from ckpttool.errors import CkptError
 from ckpttool.saving import coordination as ranks_module
 from ckpttool.saving.coordination import Ranks
 from ckpttool.storage import LOCAL
-from ckpttool.testing import disks
-from ckpttool.testing.disks import Fault, Machine
+from tests.faults import disks
+from tests.faults.disks import Fault, Machine
 from tests.saving.checkpoints import save_version
 
 TIMEOUT = 4.0

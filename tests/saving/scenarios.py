@@ -13,8 +13,8 @@ from ckpttool.catalog.retention import Rules
 from ckpttool.commit import is_commit
 from ckpttool.formats.whole import open_whole
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from ckpttool.testing import disks
-from ckpttool.testing.disks import Fault, Machine
+from tests.faults import disks
+from tests.faults.disks import Fault, Machine
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, debris, number_of, save_version, state, version, whole
 

@@ -17,8 +17,8 @@ from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
-from ckpttool.testing import disks
-from ckpttool.testing.disks import Fault, Machine
+from tests.faults import disks
+from tests.faults.disks import Fault, Machine
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, debris, save_version, version, whole
 from tests.saving.conftest import MEMORY

@@ -20,10 +20,10 @@ from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
 from ckpttool.storage.s3 import S3Storage
-from ckpttool.testing.disks import Fault, Killed, Machine
-from ckpttool.testing.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
-from ckpttool.testing.s3_proxy import Proxy
 from tests import sampling
+from tests.faults.disks import Fault, Killed, Machine
+from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
+from tests.faults.s3_proxy import Proxy
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.storage import server
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.testing.faults import Kill
+    from tests.faults.rules import Kill
     from tests.saving.crew import Outcome
 
 PART_BYTES = 8192

@@ -8,7 +8,7 @@ import pytest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.integrations.torch.collectives import agree_on_all_ranks
 from ckpttool.saving.coordination import RankError
-from ckpttool.testing.disks import Machine
+from tests.faults.disks import Machine
 from tests.saving import crew
 
 if TYPE_CHECKING:

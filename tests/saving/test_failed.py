@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.testing.disks import Fault
 from tests import sampling
+from tests.faults.disks import Fault
 from tests.saving.checkpoints import debris
 from tests.saving.scenarios import CASES, Killed, Save, Scenario, expected, recorded
 

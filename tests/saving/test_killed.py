@@ -9,8 +9,8 @@ import pytest
 
 from ckpttool.errors import CkptError
 from ckpttool.saving.coordination import RankError
-from ckpttool.testing.disks import CHANGES, Fault
 from tests import sampling
+from tests.faults.disks import CHANGES, Fault
 from tests.saving.scenarios import CASES, Scenario, expected, recorded
 
 if TYPE_CHECKING:

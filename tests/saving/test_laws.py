@@ -23,7 +23,7 @@ from tests.saving.checkpoints import Intercepted, save_version, whole
 from tests.saving.test_any_history import History, sizes, tags
 
 if TYPE_CHECKING:
-    from ckpttool.testing.disks import Fault
+    from tests.faults.disks import Fault
 
 pytestmark = pytest.mark.slow
 

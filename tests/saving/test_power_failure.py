@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool.errors import CkptError
-from ckpttool.testing.disks import CHANGES
-from ckpttool.testing.power_failure import PowerFailure, build
 from tests import sampling
+from tests.faults.disks import CHANGES
+from tests.faults.power_failure import PowerFailure, build
 from tests.saving.scenarios import SCENARIOS, Scenario, expected
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL
-from ckpttool.testing.disks import CHANGES
+from tests.faults.disks import CHANGES
 from tests.saving.checkpoints import chosen, debris, number_of, save_version
 from tests.saving.conftest import in_memory
 

@@ -23,7 +23,7 @@ from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage
-from ckpttool.testing.disks import Machine
+from tests.faults.disks import Machine
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.storage import retry
-from ckpttool.testing.s3_proxy import Proxy
+from tests.faults.s3_proxy import Proxy
 from tests.storage import places, server
 
 if TYPE_CHECKING:

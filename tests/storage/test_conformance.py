@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.storage import LOCAL, open_storage
-from ckpttool.testing.storage import ConditionalWrites, StorageTests
+from ckpttool.testing import ConditionalWrites, StorageTests
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from ckpttool.storage import find_text, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
 
 if TYPE_CHECKING:
-    from ckpttool.testing.s3_proxy import Proxy
+    from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 BESIDE = ["out-1/latest", "out-2/latest", "out.json", "outer", "other", "run/latest"]

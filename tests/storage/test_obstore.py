@@ -13,15 +13,15 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
 from ckpttool.storage.s3 import BULK_BYTES
 from ckpttool.storage.s3_obstore import ObstoreRanges
-from ckpttool.testing.s3_faults import Answer, Cut
+from tests.faults.s3_faults import Answer, Cut
 from tests.storage import server
 from tests.storage.large import write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ckpttool.testing.s3_faults import Request
-    from ckpttool.testing.s3_proxy import Proxy
+    from tests.faults.s3_faults import Request
+    from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 SIZE = 3 * BULK_BYTES

@@ -15,19 +15,19 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
-from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.faults import Before
-from ckpttool.testing.s3_faults import Cut, Hang, Latency, Shorter, Unranged
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
+from tests.faults import s3_faults as faults
+from tests.faults.rules import Before
+from tests.faults.s3_faults import Cut, Hang, Latency, Shorter, Unranged
 from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ckpttool.testing.s3_faults import Action
-    from ckpttool.testing.s3_proxy import Proxy
+    from tests.faults.s3_faults import Action
+    from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 NAME = "zero3-dp4-bf16"

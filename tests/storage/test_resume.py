@@ -20,7 +20,7 @@ from tests.storage.large import write_weights
 from tests.truth import source, truth
 
 if TYPE_CHECKING:
-    from ckpttool.testing.s3_proxy import Proxy
+    from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 pytestmark = pytest.mark.deepspeed

@@ -17,12 +17,12 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from ckpttool.storage.s3_parts import _PartBody
-from ckpttool.testing import s3_faults as faults
+from tests.faults import s3_faults as faults
 from tests.storage import server
 
 if TYPE_CHECKING:
-    from ckpttool.testing.s3_faults import Request
-    from ckpttool.testing.s3_proxy import Proxy
+    from tests.faults.s3_faults import Request
+    from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 DATA = bytes(range(256)) * (MIN_PART_BYTES // 256) + b"the last part"

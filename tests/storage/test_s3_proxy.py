@@ -14,10 +14,10 @@ import pytest
 import s3fs
 from botocore.exceptions import ClientError
 
-from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.faults import Before
-from ckpttool.testing.s3_faults import Cut, Flip, Hang, Latency, Request, Shorter, Unranged
-from ckpttool.testing.s3_proxy import Proxy
+from tests.faults import s3_faults as faults
+from tests.faults.rules import Before
+from tests.faults.s3_faults import Cut, Flip, Hang, Latency, Request, Shorter, Unranged
+from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from ckpttool.storage.s3_writer import S3Writer
-from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.faults import Before
-from ckpttool.testing.s3_faults import Cut, Hang
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
+from tests.faults import s3_faults as faults
+from tests.faults.rules import Before
+from tests.faults.s3_faults import Cut, Hang
 from tests.storage.large import write_weights
 from tests.storage.places import Memory, Remote, files_in
 from tests.truth import source
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckpttool.execution.output.base import Target
-    from ckpttool.testing.s3_faults import Action, Request
-    from ckpttool.testing.s3_proxy import Proxy
+    from tests.faults.s3_faults import Action, Request
+    from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
 SHARDS = {"to": "safetensors", "max_shard_size": "12MB"}

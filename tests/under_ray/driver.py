@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage import MARK
-from ckpttool.testing.s3_proxy import Proxy
 from tests import forked
+from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 from tests.under_ray import frameworks, loops, worker_forks
 

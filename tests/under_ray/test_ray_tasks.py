@@ -26,12 +26,12 @@ from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
 from ckpttool.integrations.ray import cluster as ray_tasks
 from ckpttool.storage.staging import SHARED
-from ckpttool.testing import s3_faults as faults
-from ckpttool.testing.faults import Before
-from ckpttool.testing.s3_proxy import Proxy
 from tests import damage
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
+from tests.faults import s3_faults as faults
+from tests.faults.rules import Before
+from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 from tests.storage.large import write_weights
 from tests.storage.places import files_in
@@ -41,7 +41,7 @@ from tests.under_ray.driver import ENVIRONMENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckpttool.testing.s3_faults import Request
+    from tests.faults.s3_faults import Request
 
 pytestmark = [
     pytest.mark.ray,

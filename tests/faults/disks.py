@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ckpttool.storage import direct_io, local_writer, posix, removal
-from ckpttool.testing.faults import Before, Fail, Kill, Nothing, Rule, Short
+from tests.faults.rules import Before, Fail, Kill, Nothing, Rule, Short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ckpttool.testing.faults import Before
+from tests.faults.rules import Before
 
 Headers: TypeAlias = list[tuple[str, str]]
 

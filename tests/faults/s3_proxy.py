@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
     from types import TracebackType
 
-from ckpttool.testing import s3_http
-from ckpttool.testing.faults import Before, Rule
-from ckpttool.testing.s3_faults import (
+from tests.faults import s3_http
+from tests.faults.rules import Before, Rule
+from tests.faults.s3_faults import (
     _BUFFER,
     Action,
     Answer,

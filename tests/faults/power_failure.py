@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
-    from ckpttool.testing.disks import Operation
+    from tests.faults.disks import Operation
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-from ckpttool.testing.s3_faults import _BUFFER, Headers
+from tests.faults.s3_faults import _BUFFER, Headers
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, Headers] | None:
