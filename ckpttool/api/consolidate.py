@@ -163,7 +163,7 @@ def consolidate(  # noqa: PLR0913  public API
         dry_run: Plan, but write nothing; the report has what a run needs.
         resume: As for ``convert``.
         overwrite: Allow an ``out`` that holds files; weights of the same kind in it are replaced, other files stay.
-        jobs: Threads. Default: one for each core, at most 4; 4 or 6 onto ext4 and xfs; 16 where a storage is remote.
+        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).

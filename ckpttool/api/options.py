@@ -32,8 +32,7 @@ class Options:
     tag: str | None = None
     """Which checkpoint of a root; None for the one that ``latest`` names."""
     jobs: int | None = None
-    """Threads. None: one for each core, up to four; on ext4 and xfs four, and six for several files that are copied
-    without a cast, one thread each; 16 where a storage is remote."""
+    """Threads. None: one for each core, up to four; 16 where a storage is remote."""
     memory: int | str | None = None
     """Bytes, or a text like "256MB", that requests in flight may take where storages are remote; None: 256 MB. Between
     local files a few MB are used."""

@@ -82,7 +82,7 @@ resume_option = click.option(
 jobs_option = click.option(
     "--jobs",
     type=click.IntRange(1, 256),
-    help="Threads.  [default: one per core (at most 4), 4 or 6 onto ext4 and xfs, 16 for remote storages]",
+    help="Threads.  [default: one per core (at most 4), 16 for remote storages]",
 )
 
 

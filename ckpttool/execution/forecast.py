@@ -8,16 +8,14 @@ import resource
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.concurrency import MAX_JOBS
-from ckpttool.execution.local import DISK_JOBS
-from ckpttool.storage.block_writes import DIRECT_BYTES
+from ckpttool.concurrency import default_jobs
 
 if TYPE_CHECKING:
     from ckpttool.execution.run import RunOptions
     from ckpttool.plan import CopyPlan
 
-THREAD_BYTES = DIRECT_BYTES + (1 << 20)
-"""Buffers of one thread that copies between local files."""
+THREAD_BYTES = 4 << 20
+"""Buffers and code of one thread that copies between local files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def forecast(plan: CopyPlan, options: RunOptions, *, remote: bool, free_bytes: i
     if remote or any(file.storage.remote for file in plan.sources):
         buffers = min(options.memory, 4 * plan.nbytes_written)
     else:
-        buffers = _local_threads(plan, options.jobs) * THREAD_BYTES
+        buffers = (options.jobs or default_jobs()) * THREAD_BYTES
     return Needs(free_bytes, resident_bytes() + buffers)
 
 
@@ -51,9 +49,3 @@ def resident_bytes() -> int:
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _local_threads(plan: CopyPlan, jobs: int | None) -> int:
-    """Return how many threads ``local.run`` keeps busy: one thread writes a file that is not cast."""
-    computed = any(source != target for source, target in plan.casts) or any(file.gathers for file in plan.files)
-    return jobs or MAX_JOBS if computed else min(jobs or DISK_JOBS, len(plan.files))

@@ -6,7 +6,6 @@ Memory is bounded by a few small buffers per thread, whatever the size of the ch
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.concurrency import MAX_JOBS, default_jobs, in_threads
+from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.dtypes import itemsize
 from ckpttool.execution.check_copies import failed_checks
-from ckpttool.execution.local_copy import LocalCopier
+from ckpttool.execution.local_copy import LocalCopier, OpenFile
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
 from ckpttool.plan.shared_reads import SharedReads, find_shared_reads
 from ckpttool.plan.split import runs_of, short_rows
 from ckpttool.storage import write_at
-from ckpttool.storage.block_writes import DIRECT_BYTES, OpenFile
-from ckpttool.storage.direct_io import FILE_SYSTEMS, SHARING, file_system_of, open_direct
+from ckpttool.storage.direct_io import SHARING, file_system_of
 from ckpttool.storage.directory_writer import DirectoryWriter
 from ckpttool.storage.safe_files import opened
 
@@ -39,18 +37,8 @@ if TYPE_CHECKING:
     from ckpttool.storage.safe_files import Directory
     from ckpttool.units import Advance
 
-DISK_JOBS = 6
-"""Default number of threads for copies without casts: some wait for the disk while others copy in memory."""
 TASK_ELEMENTS = 1 << 24
 """Elements of one task: 64 MB of fp32."""
-
-
-@dataclass(slots=True)
-class Result:
-    """The result of running a plan."""
-
-    overflowed: int = 0
-    """Number of finite elements cast to infinity."""
 
 
 def run(
@@ -61,17 +49,19 @@ def run(
     advance: Advance,
     journal: Journal | None = None,
     checks: ReadChecks | None = None,
-) -> Result:
+) -> int:
     """Write every file of a plan into a directory.
 
     Args:
         plan: The plan.
         directory: An existing directory, not yet visible to readers.
-        jobs: Threads; None for the number of cores, up to MAX_JOBS; on slow disks, MAX_JOBS, or DISK_JOBS if several
-            files are copied without casts.
+        jobs: Threads; None for the number of cores, up to MAX_JOBS.
         advance: Called with the number of bytes written since the last call.
         journal: Lists the files that an earlier run completed; completed files are added to it.
         checks: Compares the bytes read with recorded checksums; None to copy without.
+
+    Returns:
+        Number of finite elements cast to infinity.
 
     Raises:
         ChecksumError: A source does not match its recorded checksum; discard the output.
@@ -84,12 +74,12 @@ def run(
                 raise problem
         with opened(directory) as into, _PlanWriter(plan, into, sources, advance, journal, checks) as files:
             # closing(): no thread may write after the files are closed, even after an error.
-            threads = in_threads(files.tasks(), jobs or files.default_jobs(), files.stopped)
+            threads = in_threads(files.tasks(), jobs or default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:
                 overflowed = sum(results)
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()
-    return Result(overflowed)
+    return overflowed
 
 
 def nbytes_read(plan: CopyPlan) -> int:
@@ -135,12 +125,6 @@ class _OpenTarget(OpenFile):
     left: int = 1
     """Number of unfinished tasks, plus one until all tasks are known."""
 
-    def close(self) -> None:
-        """Close its descriptors."""
-        self.writer.commit()
-        if self.direct >= 0:
-            os.close(self.direct)
-
 
 class _PlanWriter:
     """Write the files of a plan, several at once.
@@ -161,7 +145,7 @@ class _PlanWriter:
     ) -> None:
         self._plan = plan
         self._directory = directory
-        self._file_system = file_system_of(directory.path)
+        self._sharing = file_system_of(directory.path) in SHARING
         self._copier = LocalCopier(plan, sources, advance)
         self._advance = advance
         self._journal = journal
@@ -171,19 +155,12 @@ class _PlanWriter:
         """The open files, by index in the plan."""
         self.stopped = threading.Event()
 
-    def default_jobs(self) -> int:
-        """Default number of threads."""
-        if self._file_system not in FILE_SYSTEMS:
-            return default_jobs()
-        busy = any(file.gathers or _has_casts(self._plan, file.copies) for file in self._plan.files)
-        return MAX_JOBS if busy or len(self._plan.files) == 1 else DISK_JOBS
-
     def __enter__(self) -> _PlanWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         for out in self._begun.values():
-            out.close()
+            out.writer.commit()
 
     def tasks(self) -> Iterator[Callable[[], int]]:
         """Yield the tasks; each returns the number of finite elements cast to infinity."""
@@ -223,18 +200,12 @@ class _PlanWriter:
         if shared_reads is not None or out.file.gathers or _has_casts(self._plan, rows):
             yield from (([part], targets) for part in parts)
         else:
-            out.by_one = n not in shared.files
             yield parts, targets
 
     def _open_target(self, n: int) -> _OpenTarget:
         file = self._plan.files[n]
         writer = DirectoryWriter(self._directory, file.name, file.nbytes, file.mode)
-        out = self._begun[n] = _OpenTarget(
-            writer.path, writer.fd, sharing=self._file_system in SHARING, file=file, writer=writer
-        )
-        past_cache = self._file_system in FILE_SYSTEMS and file.nbytes >= DIRECT_BYTES
-        if past_cache:
-            out.direct = open_direct(file.name, self._directory)
+        out = self._begun[n] = _OpenTarget(writer.path, writer.fd, sharing=self._sharing, file=file, writer=writer)
         for offset, data in file.literals:
             write_at(out.fd, data, offset, out.path)
         return out
@@ -256,7 +227,7 @@ class _PlanWriter:
                 if out.left:
                     continue
                 del self._begun[n]
-                out.close()
+                out.writer.commit()
                 if self._journal is not None:
                     self._journal.add(out.file.name, out.file.nbytes)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from ckpttool.execution.sources import CheckedReader, ReadBuffer
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.storage import LocalReader, copy_range, write_at
-from ckpttool.storage.block_writes import DIRECT_BYTES, BlockWrites, OpenFile, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +43,18 @@ PAGE_BYTES = 4096
 """Page size of the page cache."""
 
 
+@dataclass(slots=True)
+class OpenFile:
+    """A local file that is open for writing."""
+
+    path: str
+    """Path, as error messages show it."""
+    fd: int
+    """Descriptor."""
+    sharing: bool = False
+    """Whether the kernel may share blocks with the source file instead of copying them."""
+
+
 class _SharedRead(NamedTuple):
     """A cast into another file of bytes that a copy reads."""
 
@@ -52,8 +64,10 @@ class _SharedRead(NamedTuple):
     """Byte after the last."""
     pair: tuple[str, str]
     """Source dtype and target dtype."""
-    into: Stream
-    """Output of the cast values."""
+    into: OpenFile
+    """File of the cast values."""
+    target: int
+    """First byte of the cast values in it."""
 
 
 class LocalCopier:
@@ -69,7 +83,6 @@ class LocalCopier:
         self._casts = plan.casts
         self._sources = sources
         self._advance = advance
-        self._writes = BlockWrites()
         self._of_thread = threading.local()
 
     def copy(
@@ -111,11 +124,10 @@ class LocalCopier:
 
     def gather(self, gather: Gather, into: OpenFile) -> int:
         """Assemble a tensor in memory, chunk by chunk, and write it; returns and raises as ``copy``."""
-        overflowed = 0
-        stream = Stream(self._writes, into, gather.target, gather.numel * itemsize(gather.dtype))
+        overflowed, target = 0, gather.target
         for _, values in StateReader(self._sources).chunks(gather.state, gather.first, gather.first + gather.numel):
-            overflowed += self._cast(values, gather.dtype, stream)
-        stream.finish()
+            overflowed += self._cast(values, gather.dtype, into, target)
+            target += len(values) * itemsize(gather.dtype)
         return overflowed
 
     def _buffer(self) -> ReadBuffer:
@@ -128,32 +140,7 @@ class LocalCopier:
     def _copy_bytes(
         self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, buffer: ReadBuffer
     ) -> None:
-        """Copy bytes without a cast."""
-        by_kernel = (start - target) % PAGE_BYTES == 0
-        if into.direct >= 0 and not source.remote and not (by_kernel and into.sharing):
-            self._copy_either_way(source, start, nbytes, into, target, buffer)
-        else:
-            self._copy_through_cache(source, start, nbytes, into, target, buffer)
-
-    def _copy_either_way(
-        self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, buffer: ReadBuffer
-    ) -> None:
-        """Copy bytes with direct I/O or through the page cache, whichever is faster."""
-        done = 0
-        while done < nbytes:
-            at = target + done
-            with self._writes.turn(into, at, nbytes - done, DIRECT_BYTES) as (count, past_cache):
-                if past_cache:
-                    self._writes.write(into, buffer.read_bytes(source, start + done, count), at, past_cache=True)
-                    self._advance(count)
-                else:
-                    self._copy_through_cache(source, start + done, count, into, at, buffer)
-            done += count
-
-    def _copy_through_cache(
-        self, source: Reader, start: int, nbytes: int, into: OpenFile, target: int, buffer: ReadBuffer
-    ) -> None:
-        """Copy bytes through the page cache.
+        """Copy bytes without a cast.
 
         The kernel copies (or, on some file systems, shares) whole pages if source and target have the same offset in a
         page. Otherwise it splits every page, and a large buffer is cheaper. A buffer is also cheaper for bytes that are
@@ -185,14 +172,13 @@ class LocalCopier:
         buffer: ReadBuffer,
     ) -> int:  # fmt: skip
         overflowed = 0
-        stream = Stream(self._writes, into, target, numel * itemsize(pair[1]))
         while numel:
             count = min(numel, CAST_ELEMENTS)
             values = buffer.read(source, start, count, pair[0])
-            overflowed += self._cast(values, pair[1], stream)
+            overflowed += self._cast(values, pair[1], into, target)
             start += values.nbytes
+            target += count * itemsize(pair[1])
             numel -= count
-        stream.finish()
         return overflowed
 
     def _copy_shared(
@@ -203,12 +189,11 @@ class LocalCopier:
         overflowed = done = 0
         waiting = deque(shared)
         while done < nbytes:
-            with self._writes.turn(into, target + done, nbytes - done, SHARED_READ_BYTES) as (count, past_cache):
-                data = buffer.read_bytes(source, start + done, count)
-                self._writes.write(into, data, target + done, past_cache=past_cache)
+            count = min(nbytes - done, SHARED_READ_BYTES)
+            data = buffer.read_bytes(source, start + done, count)
+            write_at(into.fd, data, target + done, into.path)
             self._advance(count)
-            for at in range(done, done + count, SHARED_READ_BYTES):
-                overflowed += self._cast_shared(waiting, data[at - done :][:SHARED_READ_BYTES], at)
+            overflowed += self._cast_shared(waiting, data, done)
             done += count
         return overflowed
 
@@ -228,9 +213,8 @@ class LocalCopier:
             if low >= high:
                 continue
             values = np.frombuffer(data[low - start : high - start], dtype=numpy_dtype(read.pair[0]))
-            overflowed += self._cast(values, read.pair[1], read.into)
-            if high == read.end:
-                read.into.finish()
+            target = read.target + (low - read.begin) // itemsize(read.pair[0]) * itemsize(read.pair[1])
+            overflowed += self._cast(values, read.pair[1], read.into, target)
         return overflowed
 
     def _shared_reads_of(
@@ -243,14 +227,12 @@ class LocalCopier:
         for row in shared[first:last]:
             pair, begin = self._casts[int(row["cast"])], int(row["skip"])
             end = begin + int(row["numel"]) * itemsize(pair[0])
-            nbytes = int(row["numel"]) * itemsize(pair[1])
-            stream = Stream(self._writes, file(int(row["file"])), int(row["target"]), nbytes)
-            result.append(_SharedRead(begin, end, pair, stream))
+            result.append(_SharedRead(begin, end, pair, file(int(row["file"])), int(row["target"])))
         return result
 
-    def _cast(self, values: NDArray[np.generic], dtype: str, into: Stream) -> int:
+    def _cast(self, values: NDArray[np.generic], dtype: str, into: OpenFile, target: int) -> int:
         """Cast and write values; returns the number of finite elements cast to infinity."""
         result = cast(values, dtype)
-        into.put(result.view(np.uint8))
+        write_at(into.fd, result.view(np.uint8).data, target, into.path)
         self._advance(result.nbytes)
         return count_overflowed(values, result)

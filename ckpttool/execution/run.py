@@ -63,9 +63,7 @@ def run(
         return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=advance, checks=checks)
     if _is_local(plan, output):
         assert isinstance(output, DirectoryOutput)  # noqa: S101  (``_is_local`` checks it)
-        return local.run(
-            plan, output.directory, jobs=jobs, advance=advance, journal=output.journal, checks=checks
-        ).overflowed
+        return local.run(plan, output.directory, jobs=jobs, advance=advance, journal=output.journal, checks=checks)
     return streaming.run(plan, output, jobs=jobs, memory=memory, advance=advance, checks=checks)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,14 +20,12 @@ from ckpttool.execution import local, local_copy
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.casts import CAST_ELEMENTS, cast
-from ckpttool.storage import LOCAL, block_writes, direct_io
+from ckpttool.storage import LOCAL
 from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.safe_files import Directory
-from ckpttool.storage.write_policy import Pace
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -272,142 +269,19 @@ def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path)
         assert len(list(failed_checks(proofs, advance=lambda _: None))) == change
 
 
-# ------------------------------------------------------------------------------------------------- past the cache
+# ------------------------------------------------------------------------------------------------- read once
 
 
-class _Direct:
-    """The module ``os`` as files written past the page cache see it: notes what is written so, and where."""
-
-    def __init__(self, pwrite: Callable[[int, memoryview, int], int]) -> None:
-        self._pwrite = pwrite
-        self.written: list[tuple[int, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def open(self, path: str, flags: int) -> int:
-        try:
-            return os.open(path, flags)
-        except OSError:  # the file system of the tests need not take it
-            return os.open(path, flags & ~os.O_DIRECT)
-
-    def pwrite(self, fd: int, data: memoryview, at: int) -> int:
-        assert at % PAGE == len(data) % PAGE == np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0
-        self.written.append((at, len(data)))
-        return self._pwrite(fd, data, at)
-
-
-class _Alternating:
-    """Takes both ways in turn."""
-
-    def __init__(self) -> None:
-        self._calls = itertools.count()
-
-    def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
-        assert nbytes >= block_writes.MIN_DIRECT_BYTES
-        return next(self._calls) % 2 == 0
-
-    def end(self, file: object, past_cache: bool, nbytes: int, seconds: float) -> None:
-        assert nbytes == 0 or nbytes >= block_writes.MIN_DIRECT_BYTES
-        assert seconds > 0
-
-
-@pytest.fixture
-def past_cache(monkeypatch: pytest.MonkeyPatch) -> _Direct:
-    """Let files of any size be written past the page cache, in small blocks."""
-    disk = _Direct(os.pwrite)
-    monkeypatch.setattr(direct_io, "os", disk)
-    monkeypatch.setattr(local, "file_system_of", lambda _: "ext4")
-    monkeypatch.setattr(local, "DIRECT_BYTES", 1)
-    for module in (local_copy, block_writes):
-        monkeypatch.setattr(module, "DIRECT_BYTES", 4 * PAGE)
-    monkeypatch.setattr(block_writes, "MIN_DIRECT_BYTES", PAGE)
-    monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
-    return disk
-
-
-@pytest.mark.parametrize("shift", [10, 11, PAGE, PAGE + 10, 3 * PAGE - 1, 64])
-@pytest.mark.parametrize("pace", [Pace, _Alternating])
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_bytes_arrive_past_the_cache(
-    source: Path, tmp_path: Path, past_cache: _Direct, shift: int, pace: type, jobs: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("ckpttool.storage.block_writes.Pace", pace)
-    assert _run(_plan(source, shift), tmp_path, jobs) == b"x" * shift + source.read_bytes()[10:]
-    assert past_cache.written
-    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
-
-
-class _Telling(Pace):
-    """Notes which files it is told that one thread alone writes."""
-
-    told: set[bool]
-
-    def begin(self, file: object, nbytes: int, *, by_one: bool) -> bool:
-        self.told.add(by_one)
-        return super().begin(file, nbytes, by_one=by_one)
-
-
-@pytest.mark.parametrize("files", ["only copied", "cast on the way"])
-def test_files_of_one_thread_are_distinguished_from_shared_files(
-    source: Path, tmp_path: Path, past_cache: _Direct, files: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shift", [10, 11])
+def test_file_systems_that_share_blocks_give_the_same_bytes(
+    source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Telling, "told", set(), raising=False)
-    monkeypatch.setattr(block_writes, "Pace", _Telling)
-    if files == "only copied":
-        plan = _two_files(source)
-    else:
-        _masters(tmp_path / "source")
-        plan = _masters_and_weights(tmp_path / "source")
-    local.run(plan, str(tmp_path), jobs=3, advance=lambda _: None)
-    assert _Telling.told == {files == "only copied"}
-    assert past_cache.written
+    monkeypatch.setattr(local, "file_system_of", lambda _: "xfs")
+    assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
 
 
-def test_how_many_threads_are_used_unasked(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = []
-
-    def noted(tasks: Any, jobs: int, *more: Any) -> Any:
-        used.append(jobs)
-        return in_threads(tasks, jobs, *more)
-
-    monkeypatch.setattr(local, "in_threads", noted)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    _masters(tmp_path / "source")
-    plans = [_plan(source, 10), _two_files(source), _masters_and_weights(tmp_path / "source")]
-    for number, (kind, plan) in enumerate(itertools.product(["ext4", "nfs"], plans)):
-        monkeypatch.setattr(local, "file_system_of", lambda _, kind=kind: kind)
-        (tmp_path / str(number)).mkdir()
-        local.run(plan, str(tmp_path / str(number)), jobs=None, advance=lambda _: None)
-    assert used == [4, 6, 4, 2, 2, 2]
-
-
-@pytest.mark.parametrize("jobs", [1, 3])
-@pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
-def test_a_shared_read_with_direct_io_is_one_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: _Direct, bytes_read: list[int], jobs: int,
-    elements: int,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
-    monkeypatch.setattr(block_writes, "Pace", _Alternating)
-    values = _masters(tmp_path / "source")
-    plan = _masters_and_weights(tmp_path / "source", "F16")
-    meter = Meter(plan.nbytes_written, None)
-    assert local.run(plan, str(tmp_path), jobs=jobs, advance=meter).overflowed == 2
-    _check_masters_and_weights(tmp_path, values, "F16")
-    assert past_cache.written
-    assert sum(bytes_read) == 4 * COUNT
-    assert meter.done == plan.nbytes_written - 66
-
-
-@pytest.mark.parametrize("past", [False, True])
-def test_two_casts_of_one_read_are_both_written(
-    tmp_path: Path, past: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_casts_of_one_read_are_both_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ends in the order in which they begin."""
-    if past:
-        request.getfixturevalue("past_cache")
     monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
     values = _masters(tmp_path / "source")
     casts = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"))
@@ -421,53 +295,6 @@ def test_two_casts_of_one_read_are_both_written(
     for name, a, b, number in spans:
         assert (tmp_path / name).read_bytes() == cast(values[a:b], casts[number][1]).tobytes(), name
 
-
-@pytest.mark.parametrize("how", ["another alignment", "short", "none"])
-def test_blocks_refused_by_direct_io_go_through_the_cache(
-    source: Path, tmp_path: Path, past_cache: _Direct, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pwrite(fd: int, data: memoryview, at: int) -> int:
-        if how == "another alignment":
-            raise OSError(errno.EINVAL, "no")
-        return os.pwrite(fd, data[:PAGE], at) if how == "short" else 0
-
-    monkeypatch.setattr(past_cache, "_pwrite", pwrite)
-    assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
-    assert past_cache.written
-
-
-def test_a_full_disk_is_an_error_past_the_cache_too(
-    source: Path, tmp_path: Path, past_cache: _Direct, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(past_cache, "_pwrite", full)
-    with pytest.raises(StorageError, match="out: no space left on the device"):
-        _run(_plan(source, 10), tmp_path)
-    assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
-
-
-@pytest.mark.parametrize(("kind", "shift", "past"), [("ext4", 10, True), ("xfs", 10, False), ("xfs", 11, True)])
-def test_shareable_blocks_are_copied_by_the_kernel(
-    source: Path, tmp_path: Path, past_cache: _Direct, kind: str, shift: int, past: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(local, "file_system_of", lambda _: kind)
-    assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
-    assert bool(past_cache.written) == past
-
-
-@pytest.mark.parametrize("kind", ["nfs4", "tmpfs", "btrfs", ""])
-def test_other_file_systems_are_written_through_the_cache(
-    source: Path, tmp_path: Path, past_cache: _Direct, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "file_system_of", lambda _: kind)
-    assert _run(_plan(source, 11), tmp_path) == b"x" * 11 + source.read_bytes()[10:]
-    assert not past_cache.written
-
-
-# ------------------------------------------------------------------------------------------------- read once
 
 COUNT = 300_000
 HALF = COUNT // 2 + 1
@@ -531,7 +358,7 @@ def test_bytes_copied_and_cast_are_read_once(
 def test_overflows_of_shared_reads_are_counted(tmp_path: Path) -> None:
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
-    assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None).overflowed == 2
+    assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None) == 2
     _check_masters_and_weights(tmp_path, values, "F16")
 
 
