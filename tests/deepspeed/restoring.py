@@ -29,6 +29,8 @@ TORCH = (
 TRANSFORMERS = ("HFAdafactor", "HFAdafactor beta1=0.9")
 OWN = ("CountingInGroups", "Unusual")
 """Optimizers of users; see ``_own``."""
+NESTED = "Nested"
+"""Another one, which DeepSpeed can train without ZeRO alone."""
 DEEPSPEED = ("Adam", "AdamW", "Adam torch_adam=1", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "MuAdam")
 OPTIMIZERS = (
     *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS, *OWN)),
@@ -41,6 +43,8 @@ DTYPES = ("fp32", "fp16", "bf16", "bf16 states")
 OFFLOADS = ("", "optimizer", "all")
 SCHEDULERS = ("", "WarmupLR", "OneCycle", "StepLR")
 MODELS = ("plain", "frozen", "tied", "counting")
+SPREAD = ("pipeline", "experts")
+"""Models that lie on several ranks, which restore on the same ranks alone."""
 GROUPS = ("one", "two", "adapter")
 
 
@@ -70,6 +74,17 @@ class Draw:
         parts += [self.groups, self.scheduler, self.zero, str(self.accumulation), str(self.clipping)]
         parts.append(f"to{self.target[0]}x{self.target[1]}")
         return "-".join(p.replace(" ", "_").replace("=", "") for p in parts if p)
+
+
+ALSO = [
+    *(Draw("torch AdamW", 0, "bf16", "", 2, 0.0, "", "pipeline", "one", ranks) for ranks in (2, 4)),
+    *(Draw("torch HFAdafactor", 0, dtype, "", 2, 0.0, "", "pipeline", "one", 2) for dtype in ("fp32", "bf16")),
+    *(Draw("torch HFAdafactor", stage, "bf16", "", 1, 0.0, "", "experts", "one", 2) for stage in (1, 2)),
+    *(Draw(f"torch {NESTED}", 0, dtype, "", 1, 0.0, "", "plain", "one", 1, "", (1, 0)) for dtype in DTYPES[:3]),
+    *(Draw("torch Adagrad", 0, dtype, "", 1, 0.0, "", "plain", "one", 1) for dtype in ("fp16", "bf16")),
+    Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
+]
+"""Configurations that once went wrong and that few draws are like."""
 
 
 def draws(count: int, seed: int = 0) -> list[Draw]:
@@ -114,9 +129,12 @@ def _main(directory: Path) -> None:
 
     common.preload()
     jobs = [Draw(**{**values, "target": tuple(values["target"])}) for values in forked.jobs_in(directory)]
+    # DeepSpeed remembers the model-parallel unit of a pipeline, and the groups of experts.
     for function, ranks_of in ((_same_ranks, lambda d: d.ranks), (_other_ranks, lambda d: d.target[0])):
-        for ranks, group in itertools.groupby(sorted(jobs, key=ranks_of), ranks_of):
-            forked.run_ranks(ranks, partial(_rank, function, list(group), directory))
+        process = lambda d, ranks_of=ranks_of: (ranks_of(d), d.model if d.model in SPREAD else "")  # noqa: E731
+        for (ranks, _), group in itertools.groupby(sorted(jobs, key=process), process):
+            if ranks:
+                forked.run_ranks(ranks, partial(_rank, function, list(group), directory))
 
 
 def _rank(function: Any, jobs: Sequence[Draw], directory: Path) -> None:
@@ -150,12 +168,16 @@ def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
     try:
         engine = build(draw)
         train(engine, draw, 2)
-        engine.save_checkpoint(str(root / "theirs"), client_state={"epoch": 1})
     except Exception as error:
         return {"deepspeed": f"cannot train: {type(error).__name__}: {str(error)[:200]}"}
-    named = _named(engine)
-    before = snapshot(engine)
     manager = ckpttool.CheckpointManager(root / "ours")
+    try:
+        engine.save_checkpoint(str(root / "theirs"), client_state={"epoch": 1})
+    except Exception as error:
+        why = f"cannot train: cannot save: {type(error).__name__}: {str(error)[:200]}"
+        return {"deepspeed": why, "save": told(lambda: manager.save(engine))}
+    named = {} if draw.model in SPREAD else _named(engine)
+    before = snapshot(engine)
     found["save"] = told(lambda: manager.save(engine, client_state={"epoch": 1}))
     found["kept"] = differing(before, snapshot(engine))  # a save changes nothing
     losses = train(engine, draw, 2)
@@ -208,7 +230,7 @@ def _other_ranks(draw: Draw, root: Path) -> dict[str, Any]:
 
     import ckpttool
 
-    if not (root / "named.pt").exists() or not (root / "ours" / "latest").exists():
+    if draw.model in SPREAD or not (root / "named.pt").exists() or not (root / "ours" / "latest").exists():
         return {}
     changed = Draw(**{**asdict(draw), "stage": draw.target[1], "ranks": draw.target[0], "offload": "", "zero": ""})
     try:
@@ -278,6 +300,10 @@ def build(draw: Draw, seed: int = 0) -> Any:
             p.requires_grad_(p.dim() == 2)
         trained = [p for p in trained if p.requires_grad]
     groups = _groups(trained, draw.groups)
+    if draw.model == "experts":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"})
     zero: dict[str, Any] = {"stage": draw.stage, "stage3_param_persistence_threshold": 10}
     if draw.zero:
         zero[draw.zero] = 200 if draw.zero == "sub_group_size" else True
@@ -317,7 +343,7 @@ def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False, **options)
-    if name in OWN:
+    if name in (*OWN, NESTED):
         return _own(name)(groups)
     return getattr(torch.optim, name)(groups, **{"lr": 0.01, **options})
 
@@ -364,7 +390,35 @@ def _own(name: str) -> Any:
                     group["d"] = max(group["d"], 0.01 * state["norm"])
                     p.add_(p.grad.to(p.dtype), alpha=-group["lr"] * group["d"] - 1e-3 * float(state["sketch"][0]))
 
-    return CountingInGroups if name == "CountingInGroups" else Unusual
+    class Nested(torch.optim.Optimizer):  # type: ignore[misc]  # the same
+        """Drives another optimizer, like Lookahead, and saves that one's state dict within its own."""
+
+        def __init__(self, groups: Any) -> None:
+            self.optimizer = torch.optim.Adam(groups, 0.01)
+            self.defaults, self.count = self.optimizer.defaults, 0
+
+        state = property(lambda self: self.optimizer.state)
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.optimizer.zero_grad(set_to_none)
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step()
+            self.count += 1
+            for p in (p for group in self.param_groups for p in group["params"]):
+                slow = self.state[p].setdefault("slow", p.clone())
+                p.copy_(slow.lerp_(p, 0.5 if self.count % 3 == 0 else 0.1))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count, "base": self.optimizer.state_dict()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+            self.optimizer.load_state_dict(state_dict["base"])
+
+    return {"CountingInGroups": CountingInGroups, "Unusual": Unusual, NESTED: Nested}[name]
 
 
 def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:
@@ -401,7 +455,28 @@ def _model(kind: str) -> Any:
                 self.calls += 1
             return self.head(self.down(torch.tanh(self.norm(self.up(self.embed(tokens))))))
 
-    return Net()
+    class Experts(Net):
+        def __init__(self) -> None:
+            from deepspeed.moe.layer import MoE
+
+            super().__init__()
+            expert = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
+            self.moe = MoE(6, expert, num_experts=2, ep_size=2, k=1, use_rts=False)
+
+        def forward(self, tokens: Any) -> Any:
+            return self.head(self.moe(self.embed(tokens))[0]) + super().forward(tokens)
+
+    if kind == "pipeline":
+        from deepspeed.pipe import LayerSpec, PipelineModule
+
+        layers = [
+            LayerSpec(nn.Linear, 6, 6),
+            LayerSpec(nn.Tanh),
+            LayerSpec(nn.Linear, 6, 6),
+            LayerSpec(nn.Linear, 6, 6),
+        ]
+        return PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    return Experts() if kind == "experts" else Net()
 
 
 def train(engine: Any, draw: Draw, steps: int) -> list[float]:
@@ -409,7 +484,12 @@ def train(engine: Any, draw: Draw, steps: int) -> list[float]:
     import torch
 
     losses = []
-    for _ in range(steps):
+    for _ in range(steps if draw.model == "pipeline" else 0):
+        generator = torch.Generator().manual_seed(97 * engine.global_steps)
+        dtype = next(engine.module.parameters()).dtype
+        batches = [torch.randn(2, 2, 6, generator=generator).to(dtype) for _ in range(draw.accumulation)]
+        losses.append(float(engine.train_batch(iter([tuple(batch) for batch in batches]))))
+    for _ in range(steps if draw.model != "pipeline" else 0):
         for micro in range(draw.accumulation):
             generator = torch.Generator().manual_seed(97 * engine.global_steps + 7 * micro + engine.global_rank)
             tokens = torch.randint(0, 13, (8,), generator=generator)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.deepspeed
 
-CHOSEN = restoring.draws(2400 if thorough() else 200)
+CHOSEN = [*restoring.ALSO, *restoring.draws(2400 if thorough() else 200)]
 REFUSED = (
     r"holds states that cannot be re-partitioned",  # Adafactor's rows and columns, for example
     r"holds .*, but the engine's optimizer keeps",  # the engine's differs, such as torch's Adagrad without offload
@@ -52,6 +52,13 @@ def test_each_is_saved_and_sound(found: dict[str, dict[str, Any]]) -> None:
         assert (one["save"], one["kept"]) == ("", []), name
         for report in (one["verify ours"], one["verify theirs"]):
             assert not report or "infinite values" in report, (name, report)
+
+
+def test_what_deepspeed_cannot_save_is_refused_with_the_reason(found: dict[str, dict[str, Any]]) -> None:
+    refused = {name: one["save"] for name, one in found.items() if "cannot save" in one.get("deepspeed", "")}
+    assert refused
+    for name, why in refused.items():
+        assert "has states of parameters that it has replaced by masters" in why, (name, why)
 
 
 def test_each_is_restored_on_the_same_ranks_and_trains_on_as_before(found: dict[str, dict[str, Any]]) -> None:

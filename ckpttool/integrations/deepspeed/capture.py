@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.catalog.cleanup import SCRATCH
@@ -272,8 +273,11 @@ def capture(
         if not isinstance(error, Exception):
             raise
         LOG.exception("DeepSpeed could not save")
-        problem = f"DeepSpeed could not save: {type(error).__name__}: {error}"
-        captured.failed = PlanError(tag, problem, "see the log of that rank")  # the other ranks raise it, too
+        problem, hint = f"DeepSpeed could not save: {type(error).__name__}: {error}", "see the log of that rank"
+        if (name := _optimizer_with_strays(engine.optimizer)) and isinstance(error, KeyError):
+            problem = f"DeepSpeed could not save: {name} has states of parameters that it has replaced by masters"
+            hint = "choose an optimizer that makes its states in its first step, or ZeRO stage 1 to 3"
+        captured.failed = PlanError(tag, problem, hint)  # the other ranks raise it, too
         return captured
     for entry in os.scandir(scratch):
         if entry.is_file():
@@ -284,6 +288,21 @@ def capture(
         captured.scratch = ""
         shutil.rmtree(scratch, ignore_errors=True)
     return captured
+
+
+def _optimizer_with_strays(optimizer: Any) -> str:
+    """Return the class of an optimizer with states of parameters that are not in its groups; "" for others.
+
+    torch's Adagrad makes its states when it is built, and its ``state_dict`` fails when DeepSpeed has put fp32 masters
+    into its groups.
+
+    Source: torch 2.13, optim/optimizer.py (``state_dict``); DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    groups = getattr(inner, "param_groups", ())
+    known = {id(p) for group in groups for p in group["params"]}
+    keys = getattr(inner, "state", None) or ()
+    return type(inner).__name__ if any(isinstance(p, torch.Tensor) and id(p) not in known for p in keys) else ""
 
 
 def _swap_files(directory: str) -> Iterator[OutgoingFile]:

@@ -1,7 +1,7 @@
 """Check before the first save of an engine that a restore into an engine built alike would succeed.
 
-The structure of all ranks' files, without tensors, goes to a scratch directory of the first rank as sparse files. They
-are opened and matched with the live engine as in a restore; the storage of the checkpoint is not used.
+The structure of all ranks' files, without tensors, goes to a scratch directory of the first rank as sparse files. It
+opens them and matches them with its engine as in a restore; the storage of the checkpoint is not used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import posixpath
 import tempfile
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
-from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 from ckpttool.saving.payloads import TorchFile
 from ckpttool.storage import LOCAL
 
@@ -62,29 +60,26 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
         return
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
-    agree = partial(agree_on_all_ranks, ranks, directory, timeout=timeout)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
-        path = posixpath.join(scratch, posixpath.basename(directory))
+    live = inspect_engine(engine)
+    problem = _elastic_problem(live)
 
-        def open_structure() -> Any:
-            _write_sparse([file for files in everyone for file in files], path)
-            return open_checkpoint(path, storage=LOCAL)
-
-        try:
-            checkpoint = open_together(path, LOCAL, open_structure, ranks, timeout=timeout)
-            # Objects in these two are built with ``allow``, which a restore may add.
-            checkpoint = replace(checkpoint, client_state={}, scheduler=None)
-            error: BaseException | None = None
+    def check(problems: list[str]) -> None:
+        """Check on the first rank what all ranks have: their files are alike."""
+        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
+            path = posixpath.join(scratch, posixpath.basename(directory))
             try:
-                live = inspect_engine(engine)
-                _check_elastic(live)
+                for found in filter(None, problems):
+                    raise PlanError(path, found, "")
+                _write_sparse([file for files in everyone for file in files], path)
+                checkpoint = open_checkpoint(path, storage=LOCAL)
+                # Objects in these two are built with ``allow``, which a restore may add.
+                checkpoint = replace(checkpoint, client_state={}, scheduler=None)
                 prepare(live, checkpoint, LoadOptions(strict=False, dry_run=True, structure_only=True))
             except CkptError as failed:
-                error = failed
-            agree(error)
-        except CkptError as failed:
-            problem = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
-            raise PlanError(directory, problem, HINT) from failed
+                why = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
+                raise PlanError(directory, why, HINT) from failed
+
+    ranks.agree(directory, problem, check, timeout=timeout)
 
 
 def _structure(file: OutgoingFile) -> Structure:
@@ -111,18 +106,13 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
                 file.write(data)
 
 
-def _check_elastic(live: LiveEngine) -> None:
-    """Refuse elastic checkpoints of states without the length of a partition: DeepSpeed cuts off its padding.
+def _elastic_problem(live: LiveEngine) -> str:
+    """Return why an elastic checkpoint cannot hold the states: DeepSpeed cuts off the padding of a partition.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_state_without_padding``).
-
-    Raises:
-        PlanError: The optimizer has such a state.
     """
-    if live.stage in {1, 2} and live.engine.zero_elastic_checkpoint():
-        for name in _odd_states(live):
-            problem = f"elastic_checkpoint cuts {name} of the optimizer, which has not the length of a partition"
-            raise PlanError("zero_optimization", problem, "set elastic_checkpoint to false")
+    odd = next(_odd_states(live), "") if live.stage in {1, 2} and live.engine.zero_elastic_checkpoint() else ""
+    return odd and f"elastic_checkpoint cuts {odd} of the optimizer, which has not the length of a partition"
 
 
 def _odd_states(live: LiveEngine) -> Iterator[str]:
