@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Saved, commits, is_thin, newest_first, read_manifest
-from ckpttool.errors import CkptError, LayoutError, LinkError
+from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.storage import MARK
 from ckpttool.storage.confined import leads_out
+from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.commit.manifest import Manifest
     from ckpttool.storage import Entry, Storage
+
+ATTEMPTS = 10
+"""Maximum number of attempts to list checkpoints while another process replaces or removes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,18 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         StorageError: The root cannot be read.
         LinkError: ``latest`` is or names a link that the storage does not follow.
     """
+    for _ in range(ATTEMPTS):
+        try:
+            return _candidates(storage, root)
+        except StorageError as error:
+            # Without a checkpoint that is renamed or removed meanwhile there could be none to resume from.
+            if error.problem != MISSING:
+                raise
+            storage.refresh([])
+    return _candidates(storage, root)
+
+
+def _candidates(storage: Storage, root: str) -> list[Candidate]:
     if not storage.is_dir(root):
         return []
     entries = storage.listing(root)
