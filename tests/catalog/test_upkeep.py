@@ -32,9 +32,9 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
 from ckpttool.storage.base import WHOLE
-from ckpttool.testing.disks import watching
+from ckpttool.testing.disks import CHANGES, watching
 from ckpttool.testing.faults import Before, Nothing, Rule
-from tests import damage
+from tests import damage, sampling
 from tests.cli.command import ckpttool
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
@@ -715,3 +715,57 @@ def test_a_small_file_is_written_again_if_its_incomplete_file_is_removed(root: P
     assert len(removed) == 3
     assert (root / "latest").read_text() == "step9"
     assert {p.name for p in root.iterdir() if p.is_file()} == {"latest", "zero_to_fp32.py"}
+
+
+def _states(root: Path) -> dict[str, str]:
+    """What readers accept of a root, with every byte compared: "whole" or "thin" by name."""
+    found = {}
+    for entry in api.ls(root).entries:
+        if entry.whole:
+            assert api.verify(entry.path, deep=True).findings == ()
+            found[entry.name] = "thin" if entry.thin else "whole"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"keep_best": "loss"}, {"step2", "step4"}),
+        ({"keep_for": "36h"}, {"step4"}),
+        ({"keep_best": "loss", "thin": "bf16"}, {"step2", "step4"}),
+    ],
+    ids=str,
+)
+def test_a_kill_at_any_operation_of_a_prune_loses_nothing(
+    rules: dict[str, Any], kept: set[str], tmp_path: Path, crash_points: Callable[[int], None]
+) -> None:
+    base, root, operations = tmp_path / "base", tmp_path / "root", (*CHANGES, "listdir")
+    for number, loss in enumerate((3.0, 1.0, 4.0, 2.0), 1):
+        save_version(LOCAL, str(base), Alone(), f"step{number}", 0, metrics={"loss": loss})
+        _set_step(base / f"step{number}", number, created=time.time() - (4 - number) * 2 * DAY)
+    shutil.copytree(base, root)
+    recorded = Rule(Nothing(), operations)
+    with watching(recorded):
+        api.prune(root, grace=0, jobs=1, **rules)
+    after, files = _states(root), {p.relative_to(root) for p in root.rglob("*")}
+    assert {name for name, state in after.items() if state == "whole"} == kept
+    points = sampling.some(range(len(recorded.matched)), 8, key=str(rules))
+    for at in points:
+        shutil.rmtree(root)
+        shutil.copytree(base, root)
+        if (child := os.fork()) == 0:
+            with (
+                contextlib.suppress(BaseException),
+                watching(Rule(Before(lambda _: os._exit(9)), operations, nth=at + 1)),
+            ):
+                api.prune(root, grace=0, jobs=1, **rules)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        left = _states(root)
+        assert after.keys() <= left.keys(), (at, recorded.matched[at])
+        assert all(state in ("whole", after.get(name)) for name, state in left.items()), (at, recorded.matched[at])
+        api.prune(root, grace=0, jobs=1, **rules)
+        assert _states(root) == after, (at, recorded.matched[at])
+        assert {p.relative_to(root) for p in root.rglob("*")} == files, (at, recorded.matched[at])
+    crash_points(len(points))
