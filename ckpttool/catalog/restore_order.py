@@ -46,21 +46,32 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         StorageError: The root cannot be read.
         LinkError: ``latest`` is or names a link that the storage does not follow.
     """
+    missing: StorageError | None = None
     for _ in range(ATTEMPTS):
+        before = _entries(storage, root)
         try:
-            return _candidates(storage, root)
+            missing, found = None, _candidates(storage, root)
         except StorageError as error:
-            # Without a checkpoint that is renamed or removed meanwhile there could be none to resume from.
             if error.problem != MISSING:
                 raise
-            storage.refresh([])
-    return _candidates(storage, root)
+            missing, found = error, []
+        if found:
+            return found
+        # A checkpoint that a save or a prune renames or removes meanwhile is not seen: a run would begin anew.
+        storage.refresh([])
+        if missing is None and _entries(storage, root) == before:
+            return []
+    if missing is not None:
+        raise missing
+    return []
+
+
+def _entries(storage: Storage, root: str) -> list[Entry]:
+    return storage.listing(root) if storage.is_dir(root) else []
 
 
 def _candidates(storage: Storage, root: str) -> list[Candidate]:
-    if not storage.is_dir(root):
-        return []
-    entries = storage.listing(root)
+    entries = _entries(storage, root)
     found: dict[str, Candidate] = {}
     saved: list[Saved] = []
     named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""

@@ -14,7 +14,7 @@ from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import is_commit, marks
-from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.manifest import REPLACED, read_manifest
 from ckpttool.commit.ray_runs import directory_name, last_commit, run_commits
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
@@ -182,6 +182,24 @@ def test_checkpoints_that_are_removed_meanwhile_make_no_restore_fail(tmp_path: P
     for number in (1, 2):
         _save(tmp_path, f"step{number}", number)
     assert [c.tag for c in candidates(_Pruned(tmp_path), str(tmp_path))] == ["step3"]
+
+
+class _Replaced(LocalStorage):
+    """A disk on which another process begins to save the only checkpoint anew, before its manifest is looked for."""
+
+    def exists(self, path: str) -> bool:
+        directory = os.path.dirname(path)
+        aside = f"{directory}{REPLACED}"
+        if path.endswith(f"step1/{MANIFEST}") and not os.path.exists(aside):
+            os.rename(directory, aside)
+            os.mkdir(directory)
+            LOCAL.put(os.path.join(directory, MARK), b"{}")
+        return super().exists(path)
+
+
+def test_the_only_checkpoint_is_found_while_it_is_replaced(tmp_path: Path) -> None:
+    _save(tmp_path, "step1", 1)
+    assert [c.tag for c in candidates(_Replaced(), str(tmp_path))] == [f"step1{REPLACED}"]
 
 
 def test_a_save_that_deletes_its_marker_meanwhile_is_a_commit(bucket: Bucket) -> None:
