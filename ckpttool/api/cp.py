@@ -96,7 +96,6 @@ def cp(  # noqa: PLR0913  public API
 def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     from ckpttool.catalog import copies
     from ckpttool.catalog.cleanup import remove_left_over_files
-    from ckpttool.catalog.retention import GRACE
 
     began = time.perf_counter()
     checked_path("dst", dst)
@@ -126,7 +125,7 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
         check_copy(target.out)
     else:
         target.write(plan, work, last=copies.INDICES, check=check_copy, resume=options.resume)
-    remove_left_over_files(root.storage, root.out, (), grace=GRACE)
+    remove_left_over_files(root.storage, root.out, ())
     for name, data in sidecars.sidecars.items():
         root.put(name, data, sidecars.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *sidecars.notes]

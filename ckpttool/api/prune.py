@@ -92,7 +92,7 @@ def prune(  # noqa: PLR0913  public API
     storage = open_storage(checked_path("root", root), storage_options)
     if not dry_run:
         unlinked = [e.path for e in found.entries if not e.link]
-        removed = remove_left_over_files(storage, found.root, unlinked, grace=rules.grace_seconds)
+        removed = remove_left_over_files(storage, found.root, unlinked)
         if finish_killed(storage, unlinked, grace=rules.grace_seconds) or removed:
             found = catalog(checked_path("root", root), options=storage_options)
     if found.problems:
@@ -188,6 +188,7 @@ def _attempt(
 ) -> tuple[Decision, PruneError | None]:
     """Remove or thin one checkpoint; return what was done, and the error."""
     from ckpttool.catalog.cleanup import changed_since
+    from ckpttool.commit.marks import TakenError
 
     path = decision.entry.path
     try:
@@ -201,6 +202,8 @@ def _attempt(
         if error.problem == MISSING and not storage.is_dir(path):
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
         committed, leftovers = _is_thin(storage, path)
+        if isinstance(error, TakenError) and not committed:
+            return replace(decision, thin=None, freed=0, reason=error.problem), None
         if decision.thin is None:
             problem = f"cannot be removed whole: {error.problem}"
             failed = PruneError(path, problem, "repair that, then run it again")

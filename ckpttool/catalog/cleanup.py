@@ -54,7 +54,7 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
         whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
         marks = (posixpath.join(d, MARK) for d in whole if "over" not in read_mark(storage, d))
         marks_left = [mark for mark in marks if storage.exists(mark)]
-        marks_left += _left_over_files(storage, root, whole, grace=grace)
+        marks_left += _left_over_files(storage, root, whole)
     except CkptError as error:
         LOG.warning("old checkpoints were not removed: %s", error)
         return []
@@ -155,20 +155,19 @@ def is_old(modified: float, grace: float) -> bool:
     return abs(time.time() - modified) >= grace
 
 
-def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Iterable[str], *, grace: float) -> bool:
+def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Iterable[str]) -> bool:
     """Remove the small files in a root and its checkpoints that a killed process has left; log a failure.
 
     Args:
         storage: Storage of the root.
         root: The directory of all checkpoints.
         checkpoints: Directories of checkpoints.
-        grace: Age in seconds of incomplete files to remove.
 
     Returns:
         Whether there were any.
     """
     try:
-        found = _left_over_files(storage, root, checkpoints, grace=grace)
+        found = _left_over_files(storage, root, checkpoints)
         storage.delete(found)
     except CkptError as error:
         LOG.warning("could not remove a leftover: %s", error)
@@ -176,14 +175,19 @@ def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Ite
     return bool(found)
 
 
-def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str], *, grace: float) -> list[str]:
-    """Return incomplete files like ``latest.0123abcd.partial``, and local markers of outputs that are committed."""
-    entries = storage.listing(root) if storage.is_dir(root) else []
-    found = [e for e in entries if not e.is_dir and re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", e.name)]
-    partial = [posixpath.join(root, e.name) for e in found if is_old(e.modified or 0.0, grace)]
+def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str]) -> list[str]:
+    """Return incomplete files like ``latest.0123abcd.partial``, and markers of outputs that are committed.
+
+    If another process is writing such a small file, ``LocalStorage.put`` writes it again.
+    """
+    if storage.remote:  # it shows no incomplete files, and has no such markers
+        return []
+    names = [e.name for e in storage.listing(root) if not e.is_dir] if storage.is_dir(root) else []
+    partial = [name for name in names if re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", name)]
     # In a staging directory, which has the suffix, a later run needs the marker.
-    committed = (c for c in checkpoints if not storage.remote and storage.is_dir(c) and not c.endswith(PARTIAL))
-    return partial + [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE)]
+    committed = (c for c in checkpoints if storage.is_dir(c) and not c.endswith(PARTIAL))
+    marks = [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE)]
+    return [*(posixpath.join(root, name) for name in partial), *marks]
 
 
 def _is_left_over(storage: WritableStorage, directory: str) -> bool:

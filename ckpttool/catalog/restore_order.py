@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Saved, commits, is_thin, newest_first, read_manifest
-from ckpttool.errors import CkptError, LayoutError, LinkError
+from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.storage import MARK
 from ckpttool.storage.confined import leads_out
+from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.commit.manifest import Manifest
     from ckpttool.storage import Entry, Storage
+
+ATTEMPTS = 10
+"""Maximum number of attempts to list checkpoints while another process replaces or removes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,32 @@ def candidates(storage: Storage, root: str) -> list[Candidate]:
         StorageError: The root cannot be read.
         LinkError: ``latest`` is or names a link that the storage does not follow.
     """
-    if not storage.is_dir(root):
-        return []
-    entries = storage.listing(root)
+    missing: StorageError | None = None
+    for _ in range(ATTEMPTS):
+        before = _entries(storage, root)
+        try:
+            missing, found = None, _candidates(storage, root)
+        except StorageError as error:
+            if error.problem != MISSING:
+                raise
+            missing, found = error, []
+        if found:
+            return found
+        # A checkpoint that a save or a prune renames or removes meanwhile is not seen: a run would begin anew.
+        storage.refresh([])
+        if missing is None and _entries(storage, root) == before:
+            return []
+    if missing is not None:
+        raise missing
+    return []
+
+
+def _entries(storage: Storage, root: str) -> list[Entry]:
+    return storage.listing(root) if storage.is_dir(root) else []
+
+
+def _candidates(storage: Storage, root: str) -> list[Candidate]:
+    entries = _entries(storage, root)
     found: dict[str, Candidate] = {}
     saved: list[Saved] = []
     named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""

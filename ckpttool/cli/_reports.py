@@ -337,7 +337,7 @@ def print_verify_report(report: VerifyReport) -> None:
     compared = report.deep and not report.records_unrecorded
     verdict = f"{count} finding{'s' if count > 1 else ''}" if count else "sound" if compared else "no finding"
     line = f"{report.location}: {verdict} ({contents}; {_depth(report)})"
-    print_line(line, color="red" if count else "green" if compared else None)
+    print_line(line, color="red" if count else "green" if compared else "yellow")
     if report.unplaced:
         shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
         problem = (

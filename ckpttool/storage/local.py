@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import Entry, check_text, decode_text
-from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
+from ckpttool.storage.error_texts import MISSING, WAIT, ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.posix import sync_directory
 from ckpttool.storage.removal import remove_local
 from ckpttool.storage.retry import Tally
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_HOPS = 40
 """Most links that a link leads through, as in Linux: more are a loop."""
+ATTEMPTS = 10
+"""Maximum number of attempts to write a small file while other processes remove incomplete files."""
 
 
 class LocalReader:
@@ -246,15 +248,14 @@ class LocalStorage(Described):
         return True
 
     def _put(self, path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool) -> None:
-        from ckpttool.storage.local_writer import LocalWriter  # most commands write nothing
-
-        writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
-        try:
-            writer.append(parts)
-            writer.commit()
-        except BaseException:
-            writer.discard()
-            raise
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                _put_once(path, parts, mode, new=new)
+                break
+            except StorageError as error:
+                # A process that clears away leftovers may have removed the incomplete file.
+                if error.problem != MISSING or not left or not os.path.isdir(os.path.dirname(path) or "."):
+                    raise
         self.sync(os.path.dirname(path))
 
     def writer(self, path: str, nbytes: int, *, new: bool = False, mode: int = 0o666) -> LocalWriter:
@@ -309,6 +310,18 @@ class LocalStorage(Described):
 
     def abandon(self, path: str) -> None:
         """Do nothing: temporary files lie in the directory itself."""
+
+
+def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool) -> None:
+    from ckpttool.storage.local_writer import LocalWriter  # most commands write nothing
+
+    writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
+    try:
+        writer.append(parts)
+        writer.commit()
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def is_linked(storage: Storage, root: str, path: str) -> bool:

@@ -7,7 +7,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage.base import MARK, walk
+from ckpttool.storage.base import MARK, find_text, walk
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.posix import sync_directory
 
@@ -34,8 +34,8 @@ def is_half_removed(storage: Storage, path: str) -> bool:
     """
     if not storage.remote:
         return _is_aside(os.path.basename(path))
-    mark = f"{path}/{MARK}"
-    return any(e.name == MARK for e in storage.listing(path)) and storage.read_text(mark) == REMOVAL_MARK
+    # A save may commit and delete its marker between the two requests.
+    return any(e.name == MARK for e in storage.listing(path)) and find_text(storage, f"{path}/{MARK}") == REMOVAL_MARK
 
 
 def is_gone(storage: Storage, error: CkptError) -> bool:

@@ -13,16 +13,21 @@ import ckpttool
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
-from ckpttool.commit import marks
-from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit import is_commit, marks
+from ckpttool.commit.manifest import REPLACED, read_manifest
 from ckpttool.commit.ray_runs import directory_name, last_commit, run_commits
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LOCAL, MANIFEST, MARK
+from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, open_storage
+from tests.faults.rules import Before
+from tests.faults.s3_proxy import Proxy
 from tests.saving.checkpoints import SIDECARS, chosen, part, save_version, version
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckpttool.storage import Entry
+    from tests.storage.server import Bucket
 
 
 def _save(root: Path, tag: str, number: int, seconds: float = 0.0) -> None:
@@ -156,3 +161,52 @@ def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) ->
     assert [c.step for c in run_commits(LOCAL, str(tmp_path))] == [25, 15, 30, 20, 10]
     ckpttool.prune(tmp_path, keep_last=2)
     assert [c.step for c in run_commits(LOCAL, str(tmp_path))] == [25, 15]
+
+
+class _Pruned(LocalStorage):
+    """A disk on which another process removes two checkpoints and commits another, just before one is listed."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def listing(self, path: str) -> list[Entry]:
+        if path == str(self._root / "step1") and (self._root / "step1").exists():
+            save_version(LOCAL, str(self._root), Alone(), "step3", 3)
+            for name in ("step1", "step2"):
+                LOCAL.remove_tree(str(self._root / name))
+        return super().listing(path)
+
+
+def test_checkpoints_that_are_removed_meanwhile_make_no_restore_fail(tmp_path: Path) -> None:
+    for number in (1, 2):
+        _save(tmp_path, f"step{number}", number)
+    assert [c.tag for c in candidates(_Pruned(tmp_path), str(tmp_path))] == ["step3"]
+
+
+class _Replaced(LocalStorage):
+    """A disk on which another process begins to save the only checkpoint anew, before its manifest is looked for."""
+
+    def exists(self, path: str) -> bool:
+        directory = os.path.dirname(path)
+        aside = f"{directory}{REPLACED}"
+        if path.endswith(f"step1/{MANIFEST}") and not os.path.exists(aside):
+            os.rename(directory, aside)
+            os.mkdir(directory)
+            LOCAL.put(os.path.join(directory, MARK), b"{}")
+        return super().exists(path)
+
+
+def test_the_only_checkpoint_is_found_while_it_is_replaced(tmp_path: Path) -> None:
+    _save(tmp_path, "step1", 1)
+    assert [c.tag for c in candidates(_Replaced(), str(tmp_path))] == [f"step1{REPLACED}"]
+
+
+def test_a_save_that_deletes_its_marker_meanwhile_is_a_commit(bucket: Bucket) -> None:
+    root = bucket.url("run")
+    save_version(open_storage(root), root, Alone(), "step1", 1)
+    bucket.put(f"run/step1/{MARK}", b"{}")
+    with Proxy(bucket.endpoint) as proxy:
+        deleted = proxy.add(Before(lambda _: bucket.delete(f"run/step1/{MARK}")), "get_object", MARK)
+        assert is_commit(open_storage(root, {"endpoint_url": proxy.url}), f"{root}/step1")
+        assert deleted.fired == 1

@@ -248,7 +248,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
     assert list(written) == [
         "out", "dry_run", "files", "tensors", "elements", "dtype", "nbytes_read", "nbytes_written", "seconds", "tied",
-        "companions", "overflowed", "notes", "digest", "checks", "needs",
+        "companions", "overflowed", "notes", "digest", "checks", "needs", "there",
     ]  # fmt: skip
 
 
@@ -301,8 +301,8 @@ def test_terminal_gets_no_codes_from_names(checkpoint_copy: Callable[[str], Path
 
 
 def test_no_color_is_respected(checkpoint_copy: Callable[[str], Path]) -> None:
-    assert "\x1b[32m" in _in_terminal("verify", ZERO3, columns=80)
-    assert "\x1b" not in _in_terminal("verify", ZERO3, columns=80, NO_COLOR="1")
+    assert "\x1b[32m" in _in_terminal("verify", ZERO3, "--deep", columns=80)
+    assert "\x1b" not in _in_terminal("verify", ZERO3, "--deep", columns=80, NO_COLOR="1")
 
 
 def _in_terminal(*arguments: object, columns: int, **environment: str) -> str:

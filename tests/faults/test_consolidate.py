@@ -42,7 +42,7 @@ RUNS = [
     Run("one file", "zero2-dp2-bf16", ("--to", "safetensors")),
     Run("shards, cast", "zero3-dp2-bf16", ("--to", "torch", "--max-shard-size", "3kB", "--dtype", "bf16")),
     Run("with companions", "zero2-dp2-bf16-trainer", ("--to", "safetensors", "--max-shard-size", "9kB")),
-    Run("one over shards", "zero3-dp2-bf16-trainer", ("--to", "safetensors", "--overwrite"),
+    Run("one over shards", "zero3-dp2-bf16-trainer", ("--to", "safetensors", "--overwrite", "--prove"),
         ("--to", "safetensors", "--max-shard-size", "9kB")),
     Run("shards over one", "zero2-dp2-bf16-trainer", ("--to", "torch", "--max-shard-size", "9kB", "--overwrite"),
         ("--to", "safetensors")),
