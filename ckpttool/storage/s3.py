@@ -1,32 +1,47 @@
-"""Read and write objects in S3 and compatible stores through s3fs: ranges of one version, and small objects."""
+"""The storage of S3 and compatible stores.
+
+s3fs makes all requests; large ranges are read through obstore if it is installed (``s3_obstore``).
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import io
+import secrets
+import threading
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import s3fs
+from fsspec.asyn import sync
+
 from ckpttool.checksums import crc32
+from ckpttool.errors import CkptError
 from ckpttool.storage.base import check_text, decode_text
+from ckpttool.storage.error_texts import ExistsError
 from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage
 from ckpttool.storage.listings import entry_of
 from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
-from ckpttool.storage.s3_writer import CONFLICT, NO_CONDITIONS, PRECONDITION_FAILED, S3Writer, answer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckpttool.storage.s3_obstore import ObstoreRanges
-    from ckpttool.storage.s3_parts import PartClient
 
 MAX_PARTS = 10_000
 """Most parts of one upload; a limit of S3."""
 MIN_PART_BYTES = 5 << 20
 """Least bytes of each part but the last; a limit of S3."""
 BULK_BYTES = 1 << 20
-"""Least bytes of a range to read through obstore, if it is installed."""
+"""Least bytes of a range to read through obstore."""
+UPLOADED_BY = "ckpttool-upload"
+"""Metadata key that identifies the upload that has created an object."""
+CONFLICT, PRECONDITION_FAILED = 409, 412
+"""HTTP status of refused conditional writes."""
+NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
+"""Error codes of servers that do not support conditional writes."""
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +60,21 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "config_kwargs": config}
 
 
+class SingleAttemptFileSystem(s3fs.S3FileSystem):  # type: ignore[misc]
+    """s3fs without retries of its own: ``retry.call`` retries.
+
+    A class of its own has a cache of instances of its own: the user's instances with the same options keep their
+    retries. Source: s3fs 2026, core.py (``S3FileSystem.retries``).
+    """
+
+    retries = 1
+
+
+def single_attempt(kind: type[Any]) -> type[Any]:
+    """Return the class to use in the place of a file system class of S3."""
+    return SingleAttemptFileSystem if kind is s3fs.S3FileSystem else kind
+
+
 class S3Storage(RemoteStorage):
     """The storage of S3 buckets. Threads may share it.
 
@@ -58,8 +88,6 @@ class S3Storage(RemoteStorage):
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
         self._ranges: dict[str, ObstoreRanges | None] = {}
-        self._part_client: PartClient | None = None
-        self._has_part_client = False
 
     def look(self, key: str) -> list[dict[str, Any]]:
         """Return s3fs's infos of a directory's entries, or of the object at that key.
@@ -94,21 +122,30 @@ class S3Storage(RemoteStorage):
         return bool(found)
 
     def _below(self, key: str) -> list[dict[str, Any]]:
-        from fsspec.asyn import sync
-
-        found: list[dict[str, Any]] = sync(self.fs.loop, self.fs._lsdir, key)
-        return found
+        return [info for page in self._list(f"{key}/", Delimiter="/") for info in page]
 
     def _object(self, key: str) -> list[dict[str, Any]]:
         """Return the info of the object with exactly this key: the first of a listing with that prefix.
 
         A listing, because the credentials may have no right to HEAD.
         """
-        from fsspec.asyn import sync
+        return [info for info in next(self._list(key, MaxKeys=1)) if info["name"] == key and info["type"] == "file"]
 
-        above, _, name = key.rpartition("/")
-        found = sync(self.fs.loop, self.fs._lsdir, above, prefix=name, delimiter="", max_items=1)
-        return [info for info in found if info["name"] == key]
+    def _list(self, prefix: str, **how: Any) -> Iterator[list[dict[str, Any]]]:
+        """Yield pages of s3fs's infos of objects and common prefixes."""
+        bucket, _, prefix = prefix.partition("/")
+        after: dict[str, str] = {}
+        while True:
+            page = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **how, **after)
+            yield [
+                *({"name": f"{bucket}/{p['Prefix'][:-1]}", "size": 0, "type": "directory"}
+                  for p in page.get("CommonPrefixes", [])),
+                *({**c, "name": f"{bucket}/{c['Key']}", "size": c["Size"], "type": "file"}
+                  for c in page.get("Contents", [])),
+            ]  # fmt: skip
+            if not page.get("IsTruncated"):
+                return
+            after = {"ContinuationToken": page["NextContinuationToken"]}
 
     def read_text(self, path: str) -> str:
         """Return the content of a small text file; one request if no cached listing covers it.
@@ -121,32 +158,37 @@ class S3Storage(RemoteStorage):
         return decode_text(path, self.call(path, partial(self._read_small, path)))
 
     def _read_small(self, path: str) -> bytes:
-        from fsspec.asyn import sync
+        bucket, key = self._names(path)
+        return self._content(bucket, key, lambda nbytes: check_text(path, nbytes))
 
-        return bytes(sync(self.fs.loop, self._get_small, path, *self._names(path)))
-
-    async def _get_small(self, path: str, bucket: str, key: str) -> bytes:
-        response = await self.fs._call_s3("get_object", Bucket=bucket, Key=key)
+    def _content(self, bucket: str, key: str, check: Callable[[int], object], **given: str) -> bytes:
+        """Return the content of an object, after a check of its number of bytes."""
+        answer = self.fs.call_s3("get_object", Bucket=bucket, Key=key, **given)
         try:
-            check_text(path, response["ContentLength"])
-            return bytes(await response["Body"].read())
+            check(answer["ContentLength"])
+            return bytes(sync(self.fs.loop, answer["Body"].read))
         finally:
-            response["Body"].close()
+            answer["Body"].close()
 
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """Return the bytes [start, end) of one version of an object; one request.
 
         The request has the ETag of the listing, so that the store refuses it if the object was rewritten.
         """
-        from fsspec.asyn import sync
-
         bucket, key = self._names(path)
+        condition = {"IfMatch": f'"{version}"'} if version else {}
         if end - start >= BULK_BYTES and (ranges := self._ranges_of(bucket)) is not None:
             data = ranges.get(key, start, end, version)
             if data is not None:
                 return data
-        condition = {"IfMatch": f'"{version}"'} if version else {}
-        return bytes(sync(self.fs.loop, self._get, bucket, key, start, end, condition))
+
+        def check(
+            nbytes: int,
+        ) -> None:  # a server without ranges would send the whole file, which may exceed the memory
+            if nbytes != end - start:
+                raise ShortReadError(f"{nbytes:,} bytes instead of {end - start:,}")
+
+        return self._content(bucket, key, check, Range=f"bytes={start}-{end - 1}", **condition)
 
     def _ranges_of(self, bucket: str) -> ObstoreRanges | None:
         with self._lock:
@@ -158,29 +200,6 @@ class S3Storage(RemoteStorage):
                 with contextlib.suppress(Exception):
                     self._ranges[bucket] = ObstoreRanges(self.fs, bucket)
             return self._ranges[bucket]
-
-    async def _get(self, bucket: str, key: str, start: int, end: int, condition: dict[str, str]) -> bytes:
-        wanted = f"bytes={start}-{end - 1}"
-        response = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=wanted, **condition)
-        try:
-            # Checked first: a server without support for ranges would send the whole file, which may exceed the memory.
-            if response["ContentLength"] != end - start:
-                raise ShortReadError(f"{response['ContentLength']:,} bytes instead of {end - start:,}")
-            return bytes(await response["Body"].read())
-        finally:
-            response["Body"].close()
-
-    def part_client(self) -> PartClient | None:
-        """Return a client that sends parts from any thread; None if only s3fs supports the options."""
-        with self._lock:
-            if not self._has_part_client:
-                from ckpttool.storage.s3_parts import PartClient
-
-                self._has_part_client = True
-                # Without this client s3fs sends the parts, or reports the error.
-                with contextlib.suppress(Exception):
-                    self._part_client = PartClient(self.fs)
-            return self._part_client
 
     def checksum_of(self, data: bytes | memoryview) -> dict[str, str]:
         """Return the checksum parameters of a part; empty if the store gets none.
@@ -320,3 +339,179 @@ def _content_type(name: str) -> dict[str, str]:
 def part_bytes(nbytes: int) -> int:
     """Return the part size in bytes for an object of ``nbytes`` bytes; a multiple of 64, which splits no element."""
     return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
+
+
+def answer_of(error: BaseException) -> tuple[int, str]:
+    """Return HTTP status and error code of the answer behind an error; 0 and "" without an answer."""
+    response = getattr(error.__cause__, "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status), str(response.get("Error", {}).get("Code", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class S3Parts:
+    """Writes parts of a pending upload in any process."""
+
+    storage: S3Storage
+    """Storage of the object."""
+    path: str
+    """URL of the object."""
+    where: Mapping[str, str]
+    """Parameters ``Bucket``, ``Key`` and ``UploadId`` of requests."""
+    part_bytes: int
+    """Size of every part but the last, in bytes."""
+
+    def write(self, start: int, data: bytes | memoryview) -> str:
+        """Write or replace the part that begins at byte ``start``; return its ETag.
+
+        Raises:
+            StorageError: The part cannot be written.
+        """
+        return self.storage.call(self.path, partial(self._send, start // self.part_bytes + 1, data))
+
+    def _send(self, number: int, data: bytes | memoryview) -> str:
+        sums = self.storage.checksum_of(data)
+        # A stream, because the event loop would send bytes in one call and block meanwhile.
+        body = io.BytesIO(data)
+        answer = self.storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **sums, **self.where)
+        return str(answer["ETag"])
+
+
+class S3Writer:
+    """Writes an object by a multipart upload, in any order. No reader sees the object before ``commit``.
+
+    Args:
+        storage: Storage of the object.
+        path: URL of the object.
+        bucket: Its bucket.
+        name: Its key in the bucket.
+        part_bytes: Size of every part but the last, in bytes.
+        number: Identifier of the upload to resume; "" for a new one.
+        new: Whether the upload must not replace an object.
+
+    Raises:
+        StorageError: The store fails.
+    """
+
+    def __init__(
+        self, storage: S3Storage, path: str, bucket: str, name: str, part_bytes: int, number: str, *, new: bool = False
+    ) -> None:
+        self._storage = storage
+        self.path = path
+        self._where = {"Bucket": bucket, "Key": name}
+        self.part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._attempts = 0
+        self._new = new
+        self._token = secrets.token_hex(8)
+        self._parts: dict[int, tuple[str, int]] = {}
+        if number:
+            self._parts = storage.parts(path, bucket, name, number)
+        else:
+            number = storage.call(path, self._begin)
+            if self._attempts > 1:
+                self._abort_others(number)
+        self._where["UploadId"] = number
+        self._committing = False
+
+    def _abort_others(self, number: str) -> None:
+        """Abort the uploads of earlier attempts with lost answers; the credentials may lack the right to list them."""
+        bucket, name = self._where["Bucket"], self._where["Key"]
+        with contextlib.suppress(CkptError):
+            for key, other in self._storage.pending(self.path, bucket, name):
+                if key == name and other != number:
+                    self._storage.abort(self.path, bucket, name, other)
+
+    def _begin(self) -> str:
+        self._attempts += 1
+        metadata = {"Metadata": {UPLOADED_BY: self._token}} if self._new else {}
+        return str(self._storage.fs.call_s3("create_multipart_upload", **metadata, **self._where)["UploadId"])
+
+    def has(self, start: int, nbytes: int) -> bool:
+        """Return whether the part that begins at byte ``start`` is stored."""
+        return self._parts.get(start // self.part_bytes + 1, ("", -1))[1] == nbytes
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Write the part that begins at byte ``start``.
+
+        Raises:
+            StorageError: The part cannot be written.
+        """
+        self.accept(start, len(data), self.part_writer().write(start, data))
+
+    def part_writer(self) -> S3Parts:
+        """Return an object that writes parts in any process."""
+        return S3Parts(self._storage, self.path, self._where, self.part_bytes)
+
+    def accept(self, start: int, nbytes: int, result: str) -> None:
+        """Record the ETag of a part."""
+        with self._lock:
+            self._parts[start // self.part_bytes + 1] = (result, nbytes)
+
+    def commit(self) -> None:
+        """Make the complete object visible to readers.
+
+        Raises:
+            ExistsError: ``new`` is set, and the object exists.
+            StorageError: The store fails.
+        """
+        parts = [{"PartNumber": n, "ETag": etag} for n, (etag, _) in sorted(self._parts.items())]
+        self._committing = True
+        self._storage.call(self.path, partial(self._complete, {"Parts": parts}))
+        self._storage.forget()
+
+    def _complete(self, parts: dict[str, Any]) -> None:
+        """Complete the upload; with ``new`` never replace an object.
+
+        On servers without conditional writes, checks for the object before the write.
+
+        Source: Amazon S3, CompleteMultipartUpload (``If-None-Match``).
+        """
+        complete = partial(self._storage.fs.call_s3, "complete_multipart_upload", MultipartUpload=parts, **self._where)
+        try:
+            if self._new:
+                self._complete_new(complete)
+            else:
+                complete()
+        except FileNotFoundError:
+            # The answer to an earlier attempt may be lost: the upload does not exist any more because it is complete.
+            if not self._is_complete():
+                raise
+
+    def _complete_new(self, complete: Callable[..., Any]) -> None:
+        try:
+            complete(IfNoneMatch="*")
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            code, name = answer_of(error)
+            if code in {CONFLICT, PRECONDITION_FAILED} and not self._is_complete():
+                raise ExistsError(self.path, "exists already", "check which other process writes it") from error
+            if name in NO_CONDITIONS:
+                self._storage.forget()
+                if self._storage.exists(self.path):
+                    raise ExistsError(self.path, "exists already", "check which other process writes it") from error
+                complete()
+            elif code not in {CONFLICT, PRECONDITION_FAILED}:
+                raise
+
+    def _is_complete(self) -> bool:
+        """Return whether this upload has created the object; without ``new`` only its size is compared."""
+        fs = self._storage.fs
+        try:
+            if self._new:
+                head = fs.call_s3("head_object", Bucket=self._where["Bucket"], Key=self._where["Key"])
+                return bool(head.get("Metadata", {}).get(UPLOADED_BY) == self._token)
+            found = fs.info(self._storage.key(self.path))
+        except FileNotFoundError:
+            return False
+        return bool(found["size"] == sum(size for _, size in self._parts.values()))
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing: no thread waits for the part of another."""
+
+    def discard(self) -> None:
+        """Abort the upload; delete the object if this upload has completed it."""
+        aborted = self._storage.abort(self.path, self._where["Bucket"], self._where["Key"], self._where["UploadId"])
+        if not aborted and self._committing and self._storage.call(self.path, self._is_complete):
+            self._storage.delete([self.path])

@@ -8,22 +8,68 @@ from __future__ import annotations
 
 import os
 import re
-from datetime import timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from ckpttool.storage.retry import ShortReadError
-from ckpttool.storage.s3_client import (
-    AnswerError,
-    certificates,
-    check_options,
-    credentials_of,
-    is_plain,
-    region_of,
-)
 
+KNOWN_OPTIONS = {
+    "anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "profile", "secret", "token", "use_listings_cache",
+}  # fmt: skip
+"""Options of s3fs that the other clients follow. Other options may change requests."""
+KNOWN_CLIENT_OPTIONS = {
+    "aws_access_key_id", "aws_secret_access_key", "aws_session_token", "endpoint_url", "region_name",
+}  # fmt: skip
+KNOWN_CONFIGURATION = {"connect_timeout", "max_pool_connections", "read_timeout", "retries"}
+CREDENTIAL_SECONDS = 1
+"""Seconds until obstore asks for the credentials again; botocore keeps them."""
+_CREDENTIALS = (
+    ("key", "aws_access_key_id", "access_key_id"),
+    ("secret", "aws_secret_access_key", "secret_access_key"),
+    ("token", "aws_session_token", "session_token"),
+)
+"""Names of credentials: options of s3fs, of botocore's client, and of obstore."""
+CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
+"""Environment variables with a file of CA certificates; the first takes precedence.
+
+Source: botocore, session.py and endpoint.py.
+"""
+_PLAIN_STATUS = {404, 408, 412, 416, 429}
+"""Status that s3fs would get too. After other 4xx s3fs may succeed, with another region or fresh credentials."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+class AnswerError(Exception):
+    """The store answered with an error.
+
+    Args:
+        code: Error code of S3; "" if the answer has none.
+        status: HTTP status.
+    """
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(code or f"HTTP {status}")
+        # The same attribute as in botocore's errors, so that retry.explain reads it.
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def _check_options(fs: Any) -> None:
+    """Check that the options of s3fs do not change requests in unknown ways.
+
+    Raises:
+        ValueError: An option may.
+    """
+    given = fs.storage_options
+    unknown = set(given) - KNOWN_OPTIONS
+    unknown |= set(given.get("client_kwargs") or {}) - KNOWN_CLIENT_OPTIONS
+    unknown |= set(given.get("config_kwargs") or {}) - KNOWN_CONFIGURATION
+    if unknown:
+        raise ValueError(f"{sorted(unknown)} may change requests")
+    config = fs.s3.meta.config
+    if config.proxies or any((config.s3 or {}).values()):
+        raise ValueError("proxies or S3 settings are configured")
 
 
 class ObstoreRanges:
@@ -41,9 +87,10 @@ class ObstoreRanges:
 
     def __init__(self, fs: Any, bucket: str) -> None:
         import obstore
+        from botocore.session import Session
         from obstore.store import S3Store
 
-        check_options(fs)
+        _check_options(fs)
         client = fs.s3
         config = client.meta.config
         self._process = os.getpid()
@@ -54,14 +101,17 @@ class ObstoreRanges:
         self._refused: Exception | None = None
         client_options: Any = {"allow_http": True, "timeout": "1h", "pool_max_idle_per_host": "64"}
         client_options |= {"connect_timeout": f"{config.connect_timeout}s", "read_timeout": f"{config.read_timeout}s"}
-        bundle = certificates()
+        bundle = next(filter(None, map(os.environ.get, CERTIFICATES)), None)
         if bundle and client.meta.endpoint_url.startswith("https"):
             client_options["root_certificate"] = Path(bundle).read_bytes()
-        signing = {"skip_signature": True} if fs.anon else {"credential_provider": self._credentials}
+        signing: dict[str, Any] = {"skip_signature": True} if fs.anon else _signing(fs)
+        if not signing:
+            self._found = Session(profile=fs.storage_options.get("profile")).get_credentials()
+            signing = {"credential_provider": self._credentials}
         self._store: Any = S3Store(
             bucket,
             endpoint=client.meta.endpoint_url,
-            region=region_of(fs),
+            region="us-east-1" if client.meta.region_name in {None, "aws-global"} else str(client.meta.region_name),
             client_options=client_options,
             retry_config={"max_retries": 0},  # retry.call retries all kinds of errors
             **signing,
@@ -96,7 +146,7 @@ class ObstoreRanges:
         """Raise the error for a text of obstore, unless s3fs may succeed or report it better."""
         found = _STATUS.search(text)
         status = int(found[1]) if found else 0
-        if is_plain(status):
+        if status in _PLAIN_STATUS or status >= 500:
             code = _CODE.search(text)
             raise AnswerError(code[1] if code else "", status)
         if not status and self._works and self._refused is None:
@@ -106,20 +156,27 @@ class ObstoreRanges:
         self._refused = None
 
     def _credentials(self) -> dict[str, Any]:
-        from fsspec.asyn import sync
-
+        """Return credentials as botocore finds and renews them; obstore asks anew when they are about to expire."""
         try:
-            found: dict[str, Any] = sync(self._fs.loop, self._find_credentials)
+            frozen = self._found.get_frozen_credentials()
         except Exception as error:
             self._refused = error
             raise
-        return found
-
-    async def _find_credentials(self) -> dict[str, Any]:
-        frozen, expires = await credentials_of(self._fs)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": expires and expires.astimezone(timezone.utc),  # obstore requires UTC
+            "expires_at": datetime.now(timezone.utc) + timedelta(seconds=CREDENTIAL_SECONDS),
         }
+
+
+def _signing(fs: Any) -> dict[str, Any]:
+    """Return the credentials in s3fs's options as arguments of ``S3Store``; empty without.
+
+    Source: s3fs 2026, core.py (``S3FileSystem.set_session``).
+    """
+    given = fs.storage_options
+    client = given.get("client_kwargs") or {}
+    return {
+        theirs: str(value) for ours, botos, theirs in _CREDENTIALS if (value := given.get(ours) or client.get(botos))
+    }

@@ -16,7 +16,7 @@ from ckpttool.saving.files import write_files
 from ckpttool.storage import MANIFEST, is_url, local_writer, open_storage, posix, walk
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
+from ckpttool.storage.s3 import SingleAttemptFileSystem
 from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 

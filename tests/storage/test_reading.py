@@ -14,7 +14,7 @@ import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.s3_file_system import SingleAttemptFileSystem
+from ckpttool.storage.s3 import SingleAttemptFileSystem
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process

@@ -24,8 +24,7 @@ from ckpttool.execution.output.bucket import bucket_output
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
-from ckpttool.storage.s3 import MIN_PART_BYTES
-from ckpttool.storage.s3_writer import S3Writer
+from ckpttool.storage.s3 import MIN_PART_BYTES, S3Writer
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process
