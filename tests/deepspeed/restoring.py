@@ -81,6 +81,7 @@ ALSO = [
     *(Draw("torch HFAdafactor", 0, dtype, "", 2, 0.0, "", "pipeline", "one", 2) for dtype in ("fp32", "bf16")),
     *(Draw("torch HFAdafactor", stage, "bf16", "", 1, 0.0, "", "experts", "one", 2) for stage in (1, 2)),
     *(Draw(f"torch {NESTED}", 0, dtype, "", 1, 0.0, "", "plain", "one", 1, "", (1, 0)) for dtype in DTYPES[:3]),
+    Draw("torch Adagrad", 2, "bf16", "optimizer", 1, 0.0, "", "plain", "one", 1, "", (1, 0)),
     *(Draw("torch Adagrad", 0, dtype, "", 1, 0.0, "", "plain", "one", 1) for dtype in ("fp16", "bf16")),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.errors import PlanError
-from ckpttool.integrations.deepspeed.engine import has_optimizer
+from ckpttool.integrations.deepspeed.engine import has_optimizer, replaced_parameters
 from ckpttool.model import MASTER, MODULE
 
 STEP = "step"
@@ -81,6 +81,8 @@ def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any])
     Raises:
         PlanError: A key is missing: the optimizer's own load would fail halfway.
     """
+    if strays := replaced_parameters(live.optimizer):
+        raise PlanError(checkpoint.location, f"cannot be loaded: {strays}", "choose ZeRO stage 1 to 3")
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     if not has_optimizer(live.optimizer) or type(inner).state_dict is torch.optim.Optimizer.state_dict:
         return
