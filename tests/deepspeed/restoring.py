@@ -210,7 +210,10 @@ def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
     found["restored"] = differing(before, snapshot(other))
     again: list[Any] = []
     found["trains"] = told(lambda: again.append(train(other, draw, 2)))
-    found["trained"] = [*([] if again == [losses] else ["losses"]), *differing(after, snapshot(other))]
+    found["trained"] = [
+        *([] if _same(torch.tensor(again), torch.tensor([losses])) else ["losses"]),
+        *differing(after, snapshot(other)),
+    ]
     found["notes"] = list(manager.restored.notes) if manager.restored else []
     other.destroy()
     everyone: list[Any] = [None] * draw.ranks
