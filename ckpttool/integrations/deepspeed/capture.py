@@ -15,7 +15,6 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.catalog.cleanup import SCRATCH
@@ -23,7 +22,7 @@ from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
 from ckpttool.formats.rank_states import is_rank_state
-from ckpttool.integrations.deepspeed.engine import inspect_engine
+from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_parameters
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
 from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
@@ -274,8 +273,8 @@ def capture(
             raise
         LOG.exception("DeepSpeed could not save")
         problem, hint = f"DeepSpeed could not save: {type(error).__name__}: {error}", "see the log of that rank"
-        if (name := _optimizer_with_strays(engine.optimizer)) and isinstance(error, KeyError):
-            problem = f"DeepSpeed could not save: {name} has states of parameters that it has replaced by masters"
+        if (strays := replaced_parameters(engine.optimizer)) and isinstance(error, KeyError):
+            problem = f"DeepSpeed could not save: {strays}"
             hint = "choose an optimizer that makes its states in its first step, or ZeRO stage 1 to 3"
         captured.failed = PlanError(tag, problem, hint)  # the other ranks raise it, too
         return captured
@@ -288,21 +287,6 @@ def capture(
         captured.scratch = ""
         shutil.rmtree(scratch, ignore_errors=True)
     return captured
-
-
-def _optimizer_with_strays(optimizer: Any) -> str:
-    """Return the class of an optimizer with states of parameters that are not in its groups; "" for others.
-
-    torch's Adagrad makes its states when it is built, and its ``state_dict`` fails when DeepSpeed has put fp32 masters
-    into its groups.
-
-    Source: torch 2.13, optim/optimizer.py (``state_dict``); DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py.
-    """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    groups = getattr(inner, "param_groups", ())
-    known = {id(p) for group in groups for p in group["params"]}
-    keys = getattr(inner, "state", None) or ()
-    return type(inner).__name__ if any(isinstance(p, torch.Tensor) and id(p) not in known for p in keys) else ""
 
 
 def _swap_files(directory: str) -> Iterator[OutgoingFile]:

@@ -168,6 +168,22 @@ def has_optimizer(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "using_real_optimizer", True))
 
 
+def replaced_parameters(optimizer: Any) -> str:
+    """Return why an optimizer beside whole masters has no state dict; "" for others.
+
+    torch's Adagrad makes its states when it is built, and DeepSpeed then puts fp32 masters into its groups.
+
+    Source: torch 2.13, optim/optimizer.py (``state_dict``); DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py.
+    """
+    if _wrapper_of(optimizer) not in WHOLE:
+        return ""
+    inner = optimizer.optimizer
+    known = {id(p) for group in inner.param_groups for p in group["params"]}
+    if all(id(p) in known for p in inner.state if hasattr(p, "data_ptr")):
+        return ""
+    return f"{type(inner).__name__} has states of parameters that DeepSpeed has replaced by masters"
+
+
 def version() -> str:
     """DeepSpeed's version."""
     import deepspeed

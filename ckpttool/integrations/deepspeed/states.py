@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.errors import PlanError
-from ckpttool.integrations.deepspeed.engine import has_optimizer
+from ckpttool.integrations.deepspeed.engine import has_optimizer, replaced_parameters
 from ckpttool.model import MASTER, MODULE
 
 STEP = "step"
@@ -71,7 +71,7 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
 
 
 def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any]) -> None:
-    """Check that saved states have all keys that the ``state_dict`` of an optimizer of a class of its own has.
+    """Check that saved states have all keys that the ``state_dict`` of the engine's optimizer has.
 
     Args:
         live: The engine.
@@ -81,12 +81,15 @@ def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any])
     Raises:
         PlanError: A key is missing: the optimizer's own load would fail halfway.
     """
-    inner = getattr(live.optimizer, "optimizer", live.optimizer)
-    if not has_optimizer(live.optimizer) or type(inner).state_dict is torch.optim.Optimizer.state_dict:
+    if strays := replaced_parameters(live.optimizer):
+        raise PlanError(checkpoint.location, f"cannot be loaded: {strays}", "choose ZeRO stage 1 to 3")
+    if not has_optimizer(live.optimizer):
         return
-    lacking = [str(key) for key in inner.state_dict() if key not in saved]
+    inner = live.optimizer.optimizer if live.wrapper else live.optimizer  # a user's may drive another one
+    plain = type(inner).state_dict is torch.optim.Optimizer.state_dict
+    lacking = [str(key) for key in (("state", "param_groups") if plain else inner.state_dict()) if key not in saved]
     if lacking:
-        problem = f"holds no {', '.join(lacking)} for the engine's {type(inner).__name__}, which has its own state_dict"
+        problem = f"holds no {', '.join(lacking)}, which the state dict of the engine's {type(inner).__name__} has"
         raise PlanError(checkpoint.location, problem, f"resume on the same ranks and stage, or {REBUILD}")
 
 
