@@ -134,7 +134,7 @@ def once() -> dict[str, tuple[float, float]]:
     began = time.perf_counter()
     report = ckpttool.consolidate(str(DATA), DATA / "out", to="safetensors", dry_run=True, max_shard_size="50GB")
     taken["open, plan consolidate"] = (time.perf_counter() - began, peak_mb())
-    print(f"open and plan: {time.perf_counter() - began:.1f} s, {len(report.files)} files of output")
+    print(f"open and plan: {time.perf_counter() - began:.1f} s, {len(report.written.files)} files of output")
     print(f"peak memory: {peak_mb():.0f} MB")
     return taken
 

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from ckpttool.analysis.digest import Digest
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.api._run import Written, WrittenFile
     from ckpttool.api.average import AverageReport, average
-    from ckpttool.api.consolidate import CopyReport, consolidate
+    from ckpttool.api.consolidate import ConsolidateReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
-    from ckpttool.api.cp import TransferReport, cp
+    from ckpttool.api.cp import CpReport, cp
     from ckpttool.api.diff import diff
     from ckpttool.api.digest import digest
     from ckpttool.api.extract import ExtractReport, extract, extract_to_file
@@ -42,10 +43,11 @@ _MODULES = {
     "analysis.digest": "Digest",
     "analysis.stats": "TensorStats",
     "analysis.verify": "VerifyReport",
+    "api._run": "Written WrittenFile",
     "api.average": "AverageReport average",
-    "api.consolidate": "CopyReport consolidate",
+    "api.consolidate": "ConsolidateReport consolidate",
     "api.convert": "ConvertReport convert",
-    "api.cp": "TransferReport cp",
+    "api.cp": "CpReport cp",
     "api.diff": "diff",
     "api.digest": "digest",
     "api.extract": "ExtractReport extract extract_to_file",
@@ -75,9 +77,9 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 
 __all__ = [
     "AverageReport", "Catalog", "CatalogEntry", "Checkpoint", "CheckpointManager", "CkptError",
-    "ContainerError", "ConvertReport", "CopyReport", "Decision", "DiffReport", "Digest",
+    "ConsolidateReport", "ContainerError", "ConvertReport", "CpReport", "Decision", "DiffReport", "Digest",
     "ExtractReport", "LayoutError", "LazyStateDict", "LoadReport", "Pin", "PlanError", "SaveReport", "StorageError",
-    "TensorStats", "TransferReport", "VerifyReport", "__version__", "average", "consolidate", "convert",
+    "TensorStats", "VerifyReport", "Written", "WrittenFile", "__version__", "average", "consolidate", "convert",
     "cp", "derive_rng_state", "diff", "digest", "extract", "extract_to_file", "inspect", "load",
     "load_state_dict", "ls", "pin", "preview", "prune", "resume_config", "rng_state", "set_rng_state", "stats",
     "unpin", "verify",

@@ -19,15 +19,15 @@ def main() -> None:
     for parameter in checkpoint.parameters:
         print(f"  {parameter.name} {parameter.shape}: {', '.join(parameter.states)}")
 
-    report = ckpttool.verify(src, deep=True)
-    for finding in report.findings:
+    for finding in ckpttool.verify(src, deep=True).findings:
         print(f"  {finding.path}: {finding.problem}")
 
     try:
-        written = ckpttool.consolidate(src, out, to="safetensors", dtype="bf16", exclude=["*.scratch"])
+        report = ckpttool.consolidate(src, out, to="safetensors", dtype="bf16", exclude=["*.scratch"])
     except ckpttool.CkptError as error:
         raise SystemExit(f"{error.path}: {error.problem}; {error.hint}") from error
-    print(f"wrote {written.tensors} tensors, {written.nbytes_written:,} bytes, to {written.out}")
+    written = report.written
+    print(f"wrote {report.tensors} tensors, {written.nbytes_written:,} bytes, to {written.out}")
 
 
 if __name__ == "__main__":

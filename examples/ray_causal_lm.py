@@ -79,7 +79,7 @@ def export(checkpoint: Any, out: str) -> None:
     with checkpoint.as_directory() as directory:  # a URL would do as well, without a download
         written = ckpttool.consolidate(directory, out, to="safetensors", dtype="bf16")
     LlamaConfig(**MODEL, dtype="bfloat16").save_pretrained(out)
-    print(f"exported {written.nbytes_written:,} bytes to {out}")
+    print(f"exported {written.written.nbytes_written:,} bytes to {out}")
     model = LlamaForCausalLM.from_pretrained(out)
     begun = torch.tensor([[5, 6, 7, 8]])
     found = model.generate(begun, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(begun))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import check_prove, open_each, workers_for
-from ckpttool.api.consolidate import WrittenFile
+from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
-from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
@@ -29,8 +26,7 @@ from ckpttool.targets.weights import select_weights
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.execution.forecast import Needs
-    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.execution.read_checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.model.derived.average import Average
     from ckpttool.plan import CopyPlan
@@ -134,46 +130,28 @@ class AveragedSource:
 
 @dataclass(frozen=True, slots=True)
 class AverageReport:
-    """Result of ``average``: the files written, or planned by a dry run."""
+    """Result of ``average``."""
 
-    out: str
-    """The output directory."""
+    written: Written
+    """The output."""
     to: str
     """"safetensors" or "zero"."""
-    dry_run: bool
-    """True if nothing was written."""
     sources: tuple[AveragedSource, ...]
     """The checkpoints, in the order of the sums."""
     optimizer: str | None
     """For "zero", the source that optimizer, step and all else but the weights come from."""
-    files: tuple[WrittenFile, ...]
-    """Files of the output."""
     tensors: int
-    """Parameters and buffers in them; tied tensors count once."""
+    """Parameters and buffers in the output; tied tensors count once."""
     elements: int
     """Elements in them."""
     dtype: str | None
     """Type of the parameters: "fp32", "bf16" or "fp16"; None for "zero", which has those of the source."""
-    nbytes_read: int
-    """Bytes of tensors read, from all sources."""
-    nbytes_written: int
-    """Bytes of all files."""
-    seconds: float
-    """Wall time."""
     tied: Mapping[str, str]
     """Tied names: alias to the name the tensor is stored under."""
-    companions: tuple[str, ...]
+    sidecars: tuple[str, ...]
     """Sidecar files that were copied from the newest source."""
-    overflowed: int
-    """Finite values that became infinite in ``dtype``."""
     notes: tuple[str, ...]
     """Remarks on the checkpoints, and the state that the output does not keep."""
-    digest: str | None = None
-    """With ``prove``, the digest of the weights, equal for the mean computed again and the output."""
-    checks: ReadReport | None = None
-    """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
-    needs: Needs | None = None
-    """For a dry run, what the run needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +233,7 @@ def average(  # noqa: PLR0913  public API
     """
     options = Options(
         tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
-        overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
+        resume=None, overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
     numbers = None if weights is None else tuple(map(float, weights))
     request = _Request(
@@ -265,16 +243,13 @@ def average(  # noqa: PLR0913  public API
 
 
 def _average(src: Sequence[Source], out: str, request: _Request, options: Options) -> AverageReport:
-    began = time.perf_counter()
     if isinstance(src, str | os.PathLike):
         raise ArgumentError("src", "is a single checkpoint", "name the checkpoints to average")
     request.check(len(src))
     if request.to == "zero" and options.overwrite:
         raise ArgumentError("overwrite", "is for safetensors, not for zero", "choose another OUT")
-    destination = Destination(out, options.storage_options)
-    check_prove(destination, options)
-    workers = workers_for(options.ray, destination)
-    sources = open_each(destination, src, options)
+    run = Run(out, options)
+    sources = run.open(src)
     _check_different(sources)
     weighting = request.weighting(len(sources))
     mean = average_of(
@@ -287,48 +262,29 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
     )
     newest = sources[mean.newest]
     made = _plan_zero(mean, newest, request) if request.to == "zero" else _plan_weights(mean, newest, request)
-    checks = options.read_checks(made.plan.sources, mean.checkpoint)
-    digest: str | None = None
 
-    def check_written(directory: str) -> None:
-        nonlocal digest
-        if options.prove:
-            from ckpttool.analysis.same_digests import same_digest, same_weights
+    def verify(directory: str) -> str:
+        from ckpttool.analysis.same_digests import same_digest, same_weights
 
-            written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
-            if made.selection is None:
-                digest = same_digest(mean.checkpoint, written, directory, options.jobs)
-            else:
-                digest = same_weights(mean.checkpoint, made.selection.states, written, options.jobs)
+        output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+        if made.selection is None:
+            return same_digest(mean.checkpoint, output, directory, options.jobs)
+        return same_weights(mean.checkpoint, made.selection.states, output, options.jobs)
 
-    overflowed = 0
-    work, needs = options.run_options(checks, workers), None
-    if options.dry_run:
-        needs = destination.forecast(made.plan, work)
-    else:
-        overflowed = destination.write(made.plan, work, last=(made.last,), check=check_written, resume=None)
+    written = run.write(made.plan, mean.checkpoint, last=(made.last,), verify=verify if options.prove else None)
     tensors, tied = _contents(mean.checkpoint, made.selection)
     total = sum(weighting)
     return AverageReport(
-        out=destination.out,
+        written=written,
         to=request.to,
-        dry_run=options.dry_run,
         sources=tuple(AveragedSource(place_of(c), c.step, w / total) for c, w in zip(sources, weighting, strict=True)),
         optimizer=place_of(newest) if request.to == "zero" else None,
-        files=tuple(WrittenFile(f.name, f.nbytes) for f in made.plan.files),
         tensors=len(tensors),
         elements=sum(tensors),
         dtype=None if request.to == "zero" else request.dtype or "fp32",
-        nbytes_read=destination.nbytes_read(made.plan, workers),
-        nbytes_written=made.plan.nbytes_written,
-        seconds=time.perf_counter() - began,
         tied=tied,
-        companions=made.companions,
-        overflowed=overflowed,
+        sidecars=made.companions,
         notes=_notes(sources, mean, made),
-        digest=digest,
-        checks=None if options.dry_run or checks is None else checks.report,
-        needs=needs,
     )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import check_prove, is_done, open_for, workers_for
 from ckpttool.api._rename_map import read_rename_map
+from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError
-from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.execution.forecast import Needs
-    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.execution.read_checks import Check
     from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
@@ -52,53 +49,23 @@ class _Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """One file of the output."""
+class ConsolidateReport:
+    """Result of ``consolidate``."""
 
-    name: str
-    """File name."""
-    nbytes: int
-    """Size in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyReport:
-    """Result of ``consolidate``: the files written, or planned by a dry run."""
-
-    out: str
-    """The output directory."""
-    dry_run: bool
-    """True if nothing was written."""
-    files: tuple[WrittenFile, ...]
-    """Files of the output."""
+    written: Written
+    """The output."""
     tensors: int
-    """Tensors in them; tied tensors count once."""
+    """Tensors in it; tied tensors count once."""
     elements: int
-    """Elements in them."""
+    """Elements in it."""
     dtype: str
     """Type of the parameters: "fp32", "bf16" or "fp16"."""
-    nbytes_read: int
-    """Bytes of tensors read."""
-    nbytes_written: int
-    """Bytes of all files."""
-    seconds: float
-    """Wall time."""
     tied: Mapping[str, str]
     """Tied names: alias to the name the tensor is stored under."""
-    companions: tuple[str, ...]
+    sidecars: tuple[str, ...]
     """Sidecar files that were copied: configuration, tokenizer."""
-    overflowed: int
-    """Finite values that became infinite in ``dtype``."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint."""
-    digest: str | None = None
-    """With ``prove``, the digest of the weights, equal for source and output."""
-    checks: ReadReport | None = None
-    """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
-    needs: Needs | None = None
-    """For a dry run, what the run needs."""
-    there: bool = False
-    """As in ``ConvertReport``."""
 
 
 def consolidate(  # noqa: PLR0913  public API
@@ -131,7 +98,7 @@ def consolidate(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-) -> CopyReport:
+) -> ConsolidateReport:
     """Merge the shards of a checkpoint into whole weights; the output appears whole or not at all.
 
     Trainable parameters come from the fp32 master weights, frozen ones from the model's copy; buffers keep their type.
@@ -191,69 +158,41 @@ def _consolidate(
     merge: _Merge,
     rename_map: Mapping[str, str] | str | os.PathLike[str] | None,
     options: Options,
-) -> CopyReport:
-    began = time.perf_counter()
+) -> ConsolidateReport:
     chosen.check()
     merge.check(chosen)
-    destination = Destination(out, options.storage_options)
-    check_prove(destination, options)
-    workers = workers_for(options.ray, destination)
+    run = Run(out, options)
     chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.storage_options))
     chosen.check()  # again, with the table of new names
-    checkpoint, companions, notes = _open(src, destination, merge, options)
-    made = plan_weight_files(checkpoint, chosen, destination.out, companions)
-    plan, selection = made.plan, made.selection
-    checks = options.read_checks(plan.sources, checkpoint)
-    digest: str | None = None
+    checkpoint, companions, notes = _open(src, run, merge, options)
+    made = plan_weight_files(checkpoint, chosen, run.destination.out, companions)
+    selection = made.selection
 
-    def check_written(directory: str) -> None:
-        nonlocal digest
-        if options.prove:
-            from ckpttool.analysis.same_digests import same_digest, same_weights
+    def verify(directory: str) -> str:
+        from ckpttool.analysis.same_digests import same_digest, same_weights
 
-            written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
-            if chosen.optimizer:
-                digest = same_digest(checkpoint, written, directory, options.jobs)
-            else:
-                digest = same_weights(checkpoint, selection.states, written, options.jobs)
+        output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+        if chosen.optimizer:
+            return same_digest(checkpoint, output, directory, options.jobs)
+        return same_weights(checkpoint, selection.states, output, options.jobs)
 
-    overflowed = 0
-    work, needs = options.run_options(checks, workers), None
-    there = is_done(destination, plan, work, options)
-    if options.dry_run:
-        needs = destination.forecast(plan, work)
-    elif there:
-        check_written(destination.out)
-    else:
-        overflowed = destination.write(
-            plan, work, last=(made.index,), check=check_written, resume=options.resume or None
-        )
-    return CopyReport(
-        out=destination.out,
-        dry_run=options.dry_run,
-        files=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files),
+    written = run.write(made.plan, checkpoint, last=(made.index,), verify=verify if options.prove else None)
+    return ConsolidateReport(
+        written=written,
         tensors=len(selection.weights),
         elements=sum(w.state.numel for w in selection.weights),
         dtype=chosen.dtype,
-        nbytes_read=destination.nbytes_read(plan, workers),
-        nbytes_written=plan.nbytes_written,
-        seconds=time.perf_counter() - began,
         tied=dict(selection.aliases),
-        companions=made.companions,
-        overflowed=overflowed,
+        sidecars=made.companions,
         notes=(*made.notes, *notes),
-        digest=digest,
-        checks=None if options.dry_run or there or checks is None else checks.report,
-        needs=needs,
-        there=there,
     )
 
 
 def _open(
-    src: Source, destination: Destination, merge: _Merge, options: Options
+    src: Source, run: Run, merge: _Merge, options: Options
 ) -> tuple[Checkpoint, tuple[SidecarFile, ...] | None, tuple[str, ...]]:
     """Open the source, and merge its adapters if asked for; also return the sidecar files and notes of a merge."""
-    checkpoint = open_for(destination, src, options)
+    (checkpoint,) = run.open([src])
     if not merge.merge_lora:
         return checkpoint, None, ()
     from ckpttool.api._merge_lora import merged_source
@@ -261,6 +200,6 @@ def _open(
     base = None
     if merge.base is not None:
         base = replace(options, tag=None).open(merge.base)
-        destination.check_apart(base)
+        run.destination.check_apart(base)
     merged = merged_source(checkpoint, base, merge.adapter)
     return merged.checkpoint, merged.companions, merged.notes

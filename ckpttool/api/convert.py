@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._common import is_done, open_for, workers_for
+from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
-from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.execution.forecast import Needs
-    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.execution.read_checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.units import Progress
@@ -66,32 +63,16 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """Result of ``convert``: the files written, or planned by a dry run."""
+    """Result of ``convert``."""
 
-    out: str
-    """The output directory."""
+    written: Written
+    """The output."""
     to: str
     """"zero", "universal" or "dcp"."""
-    dry_run: bool
-    """True if nothing was written."""
     tag: str
-    """Name of the checkpoint in ``out``."""
-    files: int
-    """Files written."""
-    nbytes_read: int
-    """Bytes of tensors read."""
-    nbytes_written: int
-    """Bytes of all files."""
-    seconds: float
-    """Wall time."""
+    """Name of the checkpoint in it."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint, and state that the output does not keep."""
-    checks: ReadReport | None = None
-    """Comparisons with recorded checksums; None for a dry run and for ``check="off"``."""
-    needs: Needs | None = None
-    """For a dry run, what the run needs."""
-    there: bool = False
-    """Whether ``out`` held the whole output already, byte for byte: nothing was written."""
 
 
 def convert(  # noqa: PLR0913  public API
@@ -169,46 +150,23 @@ def convert(  # noqa: PLR0913  public API
 
 
 def _convert(src: Source, out: str, target: _Target, options: Options) -> ConvertReport:
-    began = time.perf_counter()
     target.check()
-    destination = Destination(out, options.storage_options)
-    workers = workers_for(options.ray, destination)
-    checkpoint = open_for(destination, src, options)
+    run = Run(out, options)
+    (checkpoint,) = run.open([src])
     tag = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
     if target.buffers is not None:
         checkpoint = _with_buffers(checkpoint, target.buffers)
     plan, last, losses = _plan(checkpoint, target, tag)
-    checks = options.read_checks(plan.sources, checkpoint)
 
-    def check_written(directory: str) -> None:
-        if options.prove:
-            from ckpttool.analysis.same_digests import same_digest
+    def verify(directory: str) -> str:
+        from ckpttool.analysis.same_digests import same_digest
 
-            written = open_checkpoint(directory, options=options.storage_options, unfinished=True)
-            same_digest(checkpoint, written, directory, options.jobs)
+        output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+        return same_digest(checkpoint, output, directory, options.jobs)
 
-    work, needs = options.run_options(checks, workers), None
-    there = is_done(destination, plan, work, options)
-    if options.dry_run:
-        needs = destination.forecast(plan, work)
-    elif there:
-        check_written(destination.out)
-    else:
-        destination.write(plan, work, last=(last,), check=check_written, resume=options.resume)
-    return ConvertReport(
-        out=destination.out,
-        to=target.to,
-        dry_run=options.dry_run,
-        tag=tag,
-        files=len(plan.files),
-        nbytes_read=destination.nbytes_read(plan, workers),
-        nbytes_written=plan.nbytes_written,
-        seconds=time.perf_counter() - began,
-        notes=(*map(str, checkpoint.notes), *checkpoint.remarks, *losses),
-        checks=None if options.dry_run or there or checks is None else checks.report,
-        needs=needs,
-        there=there,
-    )
+    written = run.write(plan, checkpoint, last=(last,), verify=verify if options.prove else None)
+    notes = (*map(str, checkpoint.notes), *checkpoint.remarks, *losses)
+    return ConvertReport(written=written, to=target.to, tag=tag, notes=notes)
 
 
 def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:

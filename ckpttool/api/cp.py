@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import posixpath
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.api._run import Run, Written, WrittenFile
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.errors import LayoutError
@@ -19,37 +20,25 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.execution.read_checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class TransferReport:
+class CpReport:
     """Result of ``cp``."""
 
+    written: Written
+    """The copy, and the sidecar files in its root; ``there`` if only these and ``latest`` were written."""
     src: str
-    """Its directory."""
-    out: str
-    """Directory of the copy."""
+    """Directory of the checkpoint."""
     tag: str
     """Its name."""
-    files: int
-    """Files copied."""
-    nbytes: int
-    """Their size in bytes."""
-    seconds: float
-    """Wall time."""
     latest: bool
     """Whether the root's ``latest`` names the copy now."""
-    digest: str | None
-    """With ``prove``, the digest of the weights, equal for source and copy."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint, and files that were left out."""
-    checks: ReadReport | None = None
-    """Comparisons with recorded checksums; None if nothing was copied, and for ``check="off"``."""
-    there: bool = False
-    """Whether ``out`` held the copy already, byte for byte: only ``latest`` and sidecar files were written."""
 
 
 def cp(  # noqa: PLR0913  public API
@@ -65,7 +54,7 @@ def cp(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-) -> TransferReport:
+) -> CpReport:
     """Copy a whole checkpoint from one storage to another; ``latest`` is written last.
 
     Args:
@@ -87,44 +76,29 @@ def cp(  # noqa: PLR0913  public API
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
     options = Options(
-        tag=tag, jobs=jobs, memory=memory, progress=progress, check=check, prove=prove, resume=resume,
+        tag=tag, jobs=jobs, memory=memory, progress=progress, check=check, prove=prove, resume=resume, overwrite=None,
         trust_names=trust_names, storage_options=storage_options,
     )  # fmt: skip
     return _cp(src, checked_path("dst", dst), options)
 
 
-def _cp(src: Source, dst: str, options: Options) -> TransferReport:
+def _cp(src: Source, dst: str, options: Options) -> CpReport:
     from ckpttool.catalog import copies
     from ckpttool.catalog.cleanup import remove_left_over_files
 
-    began = time.perf_counter()
     checked_path("dst", dst)
     checkpoint = options.open(src)
     root = Destination(dst, options.storage_options)
     tagged = copies.is_tagged(checkpoint)
-    target = (
-        root.within(checkpoint.tag, mode_of_directory(connect(checkpoint.storage), checkpoint.root)) if tagged else root
-    )
-    target.check_apart(checkpoint)
+    mode = mode_of_directory(connect(checkpoint.storage), checkpoint.root) if tagged else 0
+    run = Run(root.within(checkpoint.tag, mode) if tagged else root, options)
+    run.destination.check_apart(checkpoint)
     copies.check_outside(checkpoint, root.storage, root.out)
     plan = copies.plan_copy(checkpoint)
-    checks = options.read_checks(plan.sources, checkpoint)
-    work = options.run_options(checks)
-    # A run that was killed after its commit has left only latest to write.
-    there = target.holds_output(plan, work)
-    if not there:
-        target.check_target(overwrite=None)
     sidecars = copies.root_sidecars(checkpoint, root.storage, root.out)
-    digest: str | None = None
-
-    def check_copy(directory: str) -> None:
-        nonlocal digest
-        digest = _check_copy(checkpoint, directory, options)
-
-    if there:
-        check_copy(target.out)
-    else:
-        target.write(plan, work, last=copies.INDICES, check=check_copy, resume=options.resume)
+    # A run that was killed after its commit has only ``latest`` left to write.
+    verify = partial(_check_copy, checkpoint, options=options)
+    written = run.write(plan, checkpoint, last=copies.INDICES, verify=verify, may_be_there=True)
     remove_left_over_files(root.storage, root.out, ())
     for name, data in sidecars.sidecars.items():
         root.put(name, data, sidecars.modes.get(name, 0o666))
@@ -132,22 +106,20 @@ def _cp(src: Source, dst: str, options: Options) -> TransferReport:
     newest = tagged and _put_latest(checkpoint, root, options)
     if tagged and not newest:
         notes.append(f"{copies.latest_name(checkpoint)} names a newer one there: left as it is")
-    return TransferReport(
+    beside = {name: len(data) for name, data in sidecars.sidecars.items()}
+    if newest:
+        beside[copies.latest_name(checkpoint)] = len(checkpoint.tag.encode())
+    files = (*written.files, *(WrittenFile(name, nbytes) for name, nbytes in beside.items()))
+    return CpReport(
+        written=replace(written, files=files, nbytes_written=written.nbytes_written + sum(beside.values())),
         src=checkpoint.location,
-        out=target.out,
         tag=checkpoint.tag,
-        files=len(plan.files) + len(sidecars.sidecars) + newest,
-        nbytes=plan.nbytes_written,
-        seconds=time.perf_counter() - began,
         latest=newest,
-        digest=digest,
         notes=tuple(notes),
-        checks=None if there or checks is None else checks.report,
-        there=there,
     )
 
 
-def _check_copy(checkpoint: Checkpoint, directory: str, options: Options) -> str | None:
+def _check_copy(checkpoint: Checkpoint, directory: str, *, options: Options) -> str | None:
     """Compare a copy with its source; returns the digest of the weights with ``prove``.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.api._common import NO_SUCH_NAME
 from ckpttool.api.options import Options
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats import Source, open_checkpoint
@@ -75,7 +74,7 @@ def _diff(
     others: bool,
 ) -> DiffReport:
     from ckpttool.analysis.diff import compare
-    from ckpttool.model.selection import contents, matcher
+    from ckpttool.model.selection import NO_SUCH_NAME, contents, matcher
 
     first, second = (
         open_checkpoint(src, tag=tag, options=options.storage_options, trust_names=options.trust_names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.api._common import NO_SUCH_NAME
 from ckpttool.api.options import Options
 from ckpttool.errors import PlanError
 from ckpttool.units import Meter
@@ -46,7 +45,7 @@ def stats(  # noqa: PLR0913  public API
         CkptError: The checkpoint is not sound, or cannot be read.
     """
     from ckpttool.analysis.stats import statistics
-    from ckpttool.model.selection import WEIGHTS, contents, matcher
+    from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
 
     options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
     checkpoint = options.open(src)

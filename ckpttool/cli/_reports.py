@@ -13,14 +13,14 @@ from ckpttool.units import format_age, format_ago, format_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool import AverageReport, ConvertReport, CopyReport, TransferReport
+    from ckpttool import AverageReport, ConsolidateReport, ConvertReport, CpReport
     from ckpttool.analysis.diff import Difference, DiffReport
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.api._run import Written
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
     from ckpttool.commit.pins import Pin
-    from ckpttool.execution.forecast import Needs
     from ckpttool.execution.read_checks import ReadReport
 
 
@@ -34,64 +34,80 @@ BARS = " ▁▂▃▄▅▆▇█"
 """Characters of rising height."""
 
 
-def print_copy_report(report: CopyReport) -> None:
+def print_consolidate_report(report: ConsolidateReport) -> None:
     """Print the written files, or those planned by a dry run."""
-    verb, took = _verb_of(report)
-    print_line(
-        f"{report.out}: {verb} {report.tensors} tensors, {report.elements:,} elements, parameters in {report.dtype}, "
-        f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
-    )
-    print_written(report)
-
-
-def _verb_of(report: CopyReport | ConvertReport) -> tuple[str, str]:
-    """Return what was done, and how long it took."""
-    if report.dry_run:
-        return "would write", ""
-    took = f" in {report.seconds:.1f} s"
-    return "was there already, nothing was written:" if report.there else "wrote", took
+    contents = f"{report.tensors} tensors, {report.elements:,} elements, parameters in {report.dtype}"
+    print_line(_summary(report.written, contents))
+    _print_weights(report)
 
 
 def print_average_report(report: AverageReport) -> None:
     """Print the weight of each source and the written files, or those planned by a dry run."""
-    verb = "would write" if report.dry_run else "wrote"
-    took = "" if report.dry_run else f" in {report.seconds:.1f} s"
     kind = "a ZeRO checkpoint" if report.dtype is None else f"parameters in {report.dtype}"
-    print_line(
-        f"{report.out}: {verb} the mean of {len(report.sources)} checkpoints, {report.tensors} tensors, "
-        f"{report.elements:,} elements, {kind}, {format_size(report.nbytes_written)}{took} "
-        f"(read {format_size(report.nbytes_read)})"
+    contents = (
+        f"the mean of {len(report.sources)} checkpoints, {report.tensors} tensors, {report.elements:,} elements, {kind}"
     )
+    print_line(_summary(report.written, contents))
     rows = [(s.location, _number(s.step), f"{s.weight:.6g}") for s in report.sources]
     print_table(["source", "step", "weight"], rows, right=["step", "weight"])
-    print_written(report)
+    _print_weights(report)
 
 
-def print_written(report: CopyReport | AverageReport) -> None:
-    """Print the files, the tied names, the digest, the notes and the comparisons of a report."""
-    print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in report.files], right=["size"])
+def print_convert_report(report: ConvertReport) -> None:
+    """Print the written files, or those planned by a dry run."""
+    written = report.written
+    print_line(_summary(written, f"{report.tag} for {WHO_LOADS[report.to]}, {len(written.files)} files"))
+    _print_remarks(written, report.notes)
+
+
+def print_cp_report(report: CpReport) -> None:
+    """Print the size of the copy and its notes."""
+    written = report.written
+    verb = "was there already, with the same bytes:" if written.there else "copied"
+    print_line(
+        f"{written.out}: {verb} {len(written.files)} files, {format_size(written.nbytes_written)} in "
+        f"{written.seconds:.1f} s{', latest names it' if report.latest else ''}"
+    )
+    _print_remarks(written, report.notes)
+
+
+def _summary(written: Written, contents: str) -> str:
+    """Return the line that says what was done, how long it took, and how many bytes were written and read."""
+    verb = "would write" if written.dry_run else "wrote"
+    if written.there:
+        verb = "was there already, nothing was written:"
+    took = "" if written.dry_run else f" in {written.seconds:.1f} s"
+    return (
+        f"{written.out}: {verb} {contents}, {format_size(written.nbytes_written)}{took} "
+        f"(read {format_size(written.nbytes_read)})"
+    )
+
+
+def _print_weights(report: ConsolidateReport | AverageReport) -> None:
+    """Print the files, the tied names, the notes and the comparisons of written weights."""
+    written = report.written
+    print_table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in written.files], right=["size"])
     for alias, name in report.tied.items():
         print_line(f"{alias} is tied to {name}: stored once")
-    if report.digest is not None:
-        print_line(f"{report.digest}: the same of what was read and of what was written", color="green")
-    for note in report.notes:
-        print_line(f"note: {note}", color="yellow")
-    if report.overflowed:
+    _print_remarks(written, report.notes)
+    if written.overflowed:
         print_line(
-            f"warning: {report.overflowed:,} values are too large for {report.dtype} and became infinite; "
+            f"warning: {written.overflowed:,} values are too large for {report.dtype} and became infinite; "
             "use bf16 or fp32",
             color="yellow",
         )
-    print_checks(report.checks)
-    print_needs(report.needs)
 
 
-def print_needs(needs: Needs | None) -> None:
-    """Print what a dry run has found a run to need."""
-    if needs is None:
-        return
-    free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
-    print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
+def _print_remarks(written: Written, notes: Sequence[str]) -> None:
+    """Print the digest, the notes, the comparisons with checksums, and what a dry run found a run to need."""
+    if written.digest is not None:
+        print_line(f"{written.digest} (source and output match)", color="green")
+    for note in notes:
+        print_line(f"note: {note}", color="yellow")
+    print_checks(written.checks)
+    if (needs := written.needs) is not None:
+        free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
+        print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
 
 
 def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None:
@@ -133,33 +149,6 @@ def print_checks(checks: ReadReport | None) -> None:
             f"({checks.without[0]}{', ...' if len(checks.without) > 1 else ''})",
             color="yellow",
         )
-
-
-def print_convert_report(report: ConvertReport) -> None:
-    """Print the written files, or those planned by a dry run."""
-    verb, took = _verb_of(report)
-    print_line(
-        f"{report.out}: {verb} {report.tag} for {WHO_LOADS[report.to]}, {report.files} files, "
-        f"{format_size(report.nbytes_written)}{took} (read {format_size(report.nbytes_read)})"
-    )
-    for note in report.notes:
-        print_line(f"note: {note}", color="yellow")
-    print_checks(report.checks)
-    print_needs(report.needs)
-
-
-def print_transfer_report(report: TransferReport) -> None:
-    """Print the size of the copy and its notes."""
-    verb = "was there already, with the same bytes:" if report.there else "copied"
-    print_line(
-        f"{report.out}: {verb} {report.files} files, {format_size(report.nbytes)} in {report.seconds:.1f} s"
-        f"{', latest names it' if report.latest else ''}"
-    )
-    if report.digest is not None:
-        print_line(f"{report.digest}: the same in the checkpoint and in the copy", color="green")
-    for note in report.notes:
-        print_line(f"note: {note}", color="yellow")
-    print_checks(report.checks)
 
 
 def print_catalog(found: Catalog) -> None:

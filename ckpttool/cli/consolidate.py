@@ -59,11 +59,11 @@ def consolidate(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> 
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_copy_report
+    from ckpttool.cli._reports import print_consolidate_report
 
     with progress_bar("consolidate") as progress:
         report = ckpttool.consolidate(src, out, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:
-        print_copy_report(report)
+        print_consolidate_report(report)

@@ -31,11 +31,11 @@ def cp(src: tuple[str, ...], dst: str, as_json: bool, **given: Any) -> None:
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_transfer_report
+    from ckpttool.cli._reports import print_cp_report
 
     with progress_bar("cp") as progress:
         report = ckpttool.cp(src, dst, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:
-        print_transfer_report(report)
+        print_cp_report(report)

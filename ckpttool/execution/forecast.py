@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from ckpttool.execution.run import RunOptions
     from ckpttool.plan import CopyPlan
 
-THREAD_BYTES = 4 << 20
-"""Buffers and code of one thread that copies between local files."""
+THREAD_BYTES = 2 << 20
+"""Buffers of one thread that copies between local files."""
+CODE_BYTES = 8 << 20
+"""Modules that a run imports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def forecast(plan: CopyPlan, options: RunOptions, *, remote: bool, free_bytes: i
         buffers = min(options.memory, 4 * plan.nbytes_written)
     else:
         buffers = (options.jobs or default_jobs()) * THREAD_BYTES
-    return Needs(free_bytes, resident_bytes() + buffers)
+    return Needs(free_bytes, resident_bytes() + CODE_BYTES + buffers)
 
 
 def resident_bytes() -> int:

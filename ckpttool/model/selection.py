@@ -62,6 +62,10 @@ def find(checkpoint: Checkpoint, name: str, key: str) -> State:
     return state
 
 
+NO_SUCH_NAME = ("holds no tensor of that name", "check include and exclude", ("include", "exclude"))
+"""Problem, next step and parameters where globs match no tensor."""
+
+
 def matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
     """A function that tells whether a full name matches the globs; no ``include`` means all names."""
     # A string is a sequence of letters, but means one glob.

@@ -284,7 +284,7 @@ def test_a_copy_is_the_same_files_and_is_read_as_the_same(name: str, tmp_path: P
     report = api.cp(source(name), tmp_path / "copy", prove=True)
     found = api.inspect(source(name))
     assert (report.tag, report.latest) == (found.tag, True)
-    ours = {p.relative_to(report.out): p.read_bytes() for p in _files(tmp_path / "copy" / found.tag)}
+    ours = {p.relative_to(report.written.out): p.read_bytes() for p in _files(tmp_path / "copy" / found.tag)}
     theirs = {p.relative_to(found.location): p.read_bytes() for p in _files(found.location)}
     assert ours == theirs
     assert api.diff(source(name), tmp_path / "copy").equal
@@ -333,7 +333,7 @@ def test_a_trainers_checkpoints_are_not_mixed_in_one_root(tmp_path: Path) -> Non
 def test_a_copy_that_lacked_only_latest_is_finished(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "global_step20", tmp_path / "copy" / "global_step20")
     report = api.cp(root, tmp_path / "copy")
-    assert (report.latest, report.there, report.notes) == (True, True, ())
+    assert (report.latest, report.written.there, report.notes) == (True, True, ())
     assert (tmp_path / "copy" / "latest").read_text() == "global_step20"
 
 

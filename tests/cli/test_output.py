@@ -238,9 +238,11 @@ def test_overwriting_that_is_refused_keeps_the_old_weights(
 
 def test_dry_run_writes_nothing_and_tells_the_same(tmp_path: Path) -> None:
     out = tmp_path / "a/out"
-    planned = json.loads(ckpttool(*consolidate(out, "--dry-run", "--json", "--max-shard-size", "3kB")).stdout)
+    planned = json.loads(ckpttool(*consolidate(out, "--dry-run", "--json", "--max-shard-size", "3kB")).stdout)[
+        "written"
+    ]
     assert remains(tmp_path) == []
-    done = json.loads(ckpttool(*consolidate(out, "--json", "--max-shard-size", "3kB")).stdout)
+    done = json.loads(ckpttool(*consolidate(out, "--json", "--max-shard-size", "3kB")).stdout)["written"]
     assert planned.pop("dry_run")
     assert not done.pop("dry_run")
     assert (planned.pop("seconds"), done.pop("seconds")) > (0, 0)

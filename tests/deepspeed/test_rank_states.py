@@ -180,7 +180,7 @@ def test_commands_know_the_files(done: Path, tmp_path: Path) -> None:
         assert entry.whole
     report = ckpttool.convert(root, tmp_path / "dcp", to="dcp")
     assert any("rank states of 2 ranks" in note for note in report.notes)
-    assert ckpttool.consolidate(root, tmp_path / "weights.safetensors", to="safetensors").files
+    assert ckpttool.consolidate(root, tmp_path / "weights.safetensors", to="safetensors").written.files
     shutil.copytree(copy / "tag", copy / "older")
     (copy / "older" / "ckpttool.json").unlink()
     ckpttool.prune(copy, keep_last=1)

@@ -39,19 +39,19 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_dry_run_tells_what_a_run_needs(command: Callable[..., Any], tmp_path: Path) -> None:
-    planned = command(tmp_path / "below" / "out", dry_run=True)
+    planned = command(tmp_path / "below" / "out", dry_run=True).written
     assert os.listdir(tmp_path) == []
     needs = planned.needs
     assert needs.free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
     assert needs.memory_bytes > 10_000_000
-    done = command(tmp_path / "out")
+    done = command(tmp_path / "out").written
     assert done.needs is None
     assert (done.nbytes_read, done.nbytes_written) == (planned.nbytes_read, planned.nbytes_written)
 
 
 def test_a_bucket_has_no_free_bytes_to_report(s3: Bucket) -> None:
     before = s3.sizes()
-    needs = ckpttool.consolidate(source(NAME), s3.url("out"), to="safetensors", dry_run=True).needs
+    needs = ckpttool.consolidate(source(NAME), s3.url("out"), to="safetensors", dry_run=True).written.needs
     assert needs is not None
     assert needs.free_bytes is None
     assert s3.sizes() == before
@@ -67,7 +67,7 @@ def test_the_memory_is_not_more_than_was_told(tmp_path: Path) -> None:
     script = (
         "import ckpttool, json, pathlib, sys\n"
         "run = lambda **more: ckpttool.consolidate(sys.argv[1], sys.argv[2], to='safetensors', dtype='bf16', **more)\n"
-        "needs = run(dry_run=True).needs\n"
+        "needs = run(dry_run=True).written.needs\n"
         "run()\n"
         "status = pathlib.Path('/proc/self/status').read_text()\n"
         "peak = int(status.split('VmHWM:')[1].split()[0]) << 10\n"  # getrusage counts the process before exec

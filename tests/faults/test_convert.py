@@ -194,7 +194,7 @@ def test_resuming_does_not_take_another_output_for_its_own(tmp_path: Path) -> No
     path = out / "model.safetensors"
     assert path.stat().st_size == (other / "model.safetensors").stat().st_size, "only the bytes tell the two apart"
     again = partial(ckpttool.consolidate, SRC, out, to="safetensors", resume=True)
-    assert again(rename=rename[out]).there
+    assert again(rename=rename[out]).written.there
     with pytest.raises(StorageError, match="is not empty"):
         again(rename=rename[other])
     (out / "notes.txt").write_text("mine")

@@ -50,17 +50,17 @@ def _records(out: Path) -> dict[str, Any]:
 
 def _consolidate(src: str, out: Path, **options: Any) -> tuple[Any, Any]:
     report = ckpttool.consolidate(src, out, **options)
-    return _tree(out), report.checks
+    return _tree(out), report.written.checks
 
 
 def _convert(src: str, out: Path, **options: Any) -> tuple[Any, Any]:
     report = ckpttool.convert(src, out, **options)
-    return _tree(out), report.checks
+    return _tree(out), report.written.checks
 
 
 def _cp(src: str, out: Path) -> tuple[Any, Any]:
     report = ckpttool.cp(src, out)
-    return _records(out), report.checks
+    return _records(out), report.written.checks
 
 
 def _extract(src: str, out: Path) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ def test_adapter_is_what_peft_gives_on_the_live_model(name: str, dtype: str, kin
     report = ckpttool.consolidate(
         source(name), tmp_path / "out", to="safetensors", adapter_only=True, dtype="bf16" if dtype == "bf16" else "fp32"
     )
-    assert [f.name for f in report.files] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert [f.name for f in report.written.files] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     written = load_file(str(tmp_path / "out" / "adapter_model.safetensors"))
     prefix = f"{kind}/"
     expected = {k.removeprefix(prefix): t for k, t in truth(name).tensors.items() if k.startswith(prefix)}

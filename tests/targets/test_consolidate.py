@@ -59,7 +59,9 @@ def test_weights_equal_the_engines(name: str, to: Any, dtype: Any, tmp_path: Pat
     if to == "torch":
         expected |= {alias: expected[stored] for alias, stored in tied.items()}
     _assert_same(_load(tmp_path / "out", to), expected)
-    assert {f.name: f.nbytes for f in report.files} == {p.name: p.stat().st_size for p in (tmp_path / "out").iterdir()}
+    assert {f.name: f.nbytes for f in report.written.files} == {
+        p.name: p.stat().st_size for p in (tmp_path / "out").iterdir()
+    }
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
@@ -78,7 +80,7 @@ def test_shards_together_hold_every_weight_and_the_index_tells_where(name: str, 
     for tensor, file in index["weight_map"].items():
         held = load_file(out / file) if to == "safetensors" else torch.load(out / file, weights_only=True)
         assert tensor in held
-    shards = [f for f in report.files if f.name != index_name]
+    shards = [f for f in report.written.files if f.name != index_name]
     assert len(shards) > 1
     stem, extension = ("model", "safetensors") if to == "safetensors" else ("pytorch_model", "bin")
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.{extension}" for i in range(1, len(shards) + 1)]
@@ -93,7 +95,7 @@ def test_a_shard_that_fits_exactly_is_not_split(tmp_path: Path) -> None:
         report = ckpttool.consolidate(
             source("zero2-dp3-bf16"), str(tmp_path), to="safetensors", max_shard_size=limit, dry_run=True
         )
-        assert len([f for f in report.files if f.name.endswith("safetensors")]) == shards
+        assert len([f for f in report.written.files if f.name.endswith("safetensors")]) == shards
 
 
 def test_a_shard_is_beyond_the_limit_only_when_a_single_tensor_is(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_transformers_loads_a_trainers_checkpoint_from_the_output_alone(name: st
 
     out = tmp_path / "out"
     report = ckpttool.consolidate(source(name), str(out), to="safetensors", dtype=dtype, max_shard_size="20kB")
-    assert set(report.companions) == {
+    assert set(report.sidecars) == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     model, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
@@ -209,7 +211,7 @@ def test_companions_are_carried_byte_for_byte_and_other_files_are_not(
     for name, data in {**copied, "zero_to_fp32.py": b"x", "optimizer.pt": b"x", "trainer_state.json": b"{}"}.items():
         (root / name).write_bytes(data)
     report = ckpttool.consolidate(str(root), str(tmp_path / "out"), to="torch")
-    assert set(report.companions) == set(copied)
+    assert set(report.sidecars) == set(copied)
     assert {name: (tmp_path / "out" / name).read_bytes() for name in copied} == copied
     assert {p.name for p in (tmp_path / "out").iterdir()} == {*copied, "pytorch_model.bin"}
 
@@ -250,7 +252,7 @@ def test_nothing_left_to_write_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_tells_the_same_and_writes_nothing(tmp_path: Path) -> None:
-    def go(out: str, *, dry_run: bool) -> ckpttool.CopyReport:
+    def go(out: str, *, dry_run: bool) -> ckpttool.ConsolidateReport:
         return ckpttool.consolidate(
             source("zero3-dp3-bf16"), out, to="safetensors", max_shard_size=5000, dry_run=dry_run
         )
@@ -258,10 +260,11 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(tmp_path: Path) -> None:
     dry = go(str(tmp_path / "out"), dry_run=True)
     assert not list(tmp_path.iterdir())
     real = go(str(tmp_path / "out"), dry_run=False)
-    assert dry.files == real.files
-    assert (dry.tensors, dry.elements, dry.nbytes_read) == (real.tensors, real.elements, real.nbytes_read)
-    assert dry.dry_run
-    assert not real.dry_run
+    assert dry.written.files == real.written.files
+    assert (dry.tensors, dry.elements) == (real.tensors, real.elements)
+    assert dry.written.nbytes_read == real.written.nbytes_read
+    assert dry.written.dry_run
+    assert not real.written.dry_run
 
 
 def test_values_too_large_for_fp16_are_counted(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -272,8 +275,10 @@ def test_values_too_large_for_fp16_are_counted(checkpoint_copy: Callable[[str], 
     flat.detach()[5:8] = torch.tensor([1e6, -1e6, float("inf")])
     torch.save(file, path)
     report = ckpttool.consolidate(str(root), str(tmp_path / "out"), to="safetensors", dtype="fp16")
-    assert report.overflowed == 2
-    assert ckpttool.consolidate(str(root), str(tmp_path / "bf16"), to="safetensors", dtype="bf16").overflowed == 0
+    assert report.written.overflowed == 2
+    assert (
+        ckpttool.consolidate(str(root), str(tmp_path / "bf16"), to="safetensors", dtype="bf16").written.overflowed == 0
+    )
 
 
 # ------------------------------------------------------------------------------------------------- proofs

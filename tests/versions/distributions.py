@@ -83,8 +83,8 @@ def try_out(distribution: Path, directory: Path) -> None:
     version = distribution.name.split("-")[1].removesuffix(".tar.gz")
     assert run(command, "--version") == f"ckpttool, version {version}\n"
     inspected = json.loads(run(command, "inspect", CHECKPOINT, "--json"))
-    written = json.loads(run(command, "consolidate", CHECKPOINT, "out", "--to", "safetensors", "--json"))
-    assert (directory / "out" / "model.safetensors").stat().st_size >= written["nbytes_written"] > 0
+    report = json.loads(run(command, "consolidate", CHECKPOINT, "out", "--to", "safetensors", "--json"))
+    assert (directory / "out" / "model.safetensors").stat().st_size >= report["written"]["nbytes_written"] > 0
     assert inspected["stage"] == 2
     run(command, "inspect", CHECKPOINT, "--html", "page.html")
     assert b"d3-hierarchy" in (directory / "page.html").read_bytes()

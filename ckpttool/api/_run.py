@@ -1,0 +1,195 @@
+"""One run of a command that writes: open its sources, check the destination, write a plan, report what was written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckpttool.errors import ArgumentError
+from ckpttool.execution.output.destination import Destination
+from ckpttool.formats import Source, source_paths
+from ckpttool.storage import is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from ckpttool.api.options import Options
+    from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.forecast import Needs
+    from ckpttool.execution.read_checks import ReadReport
+    from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """One file of the output."""
+
+    name: str
+    """File name."""
+    nbytes: int
+    """Size in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The output of a command: what it wrote, or planned in a dry run."""
+
+    out: str
+    """The output directory."""
+    dry_run: bool = False
+    """True if nothing was written."""
+    there: bool = False
+    """Whether ``out`` held the whole output already, byte for byte: nothing was written."""
+    files: tuple[WrittenFile, ...]
+    """Files of the output."""
+    nbytes_read: int
+    """Bytes of tensors read."""
+    nbytes_written: int
+    """Bytes of all files."""
+    overflowed: int = 0
+    """Finite values that became infinite in the type of the output."""
+    seconds: float
+    """Wall time."""
+    digest: str | None = None
+    """With ``prove``, the digest of the weights, equal for source and output."""
+    checks: ReadReport | None = None
+    """Comparisons with recorded checksums; None if nothing was written, and for ``check="off"``."""
+    needs: Needs | None = None
+    """For a dry run, what the run needs."""
+
+
+class Run:
+    """One run of a command.
+
+    Args:
+        destination: Where it writes: a path or URL, or an open destination.
+        options: The options that all commands share.
+
+    Raises:
+        CkptError: The destination cannot be written in the way that the options ask for, or Ray is not installed.
+    """
+
+    def __init__(self, destination: str | Destination, options: Options) -> None:
+        self._began = time.perf_counter()
+        self.options = options
+        if isinstance(destination, str):
+            destination = Destination(destination, options.storage_options)
+        self.destination = destination
+        if options.prove and options.overwrite and destination.remote:
+            # A proof reads the output, and a store shows no upload before it replaces the old file.
+            problem = "compares what was written, when an overwrite on a remote storage has replaced the old files"
+            hint = "write to another directory with prove and remove the old one, or leave out prove"
+            raise ArgumentError("prove", problem, hint, ("prove",))
+        self._workers = _workers_for(options.ray, destination)
+
+    def open(self, sources: Sequence[Source]) -> list[Checkpoint]:
+        """Open the sources, and check that the destination can be written and is none of them.
+
+        Args:
+            sources: Each as for ``open_checkpoint``.
+
+        Raises:
+            CkptError: The destination cannot or must not be written, or there is no sound checkpoint.
+        """
+        openings = []
+        for src in sources:
+            paths = source_paths(src)
+            opened = partial(self.options.open, paths)
+            # Round trips to several stores together take as long as one.
+            concurrent = is_url(paths[0]) and (self.destination.remote or len(sources) > 1)
+            openings.append(_in_background(opened) if concurrent else opened)
+        if not self.options.resume:
+            self.destination.check_target(overwrite=self.options.overwrite)
+        checkpoints = [opened() for opened in openings]
+        for checkpoint in checkpoints:
+            self.destination.check_apart(checkpoint)
+        return checkpoints
+
+    def write(
+        self, plan: CopyPlan, checkpoint: Checkpoint, *, last: Sequence[str],
+        verify: Callable[[str], str | None] | None, may_be_there: bool | None = None,
+    ) -> Written:  # fmt: skip
+        """Write the files of a plan and commit them; or say what would be written, if this is a dry run.
+
+        Args:
+            plan: The plan.
+            checkpoint: The checkpoint that it reads.
+            last: Names of the files to commit last, in this order.
+            verify: Called with the written directory before the commit; returns the digest, and raises if the output is
+                wrong. None for no such comparison.
+            may_be_there: Whether an earlier run may have written the whole output; default: if the options resume.
+
+        Raises:
+            CkptError: A source is damaged, the output is wrong, or the destination cannot or must not be written.
+        """
+        options, destination = self.options, self.destination
+        checks = options.read_checks(plan.sources, checkpoint)
+        work = options.run_options(checks, self._workers)
+        there, overflowed, needs = False, 0, None
+        digest: str | None = None
+
+        def check(directory: str) -> None:
+            nonlocal digest
+            digest = None if verify is None else verify(directory)
+
+        if options.resume if may_be_there is None else may_be_there:
+            there = not options.dry_run and destination.holds_output(plan, work)
+            if not there:
+                destination.check_target(overwrite=options.overwrite)
+        if options.dry_run:
+            needs = destination.forecast(plan, work)
+        elif there:
+            check(destination.out)
+        else:
+            overflowed = destination.write(plan, work, last=last, check=check, resume=options.resume)
+        return Written(
+            out=destination.out,
+            dry_run=options.dry_run,
+            there=there,
+            files=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files),
+            nbytes_read=destination.nbytes_read(plan, self._workers),
+            nbytes_written=plan.nbytes_written,
+            overflowed=overflowed,
+            seconds=time.perf_counter() - self._began,
+            digest=digest,
+            checks=None if options.dry_run or there or checks is None else checks.report,
+            needs=needs,
+        )
+
+
+def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:
+    """Start a function in its own thread; the returned function waits for its result.
+
+    Callers may leave without waiting: the thread is a daemon and ends with the process.
+    """
+    from concurrent.futures import Future
+
+    future: Future[Checkpoint] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ckpttool-open", daemon=True).start()
+    return future.result
+
+
+def _workers_for(ray: bool | str | None, destination: Destination) -> AbstractContextManager[Workers] | None:
+    """The Ray cluster that runs the tasks; None if this process does the work.
+
+    Raises:
+        CkptError: Ray is not installed, its address is malformed, or several processes cannot write to the destination.
+    """
+    if ray is None or ray is False:
+        return None
+    from ckpttool.integrations.ray.cluster import RayCluster
+
+    destination.check_shareable()
+    return RayCluster("" if ray is True else ray)
