@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.base import Output, Place, Target
+    from ckpttool.execution.output.base import Output, Place
     from ckpttool.plan import SourceFile, TargetFile
-    from ckpttool.storage import PartWriter, Reader
+    from ckpttool.storage import PartWriter, Reader, Writer
     from ckpttool.units import Advance
 
 TASK_BYTES = 64 << 20
@@ -158,7 +158,7 @@ def run(
             memory=memory,
             checked=checks is not None,
         )
-    open_targets: dict[int, list[Target]] = {}
+    open_targets: dict[int, list[Writer]] = {}
     pending: dict[int, Task] = {}
     overflowed, opened = 0, set[int]()
 
@@ -191,9 +191,9 @@ def run(
 
 def _batches(
     plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
-) -> Iterator[list[tuple[Target, TaskPart]]]:
+) -> Iterator[list[tuple[Writer, TaskPart]]]:
     """Yield the file parts of each task; a file is opened when its first task is requested."""
-    batch: list[tuple[Target, TaskPart]] = []
+    batch: list[tuple[Writer, TaskPart]] = []
     nbytes = 0
     for target, part in _task_parts(plan, output, context, task_bytes, advance, checks):
         batch.append((target, part))
@@ -207,7 +207,7 @@ def _batches(
 
 def _task_parts(
     plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
-) -> Iterator[tuple[Target, TaskPart]]:
+) -> Iterator[tuple[Writer, TaskPart]]:
     for file in plan.files:
         if output.has(file):
             advance(file.nbytes)

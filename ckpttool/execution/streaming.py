@@ -20,9 +20,10 @@ from ckpttool.plan import ranges_read
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckpttool.execution.output.base import Output, Target
+    from ckpttool.execution.output.base import Output
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import ConsistencyChecks, CopyPlan
+    from ckpttool.storage import Writer
     from ckpttool.units import Advance
 
 MEMORY = 256 << 20
@@ -110,13 +111,13 @@ def _check_copies(checks: ConsistencyChecks, sources: Sources) -> int:
     return 0
 
 
-def _open(target: Target) -> int:
+def _open(target: Writer) -> int:
     target.open()
     return 0
 
 
 def _write_part(
-    assembler: PartAssembler, target: Target, start: int, end: int, release: Callable[[], None], advance: Advance
+    assembler: PartAssembler, target: Writer, start: int, end: int, release: Callable[[], None], advance: Advance
 ) -> int:
     try:
         data, overflowed = assembler.assemble(start, end)

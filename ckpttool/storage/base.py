@@ -263,15 +263,27 @@ class PartWriter(Protocol):
 
 
 class Writer(Protocol):
-    """Writes one file in parts. Threads may share it. No reader sees the file before ``commit``."""
+    """Writes one file in parts. Threads may share it. No reader sees the file before ``commit``.
+
+    Classes that inherit from it take parts of this process alone, in any order, unless they override methods.
+    """
 
     path: str
     """Path or URL of the file."""
     part_bytes: int
-    """Size of every part but the last, in bytes; a multiple of 64."""
+    """Size of every part but the last, in bytes; a multiple of 64, so that no element spans two parts."""
+
+    def open(self) -> None:
+        """Prepare for the first part, in parallel with reading it.
+
+        Raises:
+            StorageError: The file cannot be created.
+        """
+        return
 
     def has(self, start: int, nbytes: int) -> bool:
         """Return whether an earlier process has written the part that begins at byte ``start``."""
+        return False
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at byte ``start``.
@@ -281,17 +293,24 @@ class Writer(Protocol):
         """
 
     def fail(self, error: BaseException) -> None:
-        """Wake threads that wait for an earlier part, and raise ``error`` in them."""
+        """Abort the file: wake threads that wait for an earlier part, and raise ``error`` in them."""
+        return
 
     def part_writer(self) -> PartWriter:
-        """Return an object that writes parts in other processes.
+        """Return an object that writes parts in other processes; from then on only they write parts.
 
         Raises:
             StorageError: Only one process can write this file.
         """
+        raise StorageError(self.path, "can be written by only one process", "write it to S3, or to local disk")
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Record what ``PartWriter.write`` returned for a part."""
+        """Record what ``PartWriter.write`` returned for a part.
+
+        Raises:
+            StorageError: The storage rejects the part.
+        """
+        return
 
     def commit(self) -> None:
         """Make the complete file visible to readers.
@@ -300,9 +319,11 @@ class Writer(Protocol):
             ExistsError: ``new`` was requested, and the path exists.
             StorageError: The storage fails.
         """
+        return
 
     def discard(self) -> None:
         """Remove all parts."""
+        return
 
 
 class WritableStorage(Storage, Protocol):

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.storage.base import Writer
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.posix import reserve, write_at
 from ckpttool.storage.safe_files import opened
@@ -26,7 +27,7 @@ PART_BYTES = 4 << 20
 """Bytes of one write."""
 
 
-class DirectoryWriter:
+class DirectoryWriter(Writer):
     """Writes one file of a staging directory in parts; a ``Writer``. Threads may share it.
 
     Args:
@@ -61,13 +62,6 @@ class DirectoryWriter:
             self.commit()
             raise
 
-    def open(self) -> None:
-        """Do nothing: the file is open."""
-
-    def has(self, start: int, nbytes: int) -> bool:
-        """Return False: an earlier process leaves complete files only."""
-        return False
-
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at byte ``start``.
 
@@ -76,9 +70,6 @@ class DirectoryWriter:
         """
         write_at(self.fd, memoryview(data), start, self.path)
         self.accept(start, len(data), None)
-
-    def fail(self, error: BaseException) -> None:
-        """Do nothing: no thread waits for the part of another."""
 
     def part_writer(self) -> PartWriter:
         """Return an object that writes parts in other processes."""

@@ -8,16 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import StorageError
+from ckpttool.storage.base import Writer
 from ckpttool.storage.error_texts import ExistsError
 from ckpttool.storage.retry import T, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ckpttool.storage.base import Entry, PartWriter, WritableStorage
+    from ckpttool.storage.base import Entry, WritableStorage
 
 
-class SmallWriter:
+class SmallWriter(Writer):
     """Buffers a small file and writes it with one request.
 
     Args:
@@ -35,27 +36,9 @@ class SmallWriter:
         self._new = new
         self._data = bytearray(nbytes)
 
-    def has(self, start: int, nbytes: int) -> bool:
-        """Return False: no part is stored before ``commit``."""
-        return False
-
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Buffer a part."""
         self._data[start : start + len(data)] = data
-
-    def fail(self, error: BaseException) -> None:
-        """Do nothing: no thread waits for the part of another."""
-
-    def part_writer(self) -> PartWriter:
-        """Refuse: only one process can write this file.
-
-        Raises:
-            StorageError: Always.
-        """
-        raise _one_process(self.path)
-
-    def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Do nothing: without a part writer there is no result."""
 
     def commit(self) -> None:
         """Write the file.
@@ -99,7 +82,7 @@ class UploadStorage(Protocol):
         """Drop cached listings."""
 
 
-class StreamWriter:
+class StreamWriter(Writer):
     """Writes a file sequentially from its first byte to its last, which every fsspec file system supports.
 
     Args:
@@ -119,10 +102,6 @@ class StreamWriter:
         # One part per block: some file systems buffer tens of MB by default.
         options = {"block_size": part_bytes, "autocommit": False}
         self._file = storage.call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
-
-    def has(self, start: int, nbytes: int) -> bool:
-        """Return False: a sequential upload cannot be resumed."""
-        return False
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Wait until all earlier parts are written, then write the part that begins at byte ``start``.
@@ -167,23 +146,8 @@ class StreamWriter:
     def _entry(self) -> Entry | None:
         return self._storage.entry(self.path) if self._storage.exists(self.path) else None
 
-    def part_writer(self) -> PartWriter:
-        """Refuse: only one process can write this file.
-
-        Raises:
-            StorageError: Always.
-        """
-        raise _one_process(self.path)
-
-    def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Do nothing: without a part writer there is no result."""
-
     def fail(self, error: BaseException) -> None:
         """Wake threads that wait for an earlier part, and raise ``error`` in them."""
         with self._changed:
             self._failed = self._failed or error
             self._changed.notify_all()
-
-
-def _one_process(path: str) -> StorageError:
-    return StorageError(path, "can be written by only one process", "write it to S3, or to local disk")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpttool.errors import StorageError
+from ckpttool.storage.base import Writer
 from ckpttool.storage.direct_io import ALIGNMENT, FILE_SYSTEMS, file_system_of, open_direct, write_direct
 from ckpttool.storage.error_texts import ExistsError, translate_os_errors
 from ckpttool.storage.posix import CREATE, rename_new, reserve, write_all
@@ -20,7 +20,6 @@ from ckpttool.storage.safe_files import temporary_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.storage.base import PartWriter
 
 PARTIAL = ".partial"
 """Suffix of the temporary name of an incomplete file."""
@@ -28,7 +27,7 @@ PART_BYTES = 1 << 23
 """Bytes of one write."""
 
 
-class LocalWriter:
+class LocalWriter(Writer):
     """Writes one file on local disk in parts.
 
     Args:
@@ -63,10 +62,6 @@ class LocalWriter:
                 self.discard()
                 raise
 
-    def has(self, start: int, nbytes: int) -> bool:
-        """Return False: another process cannot find the temporary name."""
-        return False
-
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write the part that begins at byte ``start``; the last one syncs the file.
 
@@ -93,20 +88,6 @@ class LocalWriter:
         for part in parts:
             self.write(start, part)
             start += len(part)
-
-    def fail(self, error: BaseException) -> None:
-        """Do nothing: no thread waits for the part of another."""
-
-    def part_writer(self) -> PartWriter:
-        """Refuse: only one process can write this file.
-
-        Raises:
-            StorageError: Always.
-        """
-        raise StorageError(self.path, "can be written by only one process", "write it without workers")
-
-    def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Do nothing: without a part writer there is no result."""
 
     def commit(self) -> None:
         """Rename the file to its final name.

@@ -19,7 +19,7 @@ from fsspec.asyn import sync
 
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
-from ckpttool.storage.base import check_text, decode_text
+from ckpttool.storage.base import Writer, check_text, decode_text
 from ckpttool.storage.error_texts import ExistsError
 from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage
 from ckpttool.storage.listings import entry_of
@@ -377,7 +377,7 @@ class S3Parts:
         return str(answer["ETag"])
 
 
-class S3Writer:
+class S3Writer(Writer):
     """Writes an object by a multipart upload, in any order. No reader sees the object before ``commit``.
 
     Args:
@@ -506,9 +506,6 @@ class S3Writer:
         except FileNotFoundError:
             return False
         return bool(found["size"] == sum(size for _, size in self._parts.values()))
-
-    def fail(self, error: BaseException) -> None:
-        """Do nothing: no thread waits for the part of another."""
 
     def discard(self) -> None:
         """Abort the upload; delete the object if this upload has completed it."""

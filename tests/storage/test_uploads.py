@@ -38,7 +38,7 @@ from tests.truth import source
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.execution.output.base import Target
+    from ckpttool.storage import Writer
     from tests.faults.s3_faults import Action, Request
     from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
@@ -139,7 +139,7 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
     gone = OSError("the first window could not be read")
     seen: list[BaseException] = []
 
-    def write_the_second(target: Target) -> None:
+    def write_the_second(target: Writer) -> None:
         try:
             target.write(nbytes // 2, memoryview(bytes(nbytes // 2)))
         except BaseException as error:

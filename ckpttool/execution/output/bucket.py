@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
-from ckpttool.storage import MARK
+from ckpttool.storage import MARK, Writer
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.staging import not_empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckpttool.execution.output.base import Target
     from ckpttool.plan import CopyPlan, TargetFile
-    from ckpttool.storage import PartWriter, Writer
+    from ckpttool.storage import PartWriter
     from ckpttool.storage.fsspec import RemoteStorage
 
 
@@ -199,7 +198,7 @@ class BucketOutput:
         self.existing_names()
         return file.name not in self._last and self._done.get(file.name) == file.nbytes
 
-    def begin(self, file: TargetFile) -> Target:
+    def begin(self, file: TargetFile) -> Writer:
         """Begin to write a file.
 
         Raises:
@@ -208,7 +207,7 @@ class BucketOutput:
         part = self._storage.part_bytes(file.nbytes)
         if file.nbytes <= part:
             return _SmallFile(self, file.name, part)
-        target = _LargeFile(partial(self._create, file), part)
+        target = _LargeFile(self.path(file.name), partial(self._create, file), part)
         if self._resume:
             target.open()  # list the uploaded parts before their sources are read
         return target
@@ -283,10 +282,11 @@ class BucketOutput:
                 self._storage.delete([self.path(MARK)])
 
 
-class _SmallFile:
+class _SmallFile(Writer):
     """A file written by one request."""
 
     def __init__(self, output: BucketOutput, name: str, part_bytes: int) -> None:
+        self.path = output.path(name)
         self.part_bytes = part_bytes
         self._output = output
         self._name = name
@@ -294,14 +294,8 @@ class _SmallFile:
     def open(self) -> None:
         self._output.existing_names()
 
-    def has(self, start: int, nbytes: int) -> bool:
-        return False
-
-    def write(self, start: int, data: memoryview) -> None:
+    def write(self, start: int, data: bytes | memoryview) -> None:
         self._output.put(self._name, bytes(data))
-
-    def fail(self, error: BaseException) -> None:
-        pass
 
     def part_writer(self) -> PartWriter:
         return self._output.part_writer(self._name)
@@ -330,10 +324,11 @@ class _ReturningWriter:
         return bytes(data)
 
 
-class _LargeFile:
+class _LargeFile(Writer):
     """A multipart upload, begun on first use."""
 
-    def __init__(self, create: Callable[[], Writer], part_bytes: int) -> None:
+    def __init__(self, path: str, create: Callable[[], Writer], part_bytes: int) -> None:
+        self.path = path
         self.part_bytes = part_bytes
         self._writer = Lazy(create)
         self._failed: BaseException | None = None
@@ -344,7 +339,7 @@ class _LargeFile:
     def has(self, start: int, nbytes: int) -> bool:
         return self._writer.value is not None and self._writer.value.has(start, nbytes)
 
-    def write(self, start: int, data: memoryview) -> None:
+    def write(self, start: int, data: bytes | memoryview) -> None:
         self._upload().write(start, data)
 
     def fail(self, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from ckpttool.storage import (
     BESIDE,
     LOCAL,
     MARK,
+    Writer,
     connect,
     is_url,
     local_path,
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.execution.forecast import Needs
-    from ckpttool.execution.output.base import Output, Target
+    from ckpttool.execution.output.base import Output
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, TargetFile
-    from ckpttool.storage import PartWriter, Storage, WritableStorage
+    from ckpttool.storage import Storage, WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
 
 
@@ -276,39 +277,24 @@ class _Comparison:
     def has(self, _: TargetFile) -> bool:
         return False
 
-    def begin(self, file: TargetFile) -> Target:
+    def begin(self, file: TargetFile) -> Writer:
         return _ComparedFile(self._storage, f"{self._out}/{file.name}")
 
     def place(self) -> None:
         """Return None: this process reads all files."""
 
 
-class _ComparedFile:
+class _ComparedFile(Writer):
     part_bytes = 1 << 22
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage
-        self._path = path
+        self.path = path
 
-    def open(self) -> None:
-        pass
-
-    def has(self, start: int, nbytes: int) -> bool:
-        return False
-
-    def write(self, start: int, data: memoryview) -> None:
-        with self._storage.open(self._path) as reader:  # only for a moment: there may be thousands of files
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        with self._storage.open(self.path) as reader:  # only for a moment: there may be thousands of files
             if reader.read(start, start + len(data)) != data:
                 raise _DiffersError
-
-    def fail(self, error: BaseException) -> None:
-        pass
-
-    def part_writer(self) -> PartWriter:
-        raise NotImplementedError
-
-    def accept(self, start: int, nbytes: int, result: Any) -> None:
-        raise NotImplementedError
 
 
 def _of_same_kind(plan: CopyPlan) -> Callable[[str], bool]:

@@ -11,7 +11,6 @@ from ckpttool.storage.directory_writer import DirectoryWriter
 from ckpttool.storage.staging import write_token
 
 if TYPE_CHECKING:
-    from ckpttool.execution.output.base import Target
     from ckpttool.plan import TargetFile
     from ckpttool.storage.journal import Journal
     from ckpttool.storage.safe_files import Directory
@@ -41,7 +40,7 @@ class DirectoryOutput:
         """Whether an earlier run completed the file."""
         return self.journal is not None and self.journal.has(file.name, file.nbytes)
 
-    def begin(self, file: TargetFile) -> Target:
+    def begin(self, file: TargetFile) -> DirectoryWriter:
         """Begin to write a file.
 
         Raises:
