@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import measure
 
 import ckpttool
-from ckpttool.analysis.pages.checkpoint import checkpoint_page
 from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef
+from ckpttool.pages.checkpoint import checkpoint_page
 
 if TYPE_CHECKING:
     from pathlib import Path

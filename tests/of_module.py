@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTORIES = {
-    "ckpttool/analysis/pages": ["tests/pages"],
+    "ckpttool/pages": ["tests/pages"],
     "ckpttool/api": ["tests/cli", "tests/targets"],
     "ckpttool/formats/zero": ["tests/formats"],
     "ckpttool/integrations": ["tests/integrations", "tests/frameworks"],

@@ -88,8 +88,8 @@ def page_of_source(
     Raises:
         CkptError: There is no sound checkpoint, and ``verify`` is False.
     """
-    from ckpttool.analysis.pages.checkpoint import checkpoint_page, damaged_page
     from ckpttool.api.inspect import inspect
+    from ckpttool.pages.checkpoint import checkpoint_page, damaged_page
 
     report = None
     if verify:
@@ -151,8 +151,8 @@ def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
         PlanError: No checkpoint has the number of ``keep_best``.
     """
     from ckpttool.analysis.description import as_plain
-    from ckpttool.analysis.pages import page
     from ckpttool.catalog.retention import RULES, Rules, decide
+    from ckpttool.pages import page
     from ckpttool.units import format_duration
 
     given = {name: rules[name] for name in RULES if rules.get(name) is not None}

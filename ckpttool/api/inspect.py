@@ -37,7 +37,7 @@ def inspect(
 
 def _notebook(checkpoint: Checkpoint) -> str:
     """Return the page of a checkpoint in a frame of its own, for a cell of a notebook."""
-    from ckpttool.analysis.pages.checkpoint import notebook_frame
+    from ckpttool.pages.checkpoint import notebook_frame
 
     return notebook_frame(checkpoint)
 

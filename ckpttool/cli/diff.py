@@ -42,7 +42,7 @@ def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
     with progress_bar("diff") as progress:
         report = ckpttool.diff(a, b, progress=progress, **options.chosen(given))
     if page["html"] is not None:
-        from ckpttool.analysis.pages.diff import diff_page
+        from ckpttool.pages.diff import diff_page
 
         write_page(page, diff_page(report), given)
     elif as_json:

@@ -46,9 +46,9 @@ def stats(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
 def _write_page(src: tuple[str, ...], page: dict[str, Any], given: dict[str, Any]) -> None:
     import ckpttool
-    from ckpttool.analysis.pages.stats import stats_page
     from ckpttool.cli._output import progress_bar
     from ckpttool.cli._reports import write_page
+    from ckpttool.pages.stats import stats_page
 
     chosen = options.chosen(given)
     opening = {name: chosen[name] for name in ("tag", "trust_names", "storage_options") if name in chosen}

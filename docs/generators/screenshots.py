@@ -25,7 +25,7 @@ def pages(directory: Path) -> dict[str, Path]:
     import scale
 
     import ckpttool
-    from ckpttool.analysis.pages.checkpoint import checkpoint_page
+    from ckpttool.pages.checkpoint import checkpoint_page
 
     fixtures = ROOT / "fixtures" / "checkpoints"
     scale.DATA = directory / "large"

@@ -11,9 +11,9 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.layout import expand, layout
-from ckpttool.analysis.pages.checkpoint import checkpoint_page
 from ckpttool.model import Buffer, CheckpointFile, Parameter, ParamGroup, State
 from ckpttool.model.places import Contiguous
+from ckpttool.pages.checkpoint import checkpoint_page
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process, remains
 from tests.pages import synthetic

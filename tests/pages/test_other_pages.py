@@ -14,8 +14,8 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.diff import Difference, DiffReport
-from ckpttool.analysis.pages.diff import diff_page
 from ckpttool.analysis.stats import linear_histogram
+from ckpttool.pages.diff import diff_page
 from tests.cli.command import ckpttool, remains
 from tests.pages.test_checkpoint_page import HOSTILE
 from tests.truth import source, truth

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool as api
-from ckpttool.analysis.pages.checkpoint import checkpoint_page
-from ckpttool.analysis.pages.stats import stats_page
 from ckpttool.messages import printable
+from ckpttool.pages.checkpoint import checkpoint_page
+from ckpttool.pages.stats import stats_page
 from tests.cli.command import ckpttool
 from tests.pages import synthetic
 from tests.pages.test_catalog_page import _entry, _page

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ckpttool as api
-from ckpttool.analysis.pages.stats import MAX_ENTRIES, stats_page
 from ckpttool.analysis.stats import TensorStats
+from ckpttool.pages.stats import MAX_ENTRIES, stats_page
 from tests.cli.command import ckpttool
 from tests.pages import synthetic
 from tests.truth import source

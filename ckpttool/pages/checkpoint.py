@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.description import as_plain, describe, title
 from ckpttool.analysis.layout import layout
-from ckpttool.analysis.pages import page
 from ckpttool.messages import printable
+from ckpttool.pages import page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

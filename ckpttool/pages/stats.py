@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.analysis.description import as_plain, title
 from ckpttool.analysis.folding import Folding, folded_name
 from ckpttool.analysis.layout import layer_of
-from ckpttool.analysis.pages import page
+from ckpttool.pages import page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
