@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import ArgumentError
+from ckpttool.errors import ArgumentError, StorageError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.formats import Source, source_paths
+from ckpttool.formats.locate import holds_checkpoint
 from ckpttool.storage import is_url
+from ckpttool.storage.staging import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,6 +63,8 @@ class Written:
     """Comparisons with recorded checksums; None if nothing was written, and for ``check="off"``."""
     needs: Needs | None = None
     """For a dry run, what the run needs."""
+    kept: tuple[str, ...] = ()
+    """With ``overwrite``, new names of files in ``out`` that sidecar files have replaced, and that differ from them."""
 
 
 class Run:
@@ -108,6 +112,9 @@ class Run:
         checkpoints = [opened() for opened in openings]
         for checkpoint in checkpoints:
             self.destination.check_apart(checkpoint)
+        if self.options.overwrite and holds_checkpoint(self.destination.storage, self.destination.out):
+            problem = "holds a checkpoint, which the weights of another one would be mixed with"
+            raise StorageError(self.destination.out, problem, "choose another OUT")
         return checkpoints
 
     def write(
@@ -141,12 +148,16 @@ class Run:
             there = not options.dry_run and destination.holds_output(plan, work)
             if not there:
                 destination.check_target(overwrite=options.overwrite)
+        before = destination.names() if options.overwrite else set()
         if options.dry_run:
             needs = destination.forecast(plan, work)
         elif there:
             check(destination.out)
         else:
-            overflowed = destination.write(plan, work, last=last, check=check, resume=options.resume)
+            overflowed = destination.write(
+                plan, work, last=last, check=check, overwrite=options.overwrite, resume=options.resume
+            )
+        kept = {n for n in destination.names() - before if KEPT in n} if options.overwrite else ()
         return Written(
             out=destination.out,
             dry_run=options.dry_run,
@@ -159,6 +170,7 @@ class Run:
             digest=digest,
             checks=None if options.dry_run or there or checks is None else checks.report,
             needs=needs,
+            kept=tuple(sorted(kept)),
         )
 
 

@@ -129,7 +129,8 @@ def consolidate(  # noqa: PLR0913  public API
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing; the report has what a run needs.
         resume: As for ``convert``.
-        overwrite: Allow an ``out`` that holds files; weights of the same kind in it are replaced, other files stay.
+        overwrite: Allow an ``out`` that holds files, but no checkpoint: weights of the same kind in it are replaced,
+            other files stay. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.api._run import Run, Written, WrittenFile
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
-from ckpttool.errors import LayoutError
+from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.output.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
 from ckpttool.formats import Source, open_checkpoint
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ckpttool.execution.read_checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
+
+
+ATTEMPTS = 100
+"""Most attempts to write ``latest`` while other processes write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +140,24 @@ def _check_copy(checkpoint: Checkpoint, directory: str, *, options: Options) -> 
 
 
 def _put_latest(checkpoint: Checkpoint, root: Destination, options: Options) -> bool:
-    """Write the root's ``latest``, unless it names a newer checkpoint; returns whether it was written."""
+    """Write the root's ``latest``, unless it names a newer checkpoint; returns whether it was written.
+
+    Raises:
+        StorageError: The file cannot be written, or other processes keep writing it.
+    """
     from ckpttool.catalog import copies
 
-    if not copies.is_newest(checkpoint, root.storage, root.out, options.storage_options):
-        return False
     name = copies.latest_name(checkpoint)
+    path = posixpath.join(root.out, name)
     latest = posixpath.join(checkpoint.root, name)
     source = connect(checkpoint.storage)
-    there = source.exists(latest)
-    mode = mode_of_file(source, latest) if there else mode_of(checkpoint)
-    root.put(name, checkpoint.tag.encode(), mode)
-    return True
+    mode = mode_of_file(source, latest) if source.exists(latest) else mode_of(checkpoint)
+    for _ in range(ATTEMPTS):
+        root.storage.refresh([])
+        held = next((e for e in root.storage.listing(root.out) if e.name == name and not e.is_dir), None)
+        if held is not None and not copies.is_newest(checkpoint, root.storage, root.out, options.storage_options):
+            return False
+        over = None if held is None else held.version
+        if root.storage.put_new(path, checkpoint.tag.encode(), over=over, mode=mode):
+            return True
+    raise StorageError(path, "is written by other processes all the time", "run cp again")

@@ -104,6 +104,8 @@ def _print_remarks(written: Written, notes: Sequence[str]) -> None:
         print_line(f"{written.digest} (source and output match)", color="green")
     for note in notes:
         print_line(f"note: {note}", color="yellow")
+    for name in written.kept:
+        print_line(f"note: the file of OUT that differed is kept as {name}", color="yellow")
     print_checks(written.checks)
     if (needs := written.needs) is not None:
         free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"

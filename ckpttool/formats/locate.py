@@ -12,7 +12,7 @@ from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.zero.names import is_of_tag, parse_name
 from ckpttool.messages import brief
-from ckpttool.storage import MARK, is_url, parent
+from ckpttool.storage import MANIFEST, MARK, is_url, parent
 
 if TYPE_CHECKING:
     from ckpttool.storage import Entry, Storage
@@ -129,6 +129,16 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
     return Location(src, posixpath.join(src, tag), tag)
+
+
+def holds_checkpoint(storage: Storage, path: str) -> bool:
+    """Return whether a directory is that of a tag, or a root with ``latest``.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    names = [e.name for e in storage.listing(path) if not e.is_dir] if storage.is_dir(path) else []
+    return any(is_of_tag(name) or name in {LATEST, LATEST_UNIVERSAL, MANIFEST} for name in names)
 
 
 def refuse_unfinished(storage: Storage, directory: str) -> None:

@@ -242,21 +242,23 @@ class LocalStorage(Described):
         try:
             if over is not None and _version(os.stat(path)) != over:
                 return False
-            self._put(path, parts, mode, new=over is None)
+            return self._put(path, parts, mode, new=over is None, over=over)
         except (ExistsError, FileNotFoundError):
             return False
-        return True
 
-    def _put(self, path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool) -> None:
+    def _put(
+        self, path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool, over: str | None = None
+    ) -> bool:
         for left in reversed(range(ATTEMPTS)):
             try:
-                _put_once(path, parts, mode, new=new)
+                written = _put_once(path, parts, mode, new=new, over=over)
                 break
             except StorageError as error:
                 # A process that clears away leftovers may have removed the incomplete file.
                 if error.problem != MISSING or not left or not os.path.isdir(os.path.dirname(path) or "."):
                     raise
         self.sync(os.path.dirname(path))
+        return written
 
     def writer(self, path: str, nbytes: int, *, new: bool = False, mode: int = 0o666) -> LocalWriter:
         """Open a writer for a file of known size.
@@ -312,16 +314,20 @@ class LocalStorage(Described):
         """Do nothing: temporary files lie in the directory itself."""
 
 
-def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool) -> None:
+def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool, over: str | None) -> bool:
     from ckpttool.storage.local_writer import LocalWriter  # most commands write nothing
 
     writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
     try:
         writer.append(parts)
+        if over is not None and _version(os.stat(path)) != over:
+            writer.discard()
+            return False
         writer.commit()
     except BaseException:
         writer.discard()
         raise
+    return True
 
 
 def is_linked(storage: Storage, root: str, path: str) -> bool:

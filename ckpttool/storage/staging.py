@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import stat
@@ -18,7 +19,7 @@ from ckpttool.storage.posix import write_at
 from ckpttool.storage.safe_files import MOVE, Directory, check_link, check_own, check_plain, umask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 SUFFIX = ".partial"
 """Suffix of the staging directory, ``OUT.partial``."""
@@ -28,6 +29,10 @@ ASIDE = ".ckpttool-replaced"
 """Name of the directory that holds replaced files of an existing OUT until the commit is done."""
 MOVES = ".ckpttool-moves"
 """Name of a directory with an empty file for each name that a commit moves into an existing OUT."""
+KEPT = ".replaced"
+"""Suffix of the name under which a replaced sidecar file is kept."""
+MAX_KEPT_BYTES = 1 << 28
+"""Most bytes of a sidecar file that are compared and kept."""
 OWN = frozenset({MARK, WHOLE, JOURNAL, SHARED, ASIDE, MOVES})
 """Names in the staging directory that are no part of the output."""
 ATTEMPTS = 10
@@ -118,8 +123,8 @@ def check_apart(out: str, source: str) -> None:
 
 @contextlib.contextmanager
 def staged(
-    out: str, *, replaces: Callable[[str], bool], last: Sequence[str] = (), mark: str = "", resume: bool = False,
-    mode: int = 0o777, parent_mode: int = 0o777,
+    out: str, *, overwrite: bool | None, replaces: Callable[[str], bool], last: Sequence[str] = (), mark: str = "",
+    resume: bool = False, mode: int = 0o777, parent_mode: int = 0o777,
 ) -> Iterator[Directory]:  # fmt: skip
     """Context manager: yield a staging directory; move it to ``out`` if the body succeeds, remove it if not.
 
@@ -133,6 +138,7 @@ def staged(
 
     Args:
         out: The output directory.
+        overwrite: As for ``check_target``: another run may have written OUT meanwhile.
         replaces: Whether a file name in an existing OUT belongs to the files being replaced.
         last: Names of files to move last, in this order.
         mark: Content of the in-progress marker: a run with the same one can resume.
@@ -167,7 +173,7 @@ def staged(
             keep = resume
             raise
         with translate_os_errors(out):
-            _commit(directory, out, replaces, last, mode)
+            _commit(directory, out, replaces, last, mode, overwrite=overwrite)
     except _NotRestoredError:
         keep = True
         raise
@@ -339,7 +345,10 @@ def _read(directory: Directory, name: str, nbytes: int) -> bytes:
         os.close(fd)
 
 
-def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], last: Sequence[str], mode: int) -> None:
+def _commit(
+    directory: Directory, out: str, replaces: Callable[[str], bool], last: Sequence[str], mode: int,
+    *, overwrite: bool | None,
+) -> None:  # fmt: skip
     staging = directory.path
     if not _is_at(staging, directory.fd):
         raise StorageError(staging, "was renamed by another process while it was being written", "try again")
@@ -360,12 +369,17 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
     new = [n for n in directory.names() if n not in OWN]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     with Directory.open(out) as target:
+        if not overwrite and set(target.names()) - {SUFFIX}:
+            raise not_empty(out, overwrite=overwrite)
         old = [n for n in target.names() if (replaces(n) or n in new or n == WHOLE) and n != SUFFIX]
         old.sort(key=lambda name: (name not in last, not replaces(name), name))  # removed in the opposite order
         for name in old:
             found = target.stat(name)
             if found is not None and stat.S_ISDIR(found.st_mode):
                 raise StorageError(os.path.join(out, name), "is a directory", "move it out of the way")
+        for name in old:
+            if name in new and not replaces(name):
+                _keep_other(directory, target, name)
         with directory.make(MOVES, 0o700) as moves:
             for name in [*new, MARK]:
                 os.close(moves.create(name))
@@ -375,6 +389,24 @@ def _commit(directory: Directory, out: str, replaces: Callable[[str], bool], las
                 older = [(target, aside, MARK)] if target.stat(MARK) is not None else []
                 files = [(target, aside, n) for n in old] + [(directory, target, n) for n in new]
                 _move(directory, [*older, (moves, target, MARK), *files, (target, moves, MARK)])
+
+
+def _keep_other(directory: Directory, target: Directory, name: str) -> None:
+    """Copy a sidecar file of OUT to another name, if the file that replaces it differs: a user may have edited it."""
+    held, new = (_read(place, name, MAX_KEPT_BYTES) for place in (target, directory))
+    if held == new:
+        return
+    fd = target.create(kept_name(name, target.names()), 0o666)
+    try:
+        write_at(fd, held, 0, os.path.join(target.path, name))
+    finally:
+        os.close(fd)
+
+
+def kept_name(name: str, taken: Collection[str]) -> str:
+    """Return the name under which a replaced sidecar file is kept: one that is not taken."""
+    numbers = itertools.chain([""], map(str, itertools.count(2)))
+    return next(kept for n in numbers if (kept := f"{name}{KEPT}{n}") not in taken)
 
 
 def _undo_commit(directory: Directory, out: str) -> None:

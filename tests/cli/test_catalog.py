@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ckpttool as api
+from ckpttool.catalog import copies
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
-from ckpttool.storage import MARK
+from ckpttool.storage import MARK, open_storage
 from tests.cli.command import ckpttool, remains
 from tests.truth import NAMES, REPRESENTATIVE, source, truth
 
@@ -328,6 +329,26 @@ def test_a_trainers_checkpoints_are_not_mixed_in_one_root(tmp_path: Path) -> Non
     error = ckpttool("cp", tmp_path / "checkpoint-10", tmp_path / "copy").error
     assert f"{tmp_path}/copy/trainer_state.json: differs from the file of that name in " in error
     assert sorted(os.listdir(tmp_path / "copy")) == before
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_latest_names_the_newest_of_copies_made_at_once(
+    place: str, root: Path, tmp_path: Path, s3: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cp commits a newer checkpoint, and writes ``latest``, after this one has looked at it."""
+    out = str(tmp_path / "copy") if place == "disk" else s3.url("copy")
+    assert api.cp(root, out, tag="global_step9").latest
+    looked = copies.is_newest
+
+    def late(*arguments: Any) -> bool:
+        found = looked(*arguments)
+        monkeypatch.setattr(copies, "is_newest", looked)
+        assert api.cp(root, out, tag="global_step20").latest
+        return found
+
+    monkeypatch.setattr(copies, "is_newest", late)
+    assert not api.cp(root, out, tag="global_step10").latest
+    assert open_storage(out, {}).read_text(f"{out}/latest") == "global_step20"
 
 
 def test_a_copy_that_lacked_only_latest_is_finished(root: Path, tmp_path: Path) -> None:

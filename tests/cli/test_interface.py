@@ -249,7 +249,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     assert list(written) == ["written", "tensors", "elements", "dtype", "tied", "sidecars", "notes"]
     assert list(written["written"]) == [
         "out", "dry_run", "there", "files", "nbytes_read", "nbytes_written", "overflowed", "seconds", "digest",
-        "checks", "needs",
+        "checks", "needs", "kept",
     ]  # fmt: skip
 
 

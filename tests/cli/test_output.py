@@ -8,13 +8,17 @@ import resource
 import shutil
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors import safe_open
 
-from ckpttool.storage import MARK
+import ckpttool as api
+from ckpttool.api.options import Options
+from ckpttool.errors import StorageError
+from ckpttool.storage import MARK, open_storage
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, remains
 from tests.truth import read_safetensors, source, truth
@@ -319,6 +323,60 @@ def test_limit_on_the_size_of_files_is_an_error(tmp_path: Path) -> None:
     done = ckpttool_process(*consolidate(tmp_path / "out"), preexec_fn=limit)
     assert "model.safetensors: is larger than a file may be here; raise the limit" in done.error
     assert remains(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------------- an OUT of others
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_an_output_that_another_run_wrote_meanwhile_is_not_replaced(
+    place: str, tmp_path: Path, s3: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs found OUT empty; the second one commits while the first one opens its source."""
+    out = str(tmp_path / "out") if place == "disk" else s3.url("out")
+    opened = Options.open
+
+    def late(options: Options, src: Any, **more: Any) -> Any:
+        monkeypatch.setattr(Options, "open", opened)
+        found = opened(options, src, **more)
+        api.consolidate(source("zero3-dp2-bf16"), out, to="safetensors")
+        return found
+
+    monkeypatch.setattr(Options, "open", late)
+    with pytest.raises(StorageError, match="is not empty"):
+        api.consolidate(source("zero2-dp2-fp16"), out, to="safetensors")
+    assert api.digest(out).weights == api.digest(source("zero3-dp2-bf16")).weights
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_an_edited_sidecar_file_is_kept_by_an_overwrite(place: str, tmp_path: Path, s3: Bucket) -> None:
+    out = str(tmp_path / "out") if place == "disk" else s3.url("out")
+    storage = open_storage(out, {})
+    run = partial(api.consolidate, source("zero2-dp2-bf16-trainer"), out, to="safetensors")
+    run()
+    first = storage.read_text(f"{out}/config.json")
+    edits = []
+    for n in (1, 2):
+        edits.append(f'{{"edit": {n}}}')
+        storage.put(f"{out}/config.json", edits[-1].encode())
+        report = run(overwrite=True)
+        assert report.written.kept == (f"config.json.replaced{n if n > 1 else ''}",)
+        storage.refresh([])
+        assert storage.read_text(f"{out}/config.json") == first
+    assert [storage.read_text(f"{out}/config.json.replaced{n}") for n in ("", "2")] == edits
+    assert run(overwrite=True).written.kept == ()
+
+
+@pytest.mark.parametrize("held", ["a tag", "a root", "a Trainer's folder"])
+def test_an_overwrite_mixes_no_weights_into_another_checkpoint(held: str, tmp_path: Path) -> None:
+    name = "zero2-dp2-bf16-trainer" if held == "a Trainer's folder" else "zero2-dp2-bf16"
+    root = tmp_path / "held"
+    shutil.copytree(source(name), root)
+    out = {"a tag": root / "global_step3", "a root": root, "a Trainer's folder": root}[held]
+    before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    with pytest.raises(StorageError, match="holds a checkpoint, which the weights of another one would be mixed with"):
+        api.consolidate(source("zero3-dp2-bf16"), out, to="safetensors", overwrite=True)
+    assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
 
 
 # ------------------------------------------------------------------------------------------------- permissions

@@ -18,7 +18,7 @@ from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
 from ckpttool.storage import MARK, Writer
 from ckpttool.storage.base import NO_NAMES
-from ckpttool.storage.staging import not_empty
+from ckpttool.storage.staging import MAX_KEPT_BYTES, kept_name, not_empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,11 +92,12 @@ def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
 
 
 @contextlib.contextmanager
-def bucket_output(
+def bucket_output(  # noqa: PLR0913  a run has as many settings
     storage: RemoteStorage,
     out: str,
     plan: CopyPlan,
     *,
+    overwrite: bool | None,
     replaces: Callable[[str], bool],
     check: Callable[[str], None],
     last: Sequence[str] = (),
@@ -109,6 +110,7 @@ def bucket_output(
         storage: Storage of OUT.
         out: URL of OUT.
         plan: The plan to write.
+        overwrite: As for ``check_target``: another run may have written OUT meanwhile.
         replaces: Whether a file name in an existing OUT belongs to the files being replaced.
         check: Called with OUT before the commit, when all files can be read; raises if the output is wrong.
         last: Names of files to write last, in this order.
@@ -118,7 +120,7 @@ def bucket_output(
     Raises:
         StorageError: Writing failed.
     """
-    output = BucketOutput(storage, out, plan, replaces=replaces, last=last, key=key, resume=resume)
+    output = BucketOutput(storage, out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume)
     try:
         yield output
         output.complete()
@@ -134,12 +136,13 @@ class BucketOutput:
     """The output of a plan in a bucket; see ``bucket_output``."""
 
     def __init__(
-        self, storage: RemoteStorage, out: str, plan: CopyPlan, *, replaces: Callable[[str], bool],
-        last: Sequence[str], key: str, resume: bool,
+        self, storage: RemoteStorage, out: str, plan: CopyPlan, *, overwrite: bool | None,
+        replaces: Callable[[str], bool], last: Sequence[str], key: str, resume: bool,
     ) -> None:  # fmt: skip
         self._storage = storage
         self.out = out.rstrip("/")
         """URL of OUT."""
+        self._overwrite = overwrite
         self._replaces = replaces
         self._last = tuple(last)
         self._key = key
@@ -164,6 +167,8 @@ class BucketOutput:
     def _claim(self) -> set[str]:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
         existing = self._take_over()
+        if existing and not self._overwrite:
+            raise not_empty(self.out, overwrite=self._overwrite)
         self._has_marker = True  # set first: if the request fails, the store may still have written it
         self._put_mark(existing)
         return existing
@@ -258,8 +263,17 @@ class BucketOutput:
         old = (n for n in existing if self._replaces(n) and n not in new and self.path(n) not in written)
         self._storage.delete([self.path(name) for name in old])
         for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
+            if name in existing and not self._replaces(name):
+                self._keep_other(name, self._held_back[name], existing)
             self._written.append(name)
             self._storage.put(self.path(name), self._held_back[name])
+
+    def _keep_other(self, name: str, data: bytes, taken: set[str]) -> None:
+        """Copy a sidecar file of OUT to another name, if ``data`` differs: a user may have edited it."""
+        with self._storage.open(self.path(name)) as reader:
+            held = reader.read(0, min(reader.nbytes, MAX_KEPT_BYTES))
+        if held != data:
+            self._storage.put_new(self.path(kept_name(name, taken)), held)
 
     def commit(self) -> None:
         """Remove the in-progress marker, so that readers accept the files."""

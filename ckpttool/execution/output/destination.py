@@ -84,9 +84,10 @@ class Destination:
         """The storage of OUT."""
         return LOCAL if self._remote is None else self._remote
 
-    def holds(self, name: str) -> bool:
-        """Whether OUT holds a file of that name."""
-        return self.storage.exists(f"{self.out.rstrip('/')}/{name}")
+    def names(self) -> set[str]:
+        """Return the names of the files and directories in OUT; none if it is no directory."""
+        self.storage.refresh([])
+        return {e.name for e in self.storage.listing(self.out)} if self.storage.is_dir(self.out) else set()
 
     def put(self, name: str, data: bytes, mode: int = 0o666) -> None:
         """Write a small file atomically; replace a file of that name.
@@ -183,7 +184,7 @@ class Destination:
 
     def write(
         self, plan: CopyPlan, options: RunOptions, *, last: Sequence[str], check: Callable[[str], None],
-        resume: bool | None,
+        overwrite: bool | None, resume: bool | None,
     ) -> int:  # fmt: skip
         """Run a plan and commit its files.
 
@@ -192,6 +193,7 @@ class Destination:
             options: Threads, memory, progress, checks and workers of the run.
             last: Names of the files to commit last (``latest``, an index), in this order.
             check: Called with the written directory before the commit; raises if the output is wrong.
+            overwrite: As for ``check_target``: another run may have written OUT meanwhile.
             resume: Whether to resume from the files of an interrupted run; None if the command cannot resume.
 
         Returns:
@@ -204,20 +206,22 @@ class Destination:
                 run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there
             )
             if self._remote is not None:
-                return self._write_remote(self._remote, plan, work, last, check, key, resume=bool(resume))
-            return self._write_local(plan, work, last, check, key, resume=bool(resume))
+                return self._write_remote(
+                    self._remote, plan, work, last, check, key, overwrite=overwrite, resume=bool(resume)
+                )
+            return self._write_local(plan, work, last, check, key, overwrite=overwrite, resume=bool(resume))
 
     def _write_local(
         self, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
-        check: Callable[[str], None], key: str, *, resume: bool,
+        check: Callable[[str], None], key: str, *, overwrite: bool | None, resume: bool,
     ) -> int:  # fmt: skip
         staging.check_space(self.out, plan.nbytes_written)
         plan, mode = with_permissions(plan)
         names = {file.name.split("/")[0] for file in plan.files}
         mark = json.dumps({"key": key, "files": sorted(names), "over": []})
         with staging.staged(
-            self.out, replaces=_of_same_kind(plan), last=last, mark=mark, resume=resume, mode=mode,
-            parent_mode=self._parent_mode,
+            self.out, overwrite=overwrite, replaces=_of_same_kind(plan), last=last, mark=mark, resume=resume,
+            mode=mode, parent_mode=self._parent_mode,
         ) as directory:  # fmt: skip
             journal = Journal(directory) if resume else None
             if journal is not None:
@@ -234,13 +238,14 @@ class Destination:
 
     def _write_remote(
         self, remote: RemoteStorage, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
-        check: Callable[[str], None], key: str, *, resume: bool,
+        check: Callable[[str], None], key: str, *, overwrite: bool | None, resume: bool,
     ) -> int:  # fmt: skip
         from ckpttool.execution.output.bucket import bucket_output
 
         with bucket_output(
-            remote, self.out, plan, replaces=_of_same_kind(plan), check=check, last=last, key=key, resume=resume
-        ) as output:
+            remote, self.out, plan, overwrite=overwrite, replaces=_of_same_kind(plan), check=check, last=last, key=key,
+            resume=resume,
+        ) as output:  # fmt: skip
             return work(plan, output)
 
     def forecast(self, plan: CopyPlan, options: RunOptions) -> Needs:
