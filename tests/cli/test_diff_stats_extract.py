@@ -303,7 +303,7 @@ def test_proving_commits_what_is_the_same_and_tells_its_digest(tmp_path: Path) -
         out = tmp_path / dtype
         done = ckpttool("consolidate", SRC, out, "--to", "safetensors", "--dtype", dtype, "--prove", "--json")
         assert done.code == 0
-        assert json.loads(done.stdout)["digest"] == _digest(out)["weights"]
+        assert json.loads(done.stdout)["written"]["digest"] == _digest(out)["weights"]
 
 
 def test_proving_finds_what_was_written_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
