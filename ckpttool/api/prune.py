@@ -189,6 +189,7 @@ def _attempt(
     """Remove or thin one checkpoint; return what was done, and the error."""
     from ckpttool.catalog.cleanup import changed_since
     from ckpttool.commit.marks import TakenError
+    from ckpttool.storage.removal import PartlyRemovedError
 
     path = decision.entry.path
     try:
@@ -198,18 +199,26 @@ def _attempt(
         work()
     except CkptError as error:
         storage.refresh([])
-        # A removal that fails halfway has renamed the directory already, so that its absence alone proves nothing.
+        # A removal that fails halfway has renamed the directory, so that its absence alone proves nothing.
         if error.problem == MISSING and not storage.is_dir(path):
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
         committed, leftovers = _is_thin(storage, path)
         if isinstance(error, TakenError) and not committed:
             return replace(decision, thin=None, freed=0, reason=error.problem), None
         if decision.thin is None:
-            problem = f"cannot be removed whole: {error.problem}"
-            failed = PruneError(path, problem, "repair that, then run it again")
-        elif committed and not leftovers:
+            in_part = isinstance(error, PartlyRemovedError)
+            problem = error.problem
+            if error.path.startswith(f"{path}/"):
+                problem = f"{error.path.removeprefix(f'{path}/')}: {problem}"
+            failed = PruneError(
+                path, f"{'is removed only in part' if in_part else 'cannot be removed'}: {problem}",
+                "repair that, then run it again",
+            )  # fmt: skip
+            reason = f"only in part: {problem}" if in_part else failed.problem
+            return replace(decision, keep=not in_part, freed=0, reason=reason), failed
+        if committed and not leftovers:
             return replace(decision, thin=None, freed=0, reason=BY_ANOTHER), None
-        elif committed:
+        if committed:
             problem = f"is thin, but not all old files are removed: {error.problem}"
             failed = PruneError(error.path, problem, "repair that, then run it again")
         else:

@@ -412,7 +412,7 @@ def test_a_removal_that_fails_halfway_is_an_error(root: Path, monkeypatch: pytes
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(PruneError, match="step1: cannot be removed whole: permission denied"):
+    with pytest.raises(PruneError, match="step1: cannot be removed: permission denied"):
         api.prune(root, keep_last=3)
 
 
