@@ -77,3 +77,16 @@ def test_a_removal_that_may_delete_some_names_what_is_left(bucket: Bucket, proxy
     proxy.clear()
     assert [d.keep for d in api.prune(bucket.url("run"), keep_last=2)] == [False, True, True]
     assert not bucket.keys("run/global_step1/")
+
+
+def test_old_files_that_stay_after_a_thinning_fail_every_prune(bucket: Bucket, proxy: Proxy) -> None:
+    proxy.add(ACCESS_DENIED, when=_all, times=None)
+    rules = ("--keep-last", 2, "--thin", "bf16", "--grace", 0)
+    for _ in range(2):
+        done = ckpttool("prune", bucket.url("run"), *rules)
+        assert done.code == 1, done
+        assert "is thin, but not all old files are removed: " in done.stderr
+        assert "not all old files are removed" in " ".join(done.stdout.split())
+    proxy.clear()
+    assert "thin already" in ckpttool("prune", bucket.url("run"), *rules).stdout
+    assert not [key for key in bucket.keys("run/global_step1/") if key.endswith("optim_states.pt")]

@@ -327,7 +327,7 @@ def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path
 
 def test_what_cannot_be_thinned_stays_with_the_reason(root: Path) -> None:
     (root / "step1" / "model.safetensors").write_text("mine")
-    with pytest.raises(CkptError, match=r"step1/model\.safetensors: cannot be thinned: is in the way"):
+    with pytest.raises(CkptError, match=r"step1: cannot be thinned: holds model\.safetensors, which is in the way"):
         api.prune(root, keep_last=3, thin="bf16")
     assert not api.inspect(root / "step1").thin
     with pytest.raises(PlanError):
@@ -653,6 +653,24 @@ def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch:
     monkeypatch.undo()
     assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
     assert not list((root / "step1").glob("*optim_states.pt"))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_dry_run_says_what_is_in_the_way_of_a_thin_checkpoint(left: bool, root: Path) -> None:
+    (root / "step1" / "model.safetensors").write_bytes(b"mine")
+    if left:  # by a killed replacement, so that the real run removes it
+        mark = {"key": "x", "files": ["model.safetensors"], "old": []}
+        (root / "step1" / THINNING).write_text(json.dumps(mark))
+    rules = ("prune", root, "--keep-last", 3, "--thin", "bf16", "--grace", 0)
+    told = ckpttool(*rules, "--dry-run")
+    assert ("1 would be thinned" in told.stdout) == left
+    done = ckpttool(*rules)
+    assert done.code == (0 if left else 1), done
+    if not left:
+        problem = "cannot be thinned: holds model.safetensors, which is in the way of the thin checkpoint's file"
+        assert problem in " ".join(told.stdout.split())
+        assert f"{root}/step1: {problem}" in done.stderr
+        assert (root / "step1" / "model.safetensors").read_bytes() == b"mine"
 
 
 def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> None:
