@@ -106,9 +106,9 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
         named = (find_text(storage, posixpath.join(root, LATEST)) or "").strip()
         if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
             return "latest names it meanwhile"
-    if state_of(storage, path) == state:
-        return None
-    return "changed meanwhile: saved again, or pinned" if find_pin(storage, path) is None else "pinned meanwhile"
+    if find_pin(storage, path) is not None:  # a link that leads nowhere is a pin, and no part of the state
+        return "pinned meanwhile"
+    return None if state_of(storage, path) == state else "changed meanwhile: saved again"
 
 
 def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decision]:

@@ -16,7 +16,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.same_digests import same_weights
-from ckpttool.catalog import entries, retention, thinning, upkeep
+from ckpttool.catalog import cleanup, entries, retention, thinning, upkeep
 from ckpttool.catalog.cleanup import remove_left_over_files
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import whole_first
@@ -25,7 +25,7 @@ from ckpttool.catalog.trainer_runs import rotate
 from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import identity
-from ckpttool.commit.pins import Pin
+from ckpttool.commit.pins import Pin, find_pin
 from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
@@ -230,6 +230,32 @@ def test_a_damaged_pin_keeps_and_can_be_removed(root: Path) -> None:
     assert not api.prune(root, keep_last=1, dry_run=True)[0].keep
 
 
+@pytest.mark.parametrize("where", ["", "notes"])
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_whatever_has_the_name_of_a_pin_keeps(
+    kind: str, where: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = root / "step1" / where / PIN
+    pin.parent.mkdir(exist_ok=True)
+
+    def make() -> None:
+        if kind == "directory":
+            pin.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(pin)
+        else:
+            pin.symlink_to("nowhere")
+
+    monkeypatch.setattr(cleanup, "find_pin", lambda *_: make() or find_pin(*_))  # after the decision
+    assert api.prune(root, keep_last=3)[0].reason == "pinned meanwhile"
+    monkeypatch.undo()
+    for rules in ({"keep_last": 1}, {"keep_last": 1, "thin": "bf16"}):
+        (decision, *_) = api.prune(root, **rules)
+        assert (decision.keep, decision.thin, decision.reason) == (True, None, "pinned by ?: its pin cannot be read")
+    maintain(LOCAL, str(root), Rules(last=1), grace=0)
+    assert api.verify(root / "step1", deep=True).findings == ()
+
+
 def test_a_damaged_checkpoint_can_be_unpinned_but_not_pinned(root: Path) -> None:
     api.pin(root / "step1", why="mine")
     for number in (1, 2):
@@ -338,13 +364,13 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     (root / "step1" / "model.safetensors").write_text("mine")
     found = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--json")
     assert found.code == 1
-    assert "step1/model.safetensors: cannot be thinned: is in the way" in found.stderr
+    assert "step1: cannot be thinned: holds model.safetensors, which is in the way" in found.stderr
     told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)]
     assert told == [("step1", None, True), ("step2", "bf16", True), ("step3", None, True), ("step4", None, True)]
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin
     (root / "step3" / "model.safetensors").write_text("mine too")
-    with pytest.raises(PruneError, match=r"step1/.*cannot be thinned: is in the way") as caught:
+    with pytest.raises(PruneError, match="step1: cannot be thinned: holds model") as caught:
         api.prune(root, keep_last=1, thin="bf16")
     assert [d.reason.startswith("cannot be thinned") for d in caught.value.decisions] == [True, False, True, False]
 
@@ -579,7 +605,7 @@ def test_a_checkpoint_that_is_saved_again_meanwhile_stays_whole(rewound: Any, mo
 
     monkeypatch.setattr(retention, "decide", decide_and_save)
     done = api.prune(root, keep_last=1, thin="bf16")
-    assert done[1].reason == "changed meanwhile: saved again, or pinned"
+    assert done[1].reason == "changed meanwhile: saved again"
     assert whole(second)["step2"] == version(7)
 
 
