@@ -25,6 +25,7 @@ from ckpttool.formats.locate import (
     LATEST_UNIVERSAL,
     MAX_TAG,
     NoCheckpointError,
+    named_tag,
     natural_order,
     refuse_unfinished,
 )
@@ -219,7 +220,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
     """
     latest = posixpath.join(root, LATEST)
     try:
-        named = (find_text(storage, latest) or "").strip()
+        named = named_tag(find_text(storage, latest) or "")
     except CkptError:
         named = ""
     found = []
@@ -320,7 +321,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
         try:
             if not storage.exists(path):
                 continue
-            tag = storage.read_text(path).strip()
+            tag = named_tag(storage.read_text(path))
         except CkptError as error:
             problems.append(f"{latest} cannot be read: {error.problem}")
             continue

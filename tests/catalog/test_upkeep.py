@@ -19,7 +19,7 @@ from ckpttool.analysis.same_digests import same_weights
 from ckpttool.catalog import cleanup, entries, retention, thinning, upkeep
 from ckpttool.catalog.cleanup import remove_left_over_files
 from ckpttool.catalog.entries import CatalogEntry
-from ckpttool.catalog.restore_order import whole_first
+from ckpttool.catalog.restore_order import candidates, whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.catalog.trainer_runs import rotate
 from ckpttool.catalog.upkeep import maintain
@@ -246,7 +246,11 @@ def test_whatever_has_the_name_of_a_pin_keeps(
         else:
             pin.symlink_to("nowhere")
 
-    monkeypatch.setattr(cleanup, "find_pin", lambda *_: make() or find_pin(*_))  # after the decision
+    def find(*arguments: Any) -> Pin | None:
+        make()  # after the decision
+        return find_pin(*arguments)
+
+    monkeypatch.setattr(cleanup, "find_pin", find)
     assert api.prune(root, keep_last=3)[0].reason == "pinned meanwhile"
     monkeypatch.undo()
     for rules in ({"keep_last": 1}, {"keep_last": 1, "thin": "bf16"}):
@@ -254,6 +258,23 @@ def test_whatever_has_the_name_of_a_pin_keeps(
         assert (decision.keep, decision.thin, decision.reason) == (True, None, "pinned by ?: its pin cannot be read")
     maintain(LOCAL, str(root), Rules(last=1), grace=0)
     assert api.verify(root / "step1", deep=True).findings == ()
+
+
+@pytest.mark.parametrize("text", ["\ufeffstep2\r\n", "./step2/", " step2 "])
+def test_all_read_latest_alike(text: str, root: Path) -> None:
+    (root / "latest").write_bytes(text.encode())
+    assert api.inspect(root).tag == "step2"
+    found = api.ls(root)
+    assert found.problems == ()
+    assert [e.name for e in found.entries if e.latest] == ["step2"]
+    assert [e.name for e in entries.committed(LOCAL, str(root)) if e.latest] == ["step2"]
+    assert cleanup.changed_since(LOCAL, str(root / "step2"), "", str(root)) == "latest names it meanwhile"
+    assert candidates(LOCAL, str(root))[0].tag == "step2"
+    maintain(LOCAL, str(root), Rules(last=1), grace=0)
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["step2", "step4"]
+    parent = read_manifest(LOCAL, str(root / "step2")).attempt
+    save_version(LOCAL, str(root), Alone(), "step5", 1)
+    assert read_manifest(LOCAL, str(root / "step5")).parent == parent
 
 
 def test_a_damaged_checkpoint_can_be_unpinned_but_not_pinned(root: Path) -> None:
