@@ -169,3 +169,22 @@ def test_only_what_ckpttool_renamed_is_removed(root: Path) -> None:
     api.prune(root, torn=True, grace=0)
     rotate(LOCAL, str(root), None, keep=(), grace=0.0)
     assert _files(root) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the files of another user take root")
+@pytest.mark.parametrize("closed", ["step1", "step1/notes"])
+def test_a_tag_that_cannot_be_listed_is_an_entry_that_stays(closed: str, root: Path) -> None:
+    (root / closed).chmod(0)
+    problem = "permission denied" if closed == "step1" else "notes: permission denied"
+    listed = ckpttool_without_privileges("ls", root)
+    assert listed.code == 0, listed
+    assert problem in next(line for line in listed.stdout.splitlines() if line.startswith("step1"))
+    for rules in [("--keep-last", 1), ("--torn", "--grace", 0), ("--thin-every", 7)]:
+        done = ckpttool_without_privileges("prune", root, *rules)
+        assert done.code == 0, done
+        row = next(line for line in done.stdout.splitlines() if line.startswith("step1"))
+        assert "stays" in row
+        assert problem in row
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["step1", "step3"]
+    (root / closed).chmod(0o777)
+    assert len(api.verify(root / "step1").findings) == 0
