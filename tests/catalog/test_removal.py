@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -158,6 +159,24 @@ def test_a_removal_that_fails_later_names_what_is_left(root: Path, monkeypatch: 
     assert len(list(aside.rglob("*"))) == count - 2
     assert [d.entry.name for d in api.prune(root, keep_last=2) if not d.keep] == [aside.name]
     assert not aside.exists()
+
+
+def test_a_removal_that_cannot_be_undone_names_where_the_checkpoint_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _files(root / "step1")
+
+    def unlink(*_: Any, **__: Any) -> None:
+        (root / "step1").mkdir()  # a save of the same tag has begun
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    aside = root / aside_name("step1")
+    told = f"permission denied, when 0 of its 5 files and directories were removed; the others are in {aside}"
+    with pytest.raises(PruneError, match=re.escape(told)):
+        api.prune(root, keep_last=2)
+    assert _files(aside) == before
+    assert list((root / "step1").iterdir()) == []
 
 
 def test_only_what_ckpttool_renamed_is_removed(root: Path) -> None:
