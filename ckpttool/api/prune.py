@@ -90,10 +90,12 @@ def prune(  # noqa: PLR0913  public API
     key = read_key(sign_key)
     found = catalog(checked_path("root", root), options=storage_options)
     storage = open_storage(checked_path("root", root), storage_options)
+    unfinished: dict[str, StorageError] = {}
     if not dry_run:
         unlinked = [e.path for e in found.entries if not e.link]
         removed = remove_left_over_files(storage, found.root, unlinked)
-        if finish_killed(storage, unlinked, grace=rules.grace_seconds) or removed:
+        finished, unfinished = finish_killed(storage, unlinked, grace=rules.grace_seconds)
+        if finished or removed:
             found = catalog(checked_path("root", root), options=storage_options)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
@@ -101,10 +103,16 @@ def prune(  # noqa: PLR0913  public API
     decisions = decide(found.entries, rules, root=found.root)
     thinnings: list[Thinning] = []
     if rules.weights is not None:
-        decisions, thinnings = _planned(decisions, _thin_options(rules, options, key), storage_options)
+        thin_options = _thin_options(rules, options, key)
+        decisions, thinnings = _planned(decisions, thin_options, storage_options, dry_run=dry_run)
     if dry_run:
         return decisions
-    return _carry_out(storage, found.root, decisions, thinnings, _thin_options(rules, options, key), progress)
+    errors = []
+    for number, decision in enumerate(decisions):
+        if decision.keep and decision.entry.thin and (error := unfinished.get(decision.entry.path)) is not None:
+            errors.append(_old_files_stay(error))
+            decisions[number] = replace(decision, reason=errors[-1].problem)
+    return _carry_out(storage, found.root, decisions, thinnings, _thin_options(rules, options, key), progress, errors)
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
@@ -116,7 +124,7 @@ def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
 
 
 def _planned(
-    decisions: Sequence[Decision], options: ThinOptions, storage_options: Mapping[str, Any] | None
+    decisions: Sequence[Decision], options: ThinOptions, storage_options: Mapping[str, Any] | None, *, dry_run: bool
 ) -> tuple[list[Decision], list[Thinning]]:
     """Plan the thin checkpoints; those that cannot be written stay whole."""
     from ckpttool.catalog.thinning import plan_thinning
@@ -126,11 +134,14 @@ def _planned(
     for decision in decisions:
         path = decision.entry.path
         if decision.thin is not None:
+            storage = source_storage([path], storage_options)
             try:
-                thinnings.append(thinning := plan_thinning(source_storage([path], storage_options), path, options))
+                thinnings.append(thinning := plan_thinning(storage, path, options))
+                if dry_run:
+                    thinning.check_names(storage)
                 decision = replace(decision, freed=thinning.freed)
             except CkptError as error:
-                thin, _ = _is_thin(source_storage([path], storage_options), path)
+                thin, _ = _is_thin(storage, path)
                 reason = BY_ANOTHER if thin else f"cannot be thinned: {error.problem}; {error.hint}"
                 decision = replace(decision, thin=None, reason=reason)
         result.append(decision)
@@ -153,7 +164,7 @@ def _is_thin(storage: Storage, path: str) -> tuple[bool, bool]:
 
 def _carry_out(
     storage: WritableStorage, root: str, decisions: Sequence[Decision], thinnings: Sequence[Thinning],
-    options: ThinOptions, progress: Progress | None,
+    options: ThinOptions, progress: Progress | None, errors: list[PruneError],
 ) -> list[Decision]:  # fmt: skip
     """Remove and thin checkpoints; return what was done.
 
@@ -166,7 +177,6 @@ def _carry_out(
     meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)
     planned = iter(thinnings)
     done: list[Decision] = list(decisions)
-    errors: list[PruneError] = []
     work: Callable[[], object]
     first = [n for n, decision in enumerate(decisions) if not decision.keep]  # they free the space that thin files take
     for number in [*first, *(n for n, decision in enumerate(decisions) if decision.thin is not None)]:
@@ -189,6 +199,7 @@ def _attempt(
     """Remove or thin one checkpoint; return what was done, and the error."""
     from ckpttool.catalog.cleanup import changed_since
     from ckpttool.commit.marks import TakenError
+    from ckpttool.storage.removal import PartlyRemovedError
 
     path = decision.entry.path
     try:
@@ -198,24 +209,36 @@ def _attempt(
         work()
     except CkptError as error:
         storage.refresh([])
-        # A removal that fails halfway has renamed the directory already, so that its absence alone proves nothing.
+        # A removal that fails halfway has renamed the directory, so that its absence alone proves nothing.
         if error.problem == MISSING and not storage.is_dir(path):
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
         committed, leftovers = _is_thin(storage, path)
         if isinstance(error, TakenError) and not committed:
             return replace(decision, thin=None, freed=0, reason=error.problem), None
         if decision.thin is None:
-            problem = f"cannot be removed whole: {error.problem}"
-            failed = PruneError(path, problem, "repair that, then run it again")
-        elif committed and not leftovers:
+            in_part = isinstance(error, PartlyRemovedError)
+            problem = error.problem
+            if error.path.startswith(f"{path}/"):
+                problem = f"{error.path.removeprefix(f'{path}/')}: {problem}"
+            failed = PruneError(
+                path, f"{'is removed only in part' if in_part else 'cannot be removed'}: {problem}",
+                "repair that, then run it again",
+            )  # fmt: skip
+            reason = f"only in part: {problem}" if in_part else failed.problem
+            return replace(decision, keep=not in_part, freed=0, reason=reason), failed
+        if committed and not leftovers:
             return replace(decision, thin=None, freed=0, reason=BY_ANOTHER), None
-        elif committed:
-            problem = f"is thin, but not all old files are removed: {error.problem}"
-            failed = PruneError(error.path, problem, "repair that, then run it again")
+        if committed:
+            failed = _old_files_stay(error)
         else:
             problem = f"cannot be thinned: {error.problem}"
             own = isinstance(error, StorageError)
             hint = error.hint if own else "repair it, or pin it so that it stays whole"
             failed = PruneError(error.path, problem, hint, error.options if own else ())
-        return replace(decision, keep=True, thin=None, freed=0, reason=problem), failed
+        return replace(decision, keep=True, thin=None, freed=0, reason=failed.problem), failed
     return decision, None
+
+
+def _old_files_stay(error: CkptError) -> PruneError:
+    problem = f"is thin, but not all old files are removed: {error.problem}"
+    return PruneError(error.path, problem, "repair that, then run it again")

@@ -18,7 +18,7 @@ from ckpttool.commit.manifest import REPLACED, commits, directories
 from ckpttool.commit.marks import PARTIAL, below, is_alive, is_unfinished, state_of
 from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError
-from ckpttool.formats.locate import LATEST
+from ckpttool.formats.locate import LATEST, named_tag
 from ckpttool.formats.whole import is_whole, open_whole
 from ckpttool.messages import printable
 from ckpttool.storage import MARK, find_text, is_half_removed, is_linked, walk
@@ -103,12 +103,12 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
     """
     storage.refresh([])
     if root is not None:
-        named = (find_text(storage, posixpath.join(root, LATEST)) or "").strip()
+        named = named_tag(find_text(storage, posixpath.join(root, LATEST)) or "")
         if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
             return "latest names it meanwhile"
-    if state_of(storage, path) == state:
-        return None
-    return "changed meanwhile: saved again, or pinned" if find_pin(storage, path) is None else "pinned meanwhile"
+    if find_pin(storage, path) is not None:  # a link that leads nowhere is a pin, and no part of the state
+        return "pinned meanwhile"
+    return None if state_of(storage, path) == state else "changed meanwhile: saved again"
 
 
 def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decision]:

@@ -25,6 +25,7 @@ from ckpttool.formats.locate import (
     LATEST_UNIVERSAL,
     MAX_TAG,
     NoCheckpointError,
+    named_tag,
     natural_order,
     refuse_unfinished,
 )
@@ -219,7 +220,7 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
     """
     latest = posixpath.join(root, LATEST)
     try:
-        named = (find_text(storage, latest) or "").strip()
+        named = named_tag(find_text(storage, latest) or "")
     except CkptError:
         named = ""
     found = []
@@ -320,7 +321,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
         try:
             if not storage.exists(path):
                 continue
-            tag = storage.read_text(path).strip()
+            tag = named_tag(storage.read_text(path))
         except CkptError as error:
             problems.append(f"{latest} cannot be read: {error.problem}")
             continue
@@ -335,15 +336,18 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
-def _present_entry(storage: Storage, root: str, name: str, *known: Any) -> _Found | None:
+def _present_entry(
+    storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
+) -> _Found | None:  # fmt: skip
     """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
+    path = posixpath.join(root, name)
     try:
-        return _read_entry(storage, root, name, *known)
-    except StorageError:
+        return _read_entry(storage, root, name, latest, reported, options)
+    except StorageError as error:
         storage.refresh([])
-        if storage.is_dir(posixpath.join(root, name)):
-            raise
-        return None
+        if not storage.is_dir(path):
+            return None
+        return _unread(name, path, _first([error], path), latest=latest, reported=reported)
 
 
 def _read_entry(
@@ -353,7 +357,8 @@ def _read_entry(
     state = state_of(storage, path) if not leads_out(storage, path) else ""
     link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
     if link is not None and leads_out(storage, path):
-        return _Found(_linked(name, path, link, latest=latest, reported=reported), Saved(name, -1))
+        problem = "is a link that leaves the root: follow_links is not set"
+        return _unread(name, path, problem, link=link, latest=latest, reported=reported)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
@@ -465,13 +470,15 @@ def _proves_loss(storage: Storage, error: CkptError) -> bool:
     return isinstance(error, TruncatedError) or is_gone(storage, error)
 
 
-def _linked(name: str, path: str, link: str, *, latest: bool, reported: bool) -> CatalogEntry:
-    """Return the entry of a link that leaves the root; its target is not opened."""
-    return CatalogEntry(
+def _unread(
+    name: str, path: str, problem: str, *, link: str | None = None, latest: bool, reported: bool
+) -> _Found:  # fmt: skip
+    """Return the entry of a link that leaves the root, or of a directory that cannot be read."""
+    entry = CatalogEntry(
         name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
-        problem="is a link that leaves the root: follow_links is not set", latest=latest, link=link,
-        metrics={}, reported=reported,
+        problem=problem, latest=latest, link=link, metrics={}, reported=reported,
     )  # fmt: skip
+    return _Found(entry, Saved(name, -1))
 
 
 def _holds_one(name: str) -> bool:

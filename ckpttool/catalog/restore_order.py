@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Saved, commits, is_thin, newest_first, read_manifest
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
-from ckpttool.formats.locate import LATEST, natural_order
+from ckpttool.formats.locate import LATEST, named_tag, natural_order
 from ckpttool.formats.zero.names import is_of_tag
 from ckpttool.storage import MARK
 from ckpttool.storage.confined import leads_out
@@ -127,7 +127,7 @@ def _manifest(storage: Storage, path: str) -> Manifest | None:
 def _named(storage: Storage, root: str) -> str:
     path = posixpath.join(root, LATEST)
     try:
-        return storage.read_text(path).strip()
+        return named_tag(storage.read_text(path))
     except LinkError:
         raise
     except CkptError:

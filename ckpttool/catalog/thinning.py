@@ -95,6 +95,19 @@ class Thinning:
         old = {name: entry.nbytes for name, entry in walk(storage, self.checkpoint.location)}
         return sum(old[name] for name in old_files(self.checkpoint, old)) - self.plan.nbytes
 
+    def check_names(self, storage: Storage) -> None:
+        """Check that no file of a user has the name of one to write; leftovers of a killed replacement may.
+
+        Raises:
+            CkptError: One has.
+        """
+        directory = self.checkpoint.location
+        leftovers = _read_mark(storage, directory).get("files", ())
+        names = {name for name, _ in walk(storage, directory)}.difference(leftovers)
+        if taken := sorted({file.name for file in self.plan.files} & names):
+            problem = f"holds {taken[0]}, which is in the way of the thin checkpoint's file"
+            raise StorageError(directory, problem, "move it, or pin the checkpoint")
+
 
 def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning:
     """Open a checkpoint, and plan its thin files; nothing is written.
@@ -153,6 +166,7 @@ class _Work:
 
     def __init__(self, storage: WritableStorage, thinning: Thinning, options: ThinOptions, advance: Advance) -> None:
         self._storage = storage
+        self._thinning = thinning
         self._checkpoint = thinning.checkpoint
         self._plan = thinning.plan
         self._options = options
@@ -165,7 +179,7 @@ class _Work:
         recover(storage, directory, grace=self._options.grace)
         storage.refresh([])
         names = dict(walk(storage, directory))
-        self._check_names(names)
+        self._thinning.check_names(storage)
         manifest = self._old_manifest(names)
         self._check_space()
         ALIVE.add(self._token)
@@ -185,12 +199,6 @@ class _Work:
         finally:
             ALIVE.discard(self._token)
         return digest
-
-    def _check_names(self, names: Mapping[str, Any]) -> None:
-        taken = sorted({file.name for file in self._plan.files} & names.keys())
-        if taken:
-            path = posixpath.join(self._directory, taken[0])
-            raise StorageError(path, "is in the way of the thin checkpoint's file", "move it, or pin the checkpoint")
 
     def _old_manifest(self, names: Mapping[str, Any]) -> Manifest:
         """Return the manifest to replace, or one for a checkpoint that has none."""

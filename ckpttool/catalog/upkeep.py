@@ -52,7 +52,9 @@ def maintain(
             LOG.warning("an old checkpoint was not thinned: %s", error)
 
 
-def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace: float) -> bool:
+def finish_killed(
+    storage: WritableStorage, checkpoints: Iterable[str], *, grace: float
+) -> tuple[bool, dict[str, StorageError]]:  # fmt: skip
     """Clear away what killed replacements have left; those that still run go on.
 
     Args:
@@ -61,16 +63,18 @@ def finish_killed(storage: WritableStorage, checkpoints: Iterable[str], *, grace
         grace: As for ``thinning.recover``.
 
     Returns:
-        Whether a killed replacement was found. A failure is logged, and the next call tries again.
+        Whether a killed replacement was cleared away, and the failures by checkpoint; they are logged, and the next
+        call tries again.
     """
-    found = False
+    found, failed = False, {}
     for path in checkpoints:
         try:
             found = _finish_killed(storage, path, grace=grace) or found
         except StorageError as error:
             if not is_gone(storage, error):  # else another process has removed it
+                failed[path] = error
                 LOG.warning("what a killed run has left of a thin checkpoint was not removed: %s", error)
-    return found
+    return found, failed
 
 
 def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool:

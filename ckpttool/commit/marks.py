@@ -30,8 +30,8 @@ class TakenError(StorageError):
     """Another process has claimed the directory."""
 
 
-def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
-    """Yield the directory and the entry of each file that a removal of a path deletes: links are not followed.
+def own_directories(storage: Storage, path: str) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield each directory that a removal of a path deletes, with its entries: links are not followed.
 
     Raises:
         StorageError: A directory cannot be listed.
@@ -40,12 +40,15 @@ def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
     waiting = [path]
     while waiting:
         directory = waiting.pop()
-        for entry in storage.listing(directory):
-            inside = posixpath.join(directory, entry.name)
-            if not entry.is_dir:
-                yield directory, entry
-            elif storage.remote or not os.path.islink(inside):
-                waiting.append(inside)
+        entries = storage.listing(directory)
+        yield directory, entries
+        inside = [posixpath.join(directory, entry.name) for entry in entries if entry.is_dir]
+        waiting += [one for one in inside if storage.remote or not os.path.islink(one)]
+
+
+def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
+    """Yield the directory and the entry of each file in ``own_directories``."""
+    return ((directory, e) for directory, entries in own_directories(storage, path) for e in entries if not e.is_dir)
 
 
 def state_of(storage: Storage, path: str) -> str:

@@ -7,7 +7,7 @@ import posixpath
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.commit.marks import below
+from ckpttool.commit.marks import own_directories
 from ckpttool.errors import CkptError
 from ckpttool.storage.base import PIN
 
@@ -34,10 +34,13 @@ UNREADABLE = Pin("", 0.0, "its pin cannot be read")
 def find_pin(storage: Storage, path: str) -> Pin | None:
     """Return the pin of a checkpoint, in its directory or at any depth below it; None without one.
 
+    Whatever has the name of a pin is one, such as a directory or a link that leads nowhere.
+
     Raises:
         StorageError: The directory cannot be listed.
     """
-    pinned = (directory for directory, name in below(storage, path, PIN) if name == PIN)
+    every = (directory for directory, _ in own_directories(storage, path))
+    pinned = (directory for directory in every if storage.exists(posixpath.join(directory, PIN)))
     return next((read_pin(storage, directory) for directory in pinned), None)
 
 

@@ -156,11 +156,18 @@ def _is_file(storage: Storage, path: str) -> bool:
     return storage.exists(path) and not storage.is_dir(path)
 
 
+def named_tag(text: str) -> str:
+    """Return the tag that the content of a ``latest`` file names, which may be none that exists; "" without one.
+
+    DeepSpeed joins the text to the root, so that "./TAG/" means TAG; some editors prepend a byte order mark.
+    """
+    text = text.strip().removeprefix("\ufeff").strip()
+    return "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
+
+
 def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) -> str:
     path = posixpath.join(src, latest)
-    # DeepSpeed joins the text to the root, so that "./TAG/" means TAG; some editors prepend a byte order mark.
-    text = storage.read_text(path).strip().removeprefix("\ufeff").strip()
-    tag = "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
+    tag = named_tag(storage.read_text(path))
     if not _is_name(tag):
         raise LayoutError(path, "does not name a tag", *_choose(_tags(storage, src, entries)))
     if not _is_there(storage, src, tag):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit.marks import TAKEN, TakenError
 from ckpttool.errors import CkptError
-from ckpttool.storage import MANIFEST, MARK, REMOVED, ExistsError, is_half_removed, walk
+from ckpttool.storage import MANIFEST, MARK, ExistsError, aside_name, is_half_removed, walk
 from ckpttool.storage.streams import write_stream
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
         StorageError: The directory cannot be cleared.
     """
     above, name = posixpath.split(directory)
-    aside = posixpath.join(above, f".{name}.{secrets.token_hex(4)}{REMOVED}")
+    aside = posixpath.join(above, aside_name(f"{name}.{secrets.token_hex(4)}"))
     path = posixpath.join(directory, MARK)
     # After the rename a save that still runs finds none of its files in the directory.
     if storage.rename(directory, aside):

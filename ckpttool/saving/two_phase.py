@@ -26,6 +26,7 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, Manifest, commits, read_manifest
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats.locate import LATEST, named_tag
 from ckpttool.formats.whole import is_whole
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.coordination import RankError
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
-LATEST = "latest"
 SPACE_FACTOR = 1.02
 """Required free space, as a multiple of the files' bytes; directories and metadata take space too."""
 SEEN_WITHIN = 60.0
@@ -420,7 +420,7 @@ def _parent_fields(storage: Storage, root: str, named: str | None, request: Requ
     """Return the fields of the manifest that name the previous commit."""
     if request.before is not None:
         return {"parent": request.before[0], "number": request.before[1] + 1}
-    before = (named or "").strip()
+    before = named_tag(named or "")
     for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
         try:
             if (before != request.tag or directory.endswith(REPLACED)) and is_commit(storage, directory):

@@ -24,7 +24,7 @@ from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, trans
 from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked, link_into, links_below
 from ckpttool.storage.opening import open_storage
 from ckpttool.storage.posix import copy_range, reserve, write_at
-from ckpttool.storage.removal import HALF_REMOVED, REMOVED, is_gone, is_half_removed
+from ckpttool.storage.removal import HALF_REMOVED, aside_name, is_gone, is_half_removed
 from ckpttool.storage.specs import connect
 from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, without_credentials
 
@@ -36,7 +36,6 @@ __all__ = [
     "MANIFEST",
     "MARK",
     "PIN",
-    "REMOVED",
     "THINNING",
     "WAIT",
     "Entry",
@@ -51,6 +50,7 @@ __all__ = [
     "WritableStorage",
     "Writer",
     "absolute_path",
+    "aside_name",
     "connect",
     "copy_range",
     "find_text",

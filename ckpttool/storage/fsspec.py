@@ -365,7 +365,6 @@ class RemoteStorage(Described):
         """
         path = path.rstrip("/")
         self.forget()
-        self.abandon(path)  # before the marker is deleted: after a crash here the next run repeats the removal
         remove_remote(self, path)
 
     def abandon(self, path: str) -> None:

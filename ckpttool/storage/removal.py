@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 import zlib
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage.base import MARK, find_text, walk
-from ckpttool.storage.error_texts import translate_os_errors
-from ckpttool.storage.posix import sync_directory
+from ckpttool.storage.error_texts import MISSING, storage_error, translate_os_errors
+from ckpttool.storage.posix import rename_new, sync_directory
 
 if TYPE_CHECKING:
     from ckpttool.storage.base import Storage, WritableStorage
 
 
 REMOVED = ".removed"
-"""Suffix of a directory that is being removed; its name also gets the prefix "."."""
+"""Suffix of a directory that is being removed; see ``aside_name``."""
 
 
 MAX_NAME_BYTES = 255
@@ -24,6 +27,10 @@ REMOVAL_MARK = '{"key": "removed", "files": []}'
 """Content of the in-progress marker in a remote directory that is being removed."""
 HALF_REMOVED = "half removed by a run that was killed"
 """Error message for such a directory."""
+
+
+class PartlyRemovedError(StorageError):
+    """A removal has failed after it removed some files, or could not rename the directory back."""
 
 
 def is_half_removed(storage: Storage, path: str) -> bool:
@@ -44,16 +51,24 @@ def is_gone(storage: Storage, error: CkptError) -> bool:
 
 
 def _is_aside(name: str) -> bool:
-    """Return whether a name is one of ``_aside_name``."""
-    return name.startswith(".") and name.endswith(REMOVED) and len(name) > len(f".{REMOVED}")
+    """Return whether a name is one of ``aside_name``."""
+    return name.startswith(".") and name == _checked(name[1:].removesuffix(REMOVED).rpartition(".")[0])
 
 
-def _aside_name(name: str) -> str:
-    """Return the name of a directory during its removal."""
-    aside = f".{name}{REMOVED}"
-    if len(os.fsencode(aside)) <= MAX_NAME_BYTES:
-        return aside
-    return f".{zlib.crc32(os.fsencode(name)):08x}{REMOVED}"
+def aside_name(name: str) -> str:
+    """Return the name of a directory during its removal.
+
+    It holds a checksum, so that a directory to which a user gave a name with the same suffix is never removed. A marker
+    file would need space, and a removal must succeed on a full disk.
+    """
+    aside = _checked(name)
+    return aside if len(os.fsencode(aside)) <= MAX_NAME_BYTES else _checked(f"{zlib.crc32(os.fsencode(name)):08x}")
+
+
+def _checked(name: str) -> str:
+    import hashlib  # most commands remove nothing
+
+    return f".{name}.{hashlib.sha256(b'removed by ckpttool: ' + os.fsencode(name)).hexdigest()[:16]}{REMOVED}"
 
 
 def remove_tree(path: str) -> None:
@@ -64,7 +79,7 @@ def remove_tree(path: str) -> None:
 
 
 def remove_local(path: str) -> None:
-    """Rename a directory on local disk, then remove it.
+    """Rename a directory on local disk, then remove it; rename it back if that fails before anything is gone.
 
     Raises:
         StorageError: The directory cannot be removed.
@@ -72,25 +87,115 @@ def remove_local(path: str) -> None:
     above, name = os.path.split(path)
     if os.path.islink(path):
         raise StorageError(path, "is a link, and ckpttool does not remove its target", "remove the link by hand")
-    aside = path if _is_aside(name) else os.path.join(above, _aside_name(name))
-    if os.path.islink(aside):
-        aside = os.path.join(above, _aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{os.urandom(4).hex()}"))
-    with translate_os_errors(path):
-        if aside != path:
-            if os.path.isdir(aside):
-                remove_tree(aside)  # left by a killed run
+    try:
+        count = _check_removable(path)
+    except OSError as error:
+        raise storage_error(error.filename or path, error) from error
+    aside = path if _is_aside(name) else os.path.join(above, aside_name(name))
+    if aside != path:
+        with contextlib.suppress(OSError):  # left by a killed run
+            remove_tree(aside)
+        if os.path.lexists(aside):
+            aside = os.path.join(above, aside_name(f"{zlib.crc32(os.fsencode(name)):08x}.{os.urandom(4).hex()}"))
+        with translate_os_errors(path):
             os.rename(path, aside)
-            sync_directory(above)  # otherwise a power failure might bring back some files under the old name
-        remove_tree(aside)
+    try:
+        sync_directory(above)  # otherwise a power failure might bring back some files under the old name
+        with translate_os_errors(path):
+            remove_tree(aside)
+    except StorageError as error:
+        if error.problem == MISSING:  # another process removes it
+            raise
+        left = sum(len(folders) + len(files) for _, folders, files in os.walk(aside))
+        if left < count:
+            raise _removed_in_part(error, path, count - left, count, aside) from error
+        if aside != path:
+            try:
+                rename_new(aside, path)
+            except OSError:
+                raise _removed_in_part(error, path, 0, count, aside) from error
+            sync_directory(above)
+        raise
+
+
+def _removed_in_part(error: StorageError, path: str, gone: int, count: int, rest: str) -> PartlyRemovedError:
+    what = f"when {gone:,} of its {count:,} files and directories were removed; the others are in {rest}"
+    return PartlyRemovedError(path, f"{error.problem}, {what}", error.hint)
+
+
+def _check_removable(path: str) -> int:
+    """Return the number of files and directories below a directory.
+
+    Raises:
+        OSError: A permission that is missing forbids to remove one of them, or the directory itself.
+    """
+    _check_deletable(os.path.dirname(path) or ".", [os.path.basename(path)])
+    count = 0
+    for directory, folders, files in os.walk(path, onerror=_raise):
+        _check_deletable(directory, [*folders, *files])
+        count += len(folders) + len(files)
+    return count
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _check_deletable(directory: str, names: list[str]) -> None:
+    """Check that the entries of a directory may be deleted, as far as that is known without trying.
+
+    Raises:
+        OSError: One may not.
+    """
+    if names and not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
+    above, user = os.stat(directory), os.geteuid()
+    sticky = above.st_mode & stat.S_ISVTX and user not in (0, above.st_uid)
+    for path in (os.path.join(directory, name) for name in names):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
+            info = os.lstat(path)
+            # A file that its owner may write by its mode, and yet cannot, is immutable.
+            own = info.st_uid == user
+            locked = stat.S_ISREG(info.st_mode) and own and info.st_mode & stat.S_IWUSR and not os.access(path, os.W_OK)
+            if locked or (sticky and not own):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
 
 
 def remove_remote(storage: WritableStorage, path: str) -> None:
     """Remove all files below a remote path; write the marker that makes readers refuse it first, delete it last.
 
     Raises:
-        StorageError: A file cannot be removed.
+        StorageError: A file cannot be removed. If none is, the directory is as it was.
     """
-    names = [name for name, _ in walk(storage, path)]
-    storage.put(f"{path}/{MARK}", REMOVAL_MARK.encode())
-    storage.delete([f"{path}/{name}" for name in names if name != MARK])
-    storage.delete([f"{path}/{MARK}"])
+    names = [name for name, _ in walk(storage, path) if name != MARK]
+    mark = f"{path}/{MARK}"
+    # Deleting what does not exist needs the same right: without it, no reader is to find the marker.
+    storage.delete([f"{mark}.probe"])
+    before = _read(storage, mark)
+    storage.put(mark, REMOVAL_MARK.encode())
+    storage.abandon(path)  # before the marker is deleted: after a crash here the next run repeats the removal
+    try:
+        storage.delete([f"{path}/{name}" for name in names])
+    except StorageError as error:
+        storage.refresh([])
+        left = {name for name, _ in walk(storage, path)}
+        gone = sum(name not in left for name in names)
+        if gone:
+            raise _removed_in_part(error, path, gone, len(names), path) from error
+        if before is None:
+            storage.delete([mark])
+        else:
+            storage.put(mark, before)
+        raise
+    storage.delete([mark])
+
+
+def _read(storage: Storage, path: str) -> bytes | None:
+    """Return the content of a file; None without one."""
+    try:
+        with storage.open(path) as reader:
+            return reader.read(0, reader.nbytes)
+    except StorageError as error:
+        if error.problem == MISSING:
+            return None
+        raise

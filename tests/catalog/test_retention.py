@@ -17,7 +17,7 @@ from ckpttool.catalog.upkeep import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import settle
-from ckpttool.storage import LOCAL, MANIFEST, MARK
+from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def test_nothing_outside_the_root_is_cleared_away(tmp_path: Path, caplog: pytest
     assert (elsewhere / "step1" / MARK).exists()
 
 
-@pytest.mark.parametrize("name", [".evil.removed", ".step1.removed"])
+@pytest.mark.parametrize("name", [aside_name("evil"), aside_name("step1")])
 def test_link_called_as_what_is_being_removed_stops_nobody(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +169,7 @@ def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeyp
 def test_log_lines_have_no_terminal_controls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ckpttool")
     _save(tmp_path, ["step1"])
-    (tmp_path / ".a\x1b[31mb.removed").mkdir()
+    (tmp_path / aside_name("a\x1b[31mb")).mkdir()
     assert _tidied(tmp_path, Rules(last=1)) == {"step1"}
     assert "removed" in caplog.text
     assert all(c.isprintable() for record in caplog.records for c in record.getMessage())

@@ -14,7 +14,7 @@ from ckpttool.commit.manifest import REPLACED, commits
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, MANIFEST, MARK
+from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
 from tests.saving.checkpoints import save_version
 from tests.truth import source
 
@@ -99,7 +99,7 @@ def _foreign(root: Path) -> Path:
 
 
 def _half_removed(root: Path) -> Path:
-    return _committed(root).rename(root / ".step2.removed")
+    return _committed(root).rename(root / aside_name("step2"))
 
 
 def _hidden(root: Path) -> Path:

@@ -173,7 +173,7 @@ def test_a_file_in_the_way_is_named_and_nothing_changes(checkpoint_copy: Callabl
     location = Path(ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16")).location)
     (location / "model.safetensors").write_text("mine")
     before = {p.name: p.read_bytes() for p in location.iterdir()}
-    with pytest.raises(CkptError, match=r"model\.safetensors: is in the way of the thin checkpoint's file"):
+    with pytest.raises(CkptError, match=r"holds model\.safetensors, which is in the way of the thin checkpoint's file"):
         _thin(location)
     assert {p.name: p.read_bytes() for p in location.iterdir()} == before
 

@@ -11,6 +11,7 @@ import pytest
 import ckpttool
 from ckpttool.catalog.trainer_runs import rotate, trainer_commits
 from ckpttool.commit.manifest import commits
+from ckpttool.storage import aside_name
 from ckpttool.storage.local import LocalStorage
 from tests.truth import source
 
@@ -47,7 +48,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(victim: str, tmp_
 
 def test_a_rotation_finishes_the_removals_of_a_killed_one(tmp_path: Path) -> None:
     _run(tmp_path)
-    for name in (".checkpoint-1.removed", ".checkpoint_2.removed", ".git", ".removed"):
+    for name in (aside_name("checkpoint-1"), aside_name("checkpoint_2"), ".git", ".removed"):
         (tmp_path / name / "global_step1").mkdir(parents=True)
         (tmp_path / name / "global_step1" / "half").write_bytes(b"x")
     rotate(LocalStorage(), str(tmp_path), None, keep=(), grace=3600.0)

@@ -16,16 +16,16 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.same_digests import same_weights
-from ckpttool.catalog import entries, retention, thinning, upkeep
+from ckpttool.catalog import cleanup, entries, retention, thinning, upkeep
 from ckpttool.catalog.cleanup import remove_left_over_files
 from ckpttool.catalog.entries import CatalogEntry
-from ckpttool.catalog.restore_order import whole_first
+from ckpttool.catalog.restore_order import candidates, whole_first
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.catalog.trainer_runs import rotate
 from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import identity
-from ckpttool.commit.pins import Pin
+from ckpttool.commit.pins import Pin, find_pin
 from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.saving.coordination import Alone
@@ -230,6 +230,53 @@ def test_a_damaged_pin_keeps_and_can_be_removed(root: Path) -> None:
     assert not api.prune(root, keep_last=1, dry_run=True)[0].keep
 
 
+@pytest.mark.parametrize("where", ["", "notes"])
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_whatever_has_the_name_of_a_pin_keeps(
+    kind: str, where: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = root / "step1" / where / PIN
+    pin.parent.mkdir(exist_ok=True)
+
+    def make() -> None:
+        if kind == "directory":
+            pin.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(pin)
+        else:
+            pin.symlink_to("nowhere")
+
+    def find(*arguments: Any) -> Pin | None:
+        make()  # after the decision
+        return find_pin(*arguments)
+
+    monkeypatch.setattr(cleanup, "find_pin", find)
+    assert api.prune(root, keep_last=3)[0].reason == "pinned meanwhile"
+    monkeypatch.undo()
+    for rules in ({"keep_last": 1}, {"keep_last": 1, "thin": "bf16"}):
+        (decision, *_) = api.prune(root, **rules)
+        assert (decision.keep, decision.thin, decision.reason) == (True, None, "pinned by ?: its pin cannot be read")
+    maintain(LOCAL, str(root), Rules(last=1), grace=0)
+    assert api.verify(root / "step1", deep=True).findings == ()
+
+
+@pytest.mark.parametrize("text", ["\ufeffstep2\r\n", "./step2/", " step2 "])
+def test_all_read_latest_alike(text: str, root: Path) -> None:
+    (root / "latest").write_bytes(text.encode())
+    assert api.inspect(root).tag == "step2"
+    found = api.ls(root)
+    assert found.problems == ()
+    assert [e.name for e in found.entries if e.latest] == ["step2"]
+    assert [e.name for e in entries.committed(LOCAL, str(root)) if e.latest] == ["step2"]
+    assert cleanup.changed_since(LOCAL, str(root / "step2"), "", str(root)) == "latest names it meanwhile"
+    assert candidates(LOCAL, str(root))[0].tag == "step2"
+    maintain(LOCAL, str(root), Rules(last=1), grace=0)
+    assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["step2", "step4"]
+    parent = read_manifest(LOCAL, str(root / "step2")).attempt
+    save_version(LOCAL, str(root), Alone(), "step5", 1)
+    assert read_manifest(LOCAL, str(root / "step5")).parent == parent
+
+
 def test_a_damaged_checkpoint_can_be_unpinned_but_not_pinned(root: Path) -> None:
     api.pin(root / "step1", why="mine")
     for number in (1, 2):
@@ -327,7 +374,7 @@ def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path
 
 def test_what_cannot_be_thinned_stays_with_the_reason(root: Path) -> None:
     (root / "step1" / "model.safetensors").write_text("mine")
-    with pytest.raises(CkptError, match=r"step1/model\.safetensors: cannot be thinned: is in the way"):
+    with pytest.raises(CkptError, match=r"step1: cannot be thinned: holds model\.safetensors, which is in the way"):
         api.prune(root, keep_last=3, thin="bf16")
     assert not api.inspect(root / "step1").thin
     with pytest.raises(PlanError):
@@ -338,13 +385,13 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     (root / "step1" / "model.safetensors").write_text("mine")
     found = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--json")
     assert found.code == 1
-    assert "step1/model.safetensors: cannot be thinned: is in the way" in found.stderr
+    assert "step1: cannot be thinned: holds model.safetensors, which is in the way" in found.stderr
     told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)]
     assert told == [("step1", None, True), ("step2", "bf16", True), ("step3", None, True), ("step4", None, True)]
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin
     (root / "step3" / "model.safetensors").write_text("mine too")
-    with pytest.raises(PruneError, match=r"step1/.*cannot be thinned: is in the way") as caught:
+    with pytest.raises(PruneError, match="step1: cannot be thinned: holds model") as caught:
         api.prune(root, keep_last=1, thin="bf16")
     assert [d.reason.startswith("cannot be thinned") for d in caught.value.decisions] == [True, False, True, False]
 
@@ -412,7 +459,7 @@ def test_a_removal_that_fails_halfway_is_an_error(root: Path, monkeypatch: pytes
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(PruneError, match="step1: cannot be removed whole: permission denied"):
+    with pytest.raises(PruneError, match="step1: cannot be removed: permission denied"):
         api.prune(root, keep_last=3)
 
 
@@ -579,7 +626,7 @@ def test_a_checkpoint_that_is_saved_again_meanwhile_stays_whole(rewound: Any, mo
 
     monkeypatch.setattr(retention, "decide", decide_and_save)
     done = api.prune(root, keep_last=1, thin="bf16")
-    assert done[1].reason == "changed meanwhile: saved again, or pinned"
+    assert done[1].reason == "changed meanwhile: saved again"
     assert whole(second)["step2"] == version(7)
 
 
@@ -653,6 +700,24 @@ def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch:
     monkeypatch.undo()
     assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
     assert not list((root / "step1").glob("*optim_states.pt"))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_dry_run_says_what_is_in_the_way_of_a_thin_checkpoint(left: bool, root: Path) -> None:
+    (root / "step1" / "model.safetensors").write_bytes(b"mine")
+    if left:  # by a killed replacement, so that the real run removes it
+        mark = {"key": "x", "files": ["model.safetensors"], "old": []}
+        (root / "step1" / THINNING).write_text(json.dumps(mark))
+    rules = ("prune", root, "--keep-last", 3, "--thin", "bf16", "--grace", 0)
+    told = ckpttool(*rules, "--dry-run")
+    assert ("1 would be thinned" in told.stdout) == left
+    done = ckpttool(*rules)
+    assert done.code == (0 if left else 1), done
+    if not left:
+        problem = "cannot be thinned: holds model.safetensors, which is in the way of the thin checkpoint's file"
+        assert problem in " ".join(told.stdout.split())
+        assert f"{root}/step1: {problem}" in done.stderr
+        assert (root / "step1" / "model.safetensors").read_bytes() == b"mine"
 
 
 def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ckpttool.cli import cli
 from ckpttool.cli._errors import invoke
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 NOBODY = 65534
@@ -64,13 +65,19 @@ def ckpttool_process(*arguments: object, **options: Any) -> Outcome:
 
 
 def ckpttool_without_privileges(*arguments: object) -> Outcome:
-    """Run a command as a user that permissions apply to: a forked child that gives root's rights away.
+    """Run a command as a user that permissions apply to."""
+    ckpttool(*arguments[:1], "--help")  # imports all that the child may not be able to read
+    return Outcome(**without_privileges(lambda: dataclasses.asdict(ckpttool(*arguments))))
 
-    A process of its own will not do: nobody but root may be able to read this installation.
+
+def without_privileges(call: Callable[[], Any]) -> Any:
+    """Call a function as a user that permissions apply to, in a forked child that gives root's rights away.
+
+    A process of its own will not do: nobody but root may be able to read this installation. The result goes through
+    JSON.
     """
     if os.geteuid() != 0:
-        return ckpttool(*arguments)
-    ckpttool(*arguments, "--help")  # imports all that the child may not be able to read
+        return call()
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there are threads, but none that the child needs
@@ -81,7 +88,7 @@ def ckpttool_without_privileges(*arguments: object) -> Outcome:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-            os.write(write, json.dumps(dataclasses.asdict(ckpttool(*arguments))).encode())
+            os.write(write, json.dumps(call()).encode())
         finally:
             os._exit(0)
     os.close(write)
@@ -89,7 +96,7 @@ def ckpttool_without_privileges(*arguments: object) -> Outcome:
         answer = pipe.read()
     os.waitpid(child, 0)
     assert answer, "the child failed"
-    return Outcome(**json.loads(answer))
+    return json.loads(answer)
 
 
 def remains(directory: Path) -> list[str]:

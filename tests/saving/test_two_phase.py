@@ -22,7 +22,7 @@ from ckpttool.saving.coordination import Alone, RankError, Ranks
 from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage
+from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, aside_name
 from tests.faults.disks import Machine
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
@@ -360,7 +360,7 @@ def test_nested_tag_that_latest_names(root: str) -> None:
 def test_other_directories_are_not_checkpoints(root: str) -> None:
     put(root, "step1", 1)
     os.makedirs(f"{root}/logs/deep")
-    os.makedirs(f"{root}/.step0.removed")
+    os.makedirs(f"{root}/{aside_name('step0')}")
     plain(root, "step7", 7)
     open(f"{root}/step7/{MARK}", "w").close()
     open(f"{root}/notes.txt", "w").close()
@@ -457,7 +457,7 @@ def test_ls_prune_and_cp_of_such_a_root(root: str, directory: Path) -> None:
         put(root, f"step{number}", number, metrics={"loss": number / 10})
     plain(root, "step4", 4)
     open(f"{root}/step4/{MARK}", "w").close()
-    shutil.copytree(f"{root}/step1", f"{root}/.step0.removed")
+    shutil.copytree(f"{root}/step1", f"{root}/{aside_name('step0')}")
     found = {e.name: e for e in ckpttool.ls(root).entries}
     assert {n: e.whole for n, e in found.items() if not n.startswith(".")} == {
         "step1": True, "step2": True, "step3": True, "step4": False,
