@@ -21,11 +21,12 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.messages import brief
 from ckpttool.saving.payloads import TorchFile
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -107,16 +108,19 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
 
 
 def _elastic_problem(live: LiveEngine) -> str:
-    """Return why an elastic checkpoint cannot hold the states: DeepSpeed cuts off the padding of a partition.
+    """Return why an elastic checkpoint cannot hold the states: DeepSpeed keeps those of a partition, without padding.
 
-    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_state_without_padding``).
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``,
+    ``_get_state_without_padding``).
     """
-    odd = next(_odd_states(live), "") if live.stage in {1, 2} and live.engine.zero_elastic_checkpoint() else ""
-    return odd and f"elastic_checkpoint cuts {odd} of the optimizer, which has not the length of a partition"
-
-
-def _odd_states(live: LiveEngine) -> Iterator[str]:
+    if live.stage not in {1, 2} or not live.engine.zero_elastic_checkpoint():
+        return ""
+    states, owners = live.optimizer.optimizer.state, {id(owner) for owner in live.masters}
+    for key in states:
+        if id(key) not in owners:
+            return f"elastic_checkpoint leaves out state {brief(key)} of the optimizer, which belongs to no parameter"
     for owner in live.masters:
-        for name, value in live.optimizer.optimizer.state.get(owner, {}).items():
+        for name, value in states.get(owner, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() != owner.numel():
-                yield name
+                return f"elastic_checkpoint cuts {name} of the optimizer, which has not the length of a partition"
+    return ""
