@@ -5,6 +5,8 @@ DeepSpeed saves the same state beside. What a rank holds is compared tensor by t
 
 from __future__ import annotations
 
+import collections
+import copy
 import itertools
 import json
 import random
@@ -31,6 +33,8 @@ OWN = ("CountingInGroups", "Unusual")
 """Optimizers of users; see ``_own``."""
 NESTED = "Nested"
 """Another one, which DeepSpeed can train without ZeRO alone."""
+RARE = ("Shared", "Containers")
+"""Others with states that no other layout can hold."""
 DEEPSPEED = ("Adam", "AdamW", "Adam torch_adam=1", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "MuAdam")
 OPTIMIZERS = (
     *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS, *OWN)),
@@ -83,6 +87,18 @@ ALSO = [
     *(Draw(f"torch {NESTED}", 0, dtype, "", 1, 0.0, "", "plain", "one", 1, "", (1, 0)) for dtype in DTYPES[:3]),
     Draw("torch Adagrad", 2, "bf16", "optimizer", 1, 0.0, "", "plain", "one", 1, "", (1, 0)),
     *(Draw("torch Adagrad", 0, dtype, "", 1, 0.0, "", "plain", "one", 1) for dtype in ("fp16", "bf16")),
+    *(
+        Draw(f"torch {name}", stage, dtype, "", 1, 0.0, "", "plain", "one", 1, zero, target)
+        for name in RARE
+        for stage, dtype, zero, target in (
+            (0, "fp32", "", (1, 1)),
+            (0, "bf16", "", (0, 0)),
+            (1, "bf16", "", (1, 3)),
+            (2, "fp32", "", (2, 2)),
+            (2, "fp16", "elastic_checkpoint", (0, 0)),
+            (3, "bf16", "", (1, 1)),
+        )
+    ),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
 """Configurations that once went wrong and that few draws are like."""
@@ -347,7 +363,7 @@ def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False, **options)
-    if name in (*OWN, NESTED):
+    if name in (*OWN, NESTED, *RARE):
         return _own(name)(groups)
     return getattr(torch.optim, name)(groups, **{"lr": 0.01, **options})
 
@@ -422,7 +438,45 @@ def _own(name: str) -> Any:
             self.count = state_dict["count"]
             self.optimizer.load_state_dict(state_dict["base"])
 
-    return {"CountingInGroups": CountingInGroups, "Unusual": Unusual, NESTED: Nested}[name]
+    class Shared(torch.optim.Adam):  # type: ignore[misc]  # the same
+        """Keeps states that belong to no parameter, like a global scale."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, 0.01)
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            shared = self.state["shared"]
+            shared["d"] = shared.get("d", 1.0) * 1.5
+            shared.setdefault("path", torch.zeros(3, dtype=torch.float64))[0] += shared["d"] / 3
+            for group in self.param_groups:
+                group["lr"] = 0.01 * shared["d"] + 1e-3 * float(shared["path"][0])
+            super().step()
+
+    class Containers(torch.optim.Optimizer):  # type: ignore[misc]  # the same
+        """Keeps tensors in containers, beside other things."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state, grad = self.state[p], p.grad.float()
+                    slow = state.setdefault("slow", [torch.zeros(p.shape, dtype=torch.float64)])
+                    slow[0].lerp_(grad.double(), 0.3)
+                    state["block"] = {"codes": (grad * 64).clamp(0, 255).to(torch.uint8), "absmax": grad.abs().max()}
+                    state["basis"] = {"t": torch.ones(2), "name": "svd", "n": np.arange(3.0), "none": None}
+                    state["wave"] = {"c": torch.complex(grad, -grad), "at": {"k": torch.tensor([2**53 - 1])}}
+                    state["last"] = collections.deque([*state.get("last", []), grad.clone()], maxlen=2)
+                    state["pair"] = (torch.ones(3).half() / 3, "left", 1)
+                    p.add_((slow[0] + state["last"][0]).to(p.dtype), alpha=-group["lr"])
+
+    return {
+        "CountingInGroups": CountingInGroups, "Unusual": Unusual, NESTED: Nested, "Shared": Shared,
+        "Containers": Containers,
+    }[name]  # fmt: skip
 
 
 def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:
@@ -524,6 +578,10 @@ def snapshot(engine: Any) -> dict[str, Any]:
         for key, value in [("master", owner), *inner.state.get(owner, {}).items()]:
             is_flat = isinstance(value, torch.Tensor) and value.shape == owner.shape and owner.dim()
             found[f"{key}/{number}"] = _copied(value[: len(value) - padding] if is_flat and padding else value)
+    known = {id(owner) for owner in owners} | {id(p) for p in engine.module.parameters()}
+    found |= {
+        f"state/{key}": _copied(state) for key, state in getattr(inner, "state", {}).items() if id(key) not in known
+    }
     for number, group in enumerate(wrapper.param_groups):
         found |= {f"option {key}/{number}": value for key, value in group.items() if key != "params"}
     if engine.lr_scheduler is not None:
@@ -539,7 +597,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     import torch
 
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _named(engine: Any) -> dict[str, Any]:
@@ -548,7 +606,8 @@ def _named(engine: Any) -> dict[str, Any]:
     from recipes import common
 
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    states = [(p.numel(), value) for p, state in inner.state.items() for key, value in state.items() if key != "step"]
+    owned = [(p, state) for p, state in inner.state.items() if isinstance(p, torch.Tensor)]
+    states = [(p.numel(), value) for p, state in owned for key, value in state.items() if key != "step"]
     tensors = [(n, v) for n, v in states if isinstance(v, torch.Tensor) and v.dim()]
     simple = all(v.numel() == n for n, v in tensors) and not any(g.get("use_muon") for g in inner.param_groups)
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -573,6 +632,10 @@ def _same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return bool(np.array_equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, collections.deque) and isinstance(b, collections.deque):
+        return a.maxlen == b.maxlen and _same([*a], [*b])
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

@@ -147,8 +147,9 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
 def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any]]:
     """Take values out of the optimizer's states that torch's load would change.
 
-    torch casts tensors to the type of their parameter, and builds other values than numbers anew: text is lost, numpy
-    arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their settings, which may differ.
+    torch casts tensors to the type of their parameter, those in containers too, and builds other values than numbers
+    anew: text is lost, numpy arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their
+    settings, which may differ.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
@@ -170,17 +171,9 @@ def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any
                 if isinstance(value, torch.Tensor):
                     if not of_deepspeed and key != "step":
                         found.append((index, key, value))
-                elif not isinstance(value, int | float | complex | None) and not _holds_tensors(value):
+                elif not isinstance(value, int | float | complex | None):
                     found.append((index, key, states.pop(key)))
     return found
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
 
 
 def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
@@ -196,9 +189,19 @@ def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
         owner = owners[index]
         loaded = inner.state[owner].get(key)
         if not isinstance(value, torch.Tensor):
+            _move_tensors(value, owner.device)
             inner.state[owner][key] = value
         elif isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype and loaded.shape == value.shape:
             inner.state[owner][key] = value.to(loaded.device, copy=True)
+
+
+def _move_tensors(value: Any, device: torch.device) -> None:
+    """Move the tensors in a container to a device, in place: containers of any class stay as they are."""
+    if isinstance(value, torch.Tensor):
+        value.data = value.data.to(device)
+    elif isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
+        for item in value.values() if isinstance(value, dict) else value:
+            _move_tensors(item, device)
 
 
 def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:
