@@ -41,7 +41,9 @@ Structure = tuple[str, int, list[tuple[int, bytes]]]
 """Name and size of a file, and its bytes beside tensors, by offset."""
 
 
-def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, timeout: float) -> None:
+def check_restorable(
+    engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool, timeout: float
+) -> None:
     """Check that captured files can be restored into the engine; call it on every rank.
 
     Args:
@@ -49,6 +51,7 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
         directory: Directory of the checkpoint, for errors.
         ranks: The ranks of the run.
         captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
+        strict: Whether all parameters of the model must be there.
         timeout: Seconds that a rank may be behind the others.
 
     Raises:
@@ -75,7 +78,7 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
                 checkpoint = open_checkpoint(path, storage=LOCAL)
                 # Objects in these two are built with ``allow``, which a restore may add.
                 checkpoint = replace(checkpoint, client_state={}, scheduler=None)
-                prepare(live, checkpoint, LoadOptions(strict=False, dry_run=True, structure_only=True))
+                prepare(live, checkpoint, LoadOptions(strict=strict, dry_run=True, structure_only=True))
             except CkptError as failed:
                 why = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
                 raise PlanError(directory, why, HINT) from failed
