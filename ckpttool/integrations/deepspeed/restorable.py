@@ -6,6 +6,7 @@ opens them and matches them with its engine as in a restore; the storage of the 
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import tempfile
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import inspect_engine
+from ckpttool.integrations.deepspeed.engine import has_optimizer, inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.messages import brief
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.payloads import OutgoingFile
 
+LOG = logging.getLogger(__name__)
 SCALAR_BYTES = 1 << 10
 """Most bytes of a tensor that is copied with the structure: readers read the optimizer's numbers."""
 HINT = "change that, or save with engine.save_checkpoint"
@@ -65,6 +67,8 @@ def check_restorable(
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
     live = inspect_engine(engine)
+    if ranks.rank == 0 and (drives := _unsaved_optimizer(live)):
+        LOG.warning("%s: %s", directory, drives)
     problem = _elastic_problem(live)
 
     def check(problems: list[str]) -> None:
@@ -108,6 +112,22 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
             for start, data in pieces:
                 file.seek(start)
                 file.write(data)
+
+
+def _unsaved_optimizer(live: LiveEngine) -> str:
+    """Return which optimizer within the engine's has states that no checkpoint will hold; "" if there is none."""
+    inner = live.optimizer.optimizer if live.wrapper and has_optimizer(live.optimizer) else live.optimizer
+    if getattr(type(inner), "state_dict", None) is not torch.optim.Optimizer.state_dict:
+        return ""  # there is none, or its state dict is its own
+    hooks, kept = inner._optimizer_state_dict_post_hooks, {id(state) for state in inner.state.values()}
+    for name, held in vars(inner).items() if not hooks else ():
+        for one in held if isinstance(held, list | tuple) else [held]:
+            if isinstance(one, torch.optim.Optimizer) and any(id(v) not in kept for v in one.state.values() if v):
+                return (
+                    f"the states of {name} ({type(one).__name__}) are not in the state_dict() of the engine's "
+                    f"{type(inner).__name__}: a restore will not bring them back"
+                )
+    return ""
 
 
 def _elastic_problem(live: LiveEngine) -> str:
