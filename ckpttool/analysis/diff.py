@@ -139,6 +139,8 @@ def compare(  # noqa: PLR0913  the options of diff
         lacking = (a, b)[optimizer.index(False)]
         notes.append(f"{lacking.location} holds no optimizer states: only weights are compared")
         ours, theirs = ({k: s for k, s in held.items() if k[1] == WEIGHTS} for held in (ours, theirs))
+    elif loose := dict.fromkeys((*a.nonpartitionable, *b.nonpartitionable)):
+        notes.append(f"states that belong to no parameter are not compared: {', '.join([*loose][:5])}")
     partner = {k: p for k in ours if (p := _partner(k, a, b, theirs)) is not None}
     files = source_files(a), source_files(b)
     with (

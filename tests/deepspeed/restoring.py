@@ -5,6 +5,8 @@ DeepSpeed saves the same state beside. What a rank holds is compared tensor by t
 
 from __future__ import annotations
 
+import collections
+import copy
 import itertools
 import json
 import random
@@ -31,6 +33,8 @@ OWN = ("CountingInGroups", "Unusual")
 """Optimizers of users; see ``_own``."""
 NESTED = "Nested"
 """Another one, which DeepSpeed can train without ZeRO alone."""
+RARE = ("Shared", "Containers")
+"""Others with states that no other layout can hold."""
 DEEPSPEED = ("Adam", "AdamW", "Adam torch_adam=1", "Adagrad", "Lamb", "Lion", "Muon", "SGD", "MuAdam")
 OPTIMIZERS = (
     *(f"torch {n}" for n in (*TORCH, *TRANSFORMERS, *OWN)),
@@ -45,6 +49,16 @@ SCHEDULERS = ("", "WarmupLR", "OneCycle", "StepLR")
 MODELS = ("plain", "frozen", "tied", "counting")
 SPREAD = ("pipeline", "experts")
 """Models that lie on several ranks, which restore on the same ranks alone."""
+UNUSUAL = ("extra", "partial", "thawed")
+"""Models whose state dict is not their parameters and buffers, or that freeze others than when they were built."""
+REFUSED = {
+    "expanded": r"wide of the model is an expanded view, which torch cannot load into",
+    "sparse": r"graph of the model is a sparse tensor, which ckpttool does not read",
+    "conjugate": r"phase of the model is a conjugate or negated view, which ckpttool does not read",
+    "partial-zero0": r"lacks down.weight, down.bias of the model",
+    "thawed-zero3": r"names parameter embed.weight, but no rank holds its values",
+}
+"""Models, at some stages, whose first save is refused, and the reason."""
 GROUPS = ("one", "two", "adapter")
 
 
@@ -83,6 +97,28 @@ ALSO = [
     *(Draw(f"torch {NESTED}", 0, dtype, "", 1, 0.0, "", "plain", "one", 1, "", (1, 0)) for dtype in DTYPES[:3]),
     Draw("torch Adagrad", 2, "bf16", "optimizer", 1, 0.0, "", "plain", "one", 1, "", (1, 0)),
     *(Draw("torch Adagrad", 0, dtype, "", 1, 0.0, "", "plain", "one", 1) for dtype in ("fp16", "bf16")),
+    *(
+        Draw(f"torch {name}", stage, dtype, "", 1, 0.0, "", "plain", "one", 1, zero, target)
+        for name in RARE
+        for stage, dtype, zero, target in (
+            (0, "fp32", "", (1, 1)),
+            (0, "bf16", "", (0, 0)),
+            (1, "bf16", "", (1, 3)),
+            (2, "fp32", "", (2, 2)),
+            (2, "fp16", "elastic_checkpoint", (0, 0)),
+            (3, "bf16", "", (1, 1)),
+        )
+    ),
+    *(
+        Draw("torch AdamW", stage, dtype, "", 1, 0.0, "", model, "one", 1, "", target)
+        for model in UNUSUAL
+        for stage, dtype, target in ((0, "fp32", (1, 1)), (1, "bf16", (1, 3)), (2, "fp32", (2, 2)), (3, "fp16", (1, 0)))
+    ),
+    *(
+        Draw("torch AdamW", stage, "fp32", "", 1, 0.0, "", model, "one", 1)
+        for model in ("expanded", "sparse", "conjugate")
+        for stage in (0, 2, 3)
+    ),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
 """Configurations that once went wrong and that few draws are like."""
@@ -169,6 +205,8 @@ def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
     try:
         engine = build(draw)
         train(engine, draw, 2)
+        if draw.model == "thawed":
+            engine.module.embed.weight.requires_grad_(True)
     except Exception as error:
         return {"deepspeed": f"cannot train: {type(error).__name__}: {str(error)[:200]}"}
     manager = ckpttool.CheckpointManager(root / "ours")
@@ -347,7 +385,7 @@ def _optimizer(name: str, groups: Any, options: dict[str, Any]) -> Any:
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False, **options)
-    if name in (*OWN, NESTED):
+    if name in (*OWN, NESTED, *RARE):
         return _own(name)(groups)
     return getattr(torch.optim, name)(groups, **{"lr": 0.01, **options})
 
@@ -422,7 +460,45 @@ def _own(name: str) -> Any:
             self.count = state_dict["count"]
             self.optimizer.load_state_dict(state_dict["base"])
 
-    return {"CountingInGroups": CountingInGroups, "Unusual": Unusual, NESTED: Nested}[name]
+    class Shared(torch.optim.Adam):  # type: ignore[misc]  # the same
+        """Keeps states that belong to no parameter, like a global scale."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, 0.01)
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            shared = self.state["shared"]
+            shared["d"] = shared.get("d", 1.0) * 1.5
+            shared.setdefault("path", torch.zeros(3, dtype=torch.float64))[0] += shared["d"] / 3
+            for group in self.param_groups:
+                group["lr"] = 0.01 * shared["d"] + 1e-3 * float(shared["path"][0])
+            super().step()
+
+    class Containers(torch.optim.Optimizer):  # type: ignore[misc]  # the same
+        """Keeps tensors in containers, beside other things."""
+
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 0.01, "weight_decay": 0.0})
+
+        @torch.no_grad()  # type: ignore[untyped-decorator]  # the same
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    state, grad = self.state[p], p.grad.float()
+                    slow = state.setdefault("slow", [torch.zeros(p.shape, dtype=torch.float64)])
+                    slow[0].lerp_(grad.double(), 0.3)
+                    state["block"] = {"codes": (grad * 64).clamp(0, 255).to(torch.uint8), "absmax": grad.abs().max()}
+                    state["basis"] = {"t": torch.ones(2), "name": "svd", "n": np.arange(3.0), "none": None}
+                    state["wave"] = {"c": torch.complex(grad, -grad), "at": {"k": torch.tensor([2**53 - 1])}}
+                    state["last"] = collections.deque([*state.get("last", []), grad.clone()], maxlen=2)
+                    state["pair"] = (torch.ones(3).half() / 3, "left", 1)
+                    p.add_((slow[0] + state["last"][0]).to(p.dtype), alpha=-group["lr"])
+
+    return {
+        "CountingInGroups": CountingInGroups, "Unusual": Unusual, NESTED: Nested, "Shared": Shared,
+        "Containers": Containers,
+    }[name]  # fmt: skip
 
 
 def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:
@@ -450,14 +526,62 @@ def _model(kind: str) -> Any:
             self.register_buffer("calls", torch.tensor(0))
             if kind == "tied":
                 self.head.weight = self.embed.weight
-            if kind == "frozen":
+            if kind in {"frozen", "thawed"}:
                 self.embed.weight.requires_grad_(False)
+            if kind == "frozen":
                 self.down.bias.requires_grad_(False)
+            if kind == "expanded":
+                self.register_buffer("wide", torch.randn(1).expand(3))
+            if kind == "sparse":
+                self.register_buffer("graph", torch.eye(3).to_sparse())
+            if kind == "conjugate":
+                self.register_buffer("phase", torch.randn(3, dtype=torch.complex64).conj())
 
         def forward(self, tokens: Any) -> Any:
             if kind == "counting":
                 self.calls += 1
             return self.head(self.down(torch.tanh(self.norm(self.up(self.embed(tokens))))))
+
+    class Extra(Net):
+        """Saves more than parameters and buffers, in the three ways that torch has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra, self.hooked, self.own = torch.zeros(2), 0, torch.zeros(1)
+            self._register_state_dict_hook(
+                lambda module, into, prefix, _: into.update({f"{prefix}count": torch.tensor(module.hooked)})
+            )
+            self._register_load_state_dict_pre_hook(self._take_count)
+
+        def _take_count(self, values: Any, prefix: str, *_: Any) -> None:
+            self.hooked = int(values.pop(f"{prefix}count", 0))
+
+        def get_extra_state(self) -> Any:
+            return self.extra
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state.clone()
+
+        def _save_to_state_dict(self, into: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(into, prefix, keep_vars)
+            into[f"{prefix}own"] = self.own
+
+        def _load_from_state_dict(self, values: Any, prefix: str, *others: Any) -> None:
+            if f"{prefix}own" in values:
+                self.own = values[f"{prefix}own"].clone()
+            super()._load_from_state_dict(values, prefix, *others)
+
+        def forward(self, tokens: Any) -> Any:
+            self.extra, self.hooked, self.own = self.extra + 0.5, self.hooked + 1, self.own + 0.25
+            return super().forward(tokens) * (
+                1 + 0.1 * self.hooked + 0.1 * float(self.own) + 0.1 * float(self.extra[0])
+            )
+
+    class Partial(Net):
+        """Leaves parameters out of its state dict."""
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {k: v for k, v in super().state_dict(*args, **kwargs).items() if not k.startswith("down.")}
 
     class Experts(Net):
         def __init__(self) -> None:
@@ -480,7 +604,7 @@ def _model(kind: str) -> Any:
             LayerSpec(nn.Linear, 6, 6),
         ]
         return PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
-    return Experts() if kind == "experts" else Net()
+    return {"experts": Experts, "extra": Extra, "partial": Partial}.get(kind, Net)()
 
 
 def train(engine: Any, draw: Draw, steps: int) -> list[float]:
@@ -514,6 +638,9 @@ def snapshot(engine: Any) -> dict[str, Any]:
     for name, p in engine.module.named_parameters():
         found[f"weights/{name}"] = (p.ds_tensor if hasattr(p, "ds_tensor") else p.data).detach().clone()
     found |= {f"buffer/{name}": b.detach().clone() for name, b in engine.module.named_buffers()}
+    state_dict = {} if hasattr(engine.module, "forward_funcs") else engine.module.state_dict()
+    named = {*found} | {f"weights/{name}" for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    found |= {f"also/{n}": _copied(v) for n, v in state_dict.items() if not {f"weights/{n}", f"buffer/{n}"} & named}
     owners = getattr(wrapper, "fp32_partitioned_groups_flat", None)
     if owners is None:
         owners = [p for group in inner.param_groups for p in group["params"]]
@@ -524,6 +651,10 @@ def snapshot(engine: Any) -> dict[str, Any]:
         for key, value in [("master", owner), *inner.state.get(owner, {}).items()]:
             is_flat = isinstance(value, torch.Tensor) and value.shape == owner.shape and owner.dim()
             found[f"{key}/{number}"] = _copied(value[: len(value) - padding] if is_flat and padding else value)
+    known = {id(owner) for owner in owners} | {id(p) for p in engine.module.parameters()}
+    found |= {
+        f"state/{key}": _copied(state) for key, state in getattr(inner, "state", {}).items() if id(key) not in known
+    }
     for number, group in enumerate(wrapper.param_groups):
         found |= {f"option {key}/{number}": value for key, value in group.items() if key != "params"}
     if engine.lr_scheduler is not None:
@@ -539,7 +670,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     import torch
 
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _named(engine: Any) -> dict[str, Any]:
@@ -548,7 +679,8 @@ def _named(engine: Any) -> dict[str, Any]:
     from recipes import common
 
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    states = [(p.numel(), value) for p, state in inner.state.items() for key, value in state.items() if key != "step"]
+    owned = [(p, state) for p, state in inner.state.items() if isinstance(p, torch.Tensor)]
+    states = [(p.numel(), value) for p, state in owned for key, value in state.items() if key != "step"]
     tensors = [(n, v) for n, v in states if isinstance(v, torch.Tensor) and v.dim()]
     simple = all(v.numel() == n for n, v in tensors) and not any(g.get("use_muon") for g in inner.param_groups)
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -570,9 +702,14 @@ def _same(a: Any, b: Any) -> bool:
     import torch
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b = a.to_dense(), b.to_dense()
         return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return bool(np.array_equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, collections.deque) and isinstance(b, collections.deque):
+        return a.maxlen == b.maxlen and _same([*a], [*b])
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

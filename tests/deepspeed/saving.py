@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,29 @@ def _life(job: dict[str, Any], directory: Path) -> None:
     facts["after an error"] = told(manager.wait)
     manager.save(engine, tag="pickled", client_state={"f": (lambda: 0) if rank == 0 else 0})
     facts["unpicklable"] = told(manager.wait)
+    inner = engine.optimizer.optimizer
+    inner.param_groups[0]["f"] = lambda: 0
+    manager.save(engine, tag="unpicklable group")
+    facts["unpicklable group"] = told(manager.wait)
+    del inner.param_groups[0]["f"]
     facts["tags"] = told(lambda: manager.save(engine, tag=f"of rank {rank}"))
     facts["no tag"] = told(lambda: manager.restore(engine, tag="nowhere"))
     facts["left"] = sorted(p.name for p in root.iterdir() if p.is_dir())
     blocking: Any = CheckpointManager(directory / "second")
+    inner.base = torch.optim.SGD(inner.param_groups[0]["params"], lr=0.1, momentum=0.9)  # as SAM drives another
+    inner.base.state[inner.base.param_groups[0]["params"][0]]["momentum_buffer"] = torch.ones(3)
+    heard: list[str] = []
+    hearing = logging.Handler()
+    hearing.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpttool").addHandler(hearing)
     facts["blocking"] = blocking.save(engine, tag="a/b").tag
+    logging.getLogger("ckpttool").removeHandler(hearing)
+    facts["unsaved"] = heard
+    del inner.base
+    wave = torch.complex(torch.arange(3.0), torch.ones(3))
+    views = {"conjugate": wave.conj(), "negated": wave.conj().imag}
+    blocking.save(engine, tag="views", client_state=views)
+    facts["views"] = _same(views, blocking.restore(engine))
     facts["there"] = told(lambda: blocking.save(engine, tag="a/b"))
     facts["overwritten"] = blocking.save(engine, tag="a/b", client_state={"n": 2}, overwrite=True).error
     facts["read back"] = blocking.restore(engine)

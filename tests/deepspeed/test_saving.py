@@ -204,6 +204,11 @@ def test_the_life_of_a_manager(done: Path) -> None:
             f"{root}/pickled: was not saved: rank 0: mp_rank_00_model_states.pt: cannot be pickled: "
         )
         assert facts["unpicklable"].endswith("see what client_state holds; nothing was committed")
+        group = "'base_optimizer_state' > 'param_groups' > 0 > 'f'"
+        assert f"see what 'optimizer_state_dict' > {group} holds" in facts["unpicklable group"]
+        assert len(facts["unsaved"]) == (rank == 0)
+        assert all("the states of base (SGD) are not in the state_dict()" in line for line in facts["unsaved"])
+        assert facts["views"]
         assert facts["tags"].startswith(f"{root}/of rank 0: rank 0 has tag 'of rank 0', rank 1 has 'of rank 1'")
         assert facts["no tag"].startswith(
             f"{root}: holds no checkpoint of tag 'nowhere'; choose one of: global_step5, "

@@ -16,6 +16,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.fragments import Partitioned, StoredPartitions
+from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, tensor_number
 
 if TYPE_CHECKING:
@@ -108,6 +109,24 @@ def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
         raise base.error(f"state > {index}", "is not a mapping")
     return value
+
+
+def states_of_no_parameter(bases: Sequence[Fields], count: int = 0) -> Partitions:
+    """Return the optimizer states under another key than the number of a parameter: no other layout has a place.
+
+    Source: torch 2.13, optim/optimizer.py (``state_dict``, ``load_state_dict``: both keep such keys).
+
+    Args:
+        bases: The state dicts of ``torch.optim`` of all ranks.
+        count: Number of flat buffers, which are their parameters with ZeRO.
+    """
+    found: dict[str, None] = {}
+    for base in bases:
+        groups = base.values.get("param_groups")
+        listed = [g.get("params") for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+        numbers = {*range(count), *(n for own in listed if isinstance(own, list) for n in own if isinstance(n, int))}
+        found |= {f"state {brief(key)}": None for key in base.get("state", dict) if key not in numbers}
+    return Partitions(nonpartitionable=tuple(found))
 
 
 def read_flat_buffer(

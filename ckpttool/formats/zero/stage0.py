@@ -19,7 +19,13 @@ from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.torch_tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
 from ckpttool.formats.zero.matching import match_names
-from ckpttool.formats.zero.partitions import STEP, Partitions, merge_partitions, read_group
+from ckpttool.formats.zero.partitions import (
+    STEP,
+    Partitions,
+    merge_partitions,
+    read_group,
+    states_of_no_parameter,
+)
 from ckpttool.model import MASTER, MODULE, ScalarState, State
 from ckpttool.model.places import Contiguous
 
@@ -205,7 +211,7 @@ def _read_optimizer(
     return Partitions(
         states=states,
         groups=tuple(groups),
-        nonpartitionable=tuple(dict.fromkeys(odd)),
+        nonpartitionable=(*dict.fromkeys(odd), *states_of_no_parameter([optimizer.base]).nonpartitionable),
         unassigned=unassigned,
         guessed=frozenset(_guessed(optimizer, names, known, recorded)),
         remarks=(*remarks, *([SEVERAL_ORDERS] if unassigned else [])),

@@ -28,6 +28,7 @@ from ckpttool.formats.zero.partitions import (
     merge_partitions,
     read_flat_buffer,
     read_group,
+    states_of_no_parameter,
 )
 from ckpttool.formats.zero.round_robin import undo_round_robin
 from ckpttool.messages import brief
@@ -91,7 +92,9 @@ def read_partitions(
             parts = [files._replace(optimizer=[files.optimizer[r] for r in ranks]) for ranks in experts.ranks(count)]
             read = [_read_group(part, {}, g, shapes, report) for part in parts]
             groups.append(experts.joined(read, f"group {g}", report))
-    return merge_partitions(groups)
+    elastic = isinstance(files.states(0).values.get("base_optimizer_state"), list)
+    base = [] if elastic else [files.states(r).child("base_optimizer_state") for r in range(files.ranks)]
+    return merge_partitions([*groups, states_of_no_parameter(base, len(param_shapes))])
 
 
 def _check_order_of_elements(

@@ -27,6 +27,7 @@ from ckpttool.formats.zero.partitions import (
     merge_partitions,
     read_flat_buffer,
     read_group,
+    states_of_no_parameter,
 )
 from ckpttool.messages import brief
 from ckpttool.model import ParamGroup, State
@@ -66,7 +67,13 @@ def read_partitions(files: ZeroFiles, report: Report) -> Partitions:
         sub_groups.append(read[0] if len(read) == 1 else Experts(files).joined(read, f"sub-group {i}", report))
     in_sub_groups = [part.groups[0] for part in sub_groups]
     base = [s.child("optimizer_state_dict") for s in states]
-    merged = merge_partitions([*sub_groups, _groups(files, base, in_sub_groups, report)])
+    merged = merge_partitions(
+        [
+            *sub_groups,
+            _groups(files, base, in_sub_groups, report),
+            states_of_no_parameter(base, len(sub_groups)),
+        ]
+    )
     groups = merged.groups[len(sub_groups) :]
     return merged._replace(groups=groups, frozen=read_frozen(files.model, report))
 

@@ -22,13 +22,15 @@ from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
 from ckpttool.formats.rank_states import is_rank_state
+from ckpttool.formats.zero.module import ENGINE_KEYS
 from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_parameters
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
+from ckpttool.messages import brief
 from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
@@ -91,9 +93,29 @@ class CapturedFiles:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-def _hint(name: str) -> str:
-    """Return the hint of an error of a file that cannot be pickled, or not read again."""
-    return f"see what {'rank_state' if is_rank_state(name) else 'client_state'} holds"
+def _hint(name: str, keys: Sequence[object] = ()) -> str:
+    """Return the hint of an error of a file that cannot be pickled, or not read again.
+
+    Args:
+        name: The file.
+        keys: Those that lead to the value, if they are known.
+    """
+    if is_rank_state(name):
+        return "see what rank_state holds"
+    if "optim_states" in name or (keys and keys[0] in ENGINE_KEYS):
+        return f"see what {' > '.join(brief(key) for key in keys) or 'the optimizer'} holds"
+    return "see what client_state holds"
+
+
+def _unpicklable(value: Any) -> list[object]:
+    """Return the keys that lead to what cannot be pickled."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        try:
+            describe(item)
+        except Exception:
+            return [key, *_unpicklable(item)]
+    return []
 
 
 class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
@@ -129,7 +151,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
         except Exception as error:
             # Not raised here: the other ranks would wait for this one forever.
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
-            self.captured.failed = PlanError(name, problem, _hint(name))
+            self.captured.failed = PlanError(name, problem, _hint(name, _unpicklable(state_dict)))
             return
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)

@@ -226,7 +226,12 @@ def _model(engine: Any, wrapper: str) -> LiveModel:
             shapes[name] = shape_of(p)
     groups = [[first[id(p)] for p in group if id(p) in first] for group in _groups(engine.optimizer, wrapper)]
     buffers = {name: tuple(b.shape) for name, b in persistent_buffers(engine.module).items()}
-    return LiveModel(shapes=shapes, groups=groups, buffers=buffers, aliases=aliases)
+    state_dict = engine.module.state_dict()
+    return LiveModel(
+        shapes=shapes, groups=groups, buffers=buffers, aliases=aliases,
+        others=[name for name in state_dict if name not in {*shapes, *aliases, *buffers}],
+        left_out=[name for name in shapes if name not in state_dict],
+    )  # fmt: skip
 
 
 def _groups(optimizer: Any, wrapper: str) -> list[list[Any]]:

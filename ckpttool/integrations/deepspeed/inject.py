@@ -80,33 +80,12 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
 def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
     """Load the prepared state into the engine; return the client state in DeepSpeed's form."""
     checkpoint, engine = prepared.checkpoint, live.engine
-    files: dict[str, Callable[[], Any]]
-    if prepared.read_file is not None:
-        read_file = prepared.read_file
-        contents = prepared.files
-        files, names = {}, []
-        for file in checkpoint.files:
-            if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
-                names.append(file.name)
-            if file.name not in contents:
-                # DeepSpeed only counts the files of other ranks.
-                ranks = {"mp_world_size": live.engine.mp_world_size} if file.kind == "model" else {}
-                is_inspected = file.kind in {"model", "layer"}
-                files[file.name] = partial(dict, ranks) if is_inspected else partial(read_file, file.name)
-            elif file.kind in {"model", "layer"}:
-                files[file.name] = partial(contents.__getitem__, file.name)
-            else:
-                files[file.name] = partial(contents.pop, file.name)
-    else:
-        model, *others = native_files(live, [])
-        names = [model, *others[: bool(live.stage)]]
-        files = {name: lambda: prepared.optimizer for name in names} | {model: partial(_model_states, live, prepared)}
-        if live.stage < 3:
-            experts = list(own_experts(engine))
-            files |= {expert.file: partial(_expert_states, live, expert) for expert in experts}
-            names += [expert.file for expert in experts]
+    files, names = _files(live, prepared)
     scheduler = engine.lr_scheduler is not None and checkpoint.scheduler is not None
     strict = prepared.fitted is None or not (prepared.fitted.missing or prepared.fitted.unexpected)
+    left_out = live.model.left_out if live.model is not None else ()
+    if live.model is not None and (left_out or live.model.others):
+        strict = False  # the names were compared; the module's own loading functions may take others
     with tempfile.TemporaryDirectory(prefix="ckpttool-") as scratch:
         os.mkdir(os.path.join(scratch, TAG))
         for name in names:
@@ -138,17 +117,51 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
     prepared.release()
     _put_back(live, kept)
     _restore_rates(live, prepared)
+    if left_out and live.stage in {1, 2}:
+        live.optimizer.update_lp_params()
     if prepared.method == "planned":
         _update_weights(live)
         _broadcast_replicas(live, prepared.replicas)
     return dict(client_state or {})
 
 
+def _files(live: LiveEngine, prepared: Prepared) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    """Return the functions for ``Handover``, and the names of the files that DeepSpeed looks for on this rank."""
+    checkpoint, engine = prepared.checkpoint, live.engine
+    files: dict[str, Callable[[], Any]]
+    if prepared.read_file is not None:
+        read_file = prepared.read_file
+        contents = prepared.files
+        files, names = {}, []
+        for file in checkpoint.files:
+            if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
+                names.append(file.name)
+            if file.name not in contents:
+                # DeepSpeed only counts the files of other ranks.
+                ranks = {"mp_world_size": live.engine.mp_world_size} if file.kind == "model" else {}
+                is_inspected = file.kind in {"model", "layer"}
+                files[file.name] = partial(dict, ranks) if is_inspected else partial(read_file, file.name)
+            elif file.kind in {"model", "layer"}:
+                files[file.name] = partial(contents.__getitem__, file.name)
+            else:
+                files[file.name] = partial(contents.pop, file.name)
+    else:
+        model, *others = native_files(live, [])
+        names = [model, *others[: bool(live.stage)]]
+        files = {name: lambda: prepared.optimizer for name in names} | {model: partial(_model_states, live, prepared)}
+        if live.stage < 3:
+            experts = list(own_experts(engine))
+            files |= {expert.file: partial(_expert_states, live, expert) for expert in experts}
+            names += [expert.file for expert in experts]
+    return files, names
+
+
 def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any]]:
     """Take values out of the optimizer's states that torch's load would change.
 
-    torch casts tensors to the type of their parameter, and builds other values than numbers anew: text is lost, numpy
-    arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their settings, which may differ.
+    torch casts tensors to the type of their parameter, those in containers too, and builds other values than numbers
+    anew: text is lost, numpy arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their
+    settings, which may differ.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
@@ -170,17 +183,9 @@ def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any
                 if isinstance(value, torch.Tensor):
                     if not of_deepspeed and key != "step":
                         found.append((index, key, value))
-                elif not isinstance(value, int | float | complex | None) and not _holds_tensors(value):
+                elif not isinstance(value, int | float | complex | None):
                     found.append((index, key, states.pop(key)))
     return found
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
 
 
 def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
@@ -196,9 +201,19 @@ def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
         owner = owners[index]
         loaded = inner.state[owner].get(key)
         if not isinstance(value, torch.Tensor):
+            _move_tensors(value, owner.device)
             inner.state[owner][key] = value
         elif isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype and loaded.shape == value.shape:
             inner.state[owner][key] = value.to(loaded.device, copy=True)
+
+
+def _move_tensors(value: Any, device: torch.device) -> None:
+    """Move the tensors in a container to a device, in place: containers of any class stay as they are."""
+    if isinstance(value, torch.Tensor):
+        value.data = value.data.to(device)
+    elif isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
+        for item in value.values() if isinstance(value, dict) else value:
+            _move_tensors(item, device)
 
 
 def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:

@@ -65,7 +65,7 @@ def read_native(
     files: dict[str, Any] = {}
     reads = not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint)))
     if reads and not options.structure_only:
-        files = {name: _rigid(live, read_file(name)) for name in needed}
+        files = {name: _completed(live, _rigid(live, read_file(name))) for name in needed}
     for content in files.values():
         if (base := base_state(content)) is not None:
             check_form(live, checkpoint, base)
@@ -108,6 +108,20 @@ def _rigid(live: LiveEngine, content: Any) -> Any:
         },
         "param_groups": [{**group, "params": [number]} for number, group in enumerate(options)],
     }
+    return content
+
+
+def _completed(live: LiveEngine, content: Any) -> Any:
+    """Return the content of a file with all parameters that are frozen now: DeepSpeed lists those frozen at the save.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``load_module_state_dict``, ``_get_zero_frozen_param_attributes``).
+    """
+    fragments = content.get("frozen_param_fragments") if isinstance(content, dict) else None
+    if fragments is not None and live.stage < 3:
+        module = content["module"]
+        for name, p in live.parameters().items():
+            if not p.requires_grad and name in module:
+                fragments.setdefault(name, module[name])
     return content
 
 

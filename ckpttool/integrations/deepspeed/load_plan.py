@@ -51,6 +51,7 @@ def prepare(
     if not options.weights_only and live.optimizer is not None and not has_optimizer(live.optimizer):
         problem = "cannot be resumed from: the engine has no optimizer"
         raise PlanError(checkpoint.location, problem, "pass weights_only=True, or an optimizer to deepspeed.initialize")
+    _check_module(live, checkpoint, strict=options.strict)
     if options.weights_only:
         checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored
     for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:
@@ -74,6 +75,13 @@ def prepare(
         check_states(live, checkpoint)
     if not why_not:
         return read_native(live, checkpoint, fitted, options)
+    return _prepare_planned(live, checkpoint, fitted, options, why_not)
+
+
+def _prepare_planned(
+    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions, why_not: str
+) -> Prepared:
+    """Read the state of this rank for an engine of another layout, if all of it can be partitioned anew."""
     if checkpoint.nonpartitionable and not options.weights_only:
         raise nonpartitionable_error(checkpoint)
     if live.stage == 0 and not options.weights_only and live.model is not None:
@@ -88,7 +96,37 @@ def prepare(
     if fitted is None or live.engine.zero_nvme_offload_optimizer():
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
+    if live.model is not None and live.model.others:
+        if options.strict and not options.weights_only:
+            problem = f"{why_not}, and no other layout can restore {listed(live.model.others)} of the model"
+            raise PlanError(checkpoint.location, problem, "pass strict=False, and they keep the model's values")
+        fitted = replace(fitted, notes=(*fitted.notes, f"{listed(live.model.others)}: the model keeps its own values"))
     return read_partitions(live, checkpoint, fitted, options)
+
+
+def _check_module(live: LiveEngine, checkpoint: Checkpoint, *, strict: bool) -> None:
+    """Check that files can hold the tensors of the module, and that torch can write into them.
+
+    Source: torch 2.13, aten/src/ATen/MemoryOverlap.cpp (``has_internal_overlap``).
+
+    Raises:
+        PlanError: A tensor is of a kind that cannot be restored.
+    """
+    own = live.buffers()
+    for name, value in live.engine.module.state_dict().items() if live.model is not None else ():
+        if not hasattr(value, "layout"):  # extra state may be anything
+            continue
+        problem, hint = "", "register a dense tensor"
+        if str(value.layout) != "torch.strided":
+            problem = "is a sparse tensor, which ckpttool does not read" if strict else ""
+        elif value.is_conj() or value.is_neg():
+            problem = "is a conjugate or negated view, which ckpttool does not read" if strict else ""
+        elif name in own and any(
+            size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)
+        ):
+            problem, hint = "is an expanded view, which torch cannot load into", "register a clone() of it"
+        if problem:
+            raise PlanError(checkpoint.location, f"{name} of the model {problem}", hint)
 
 
 def thin_error(checkpoint: Checkpoint) -> PlanError:

@@ -270,7 +270,9 @@ class CheckpointManager:
             own_files=own_files,
         )  # fmt: skip
         if self._checked is None or self._checked() is not engine:
-            self._check_restorable(engine, posixpath.join(root, request.tag), ranks, captured)
+            self._check_restorable(
+                engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
+            )
         if not self.saves_in_background:
             report = self._write(root, ranks, request, captured, began, None)
             if report.error is not None:
@@ -497,12 +499,14 @@ class CheckpointManager:
             self._ranks = ranks_of_process_group(MEETING)
         return self._ranks
 
-    def _check_restorable(self, engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles) -> None:
+    def _check_restorable(
+        self, engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool
+    ) -> None:
         """Check the first save of an engine before anything is written."""
         from ckpttool.integrations.deepspeed.restorable import check_restorable
 
         try:
-            check_restorable(engine, directory, ranks, captured, timeout=self._timeout)
+            check_restorable(engine, directory, ranks, captured, strict=strict, timeout=self._timeout)
         except BaseException:
             captured.release()
             raise

@@ -6,6 +6,7 @@ opens them and matches them with its engine as in a restore; the storage of the 
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import tempfile
@@ -18,20 +19,22 @@ import torch.distributed as dist
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import inspect_engine
+from ckpttool.integrations.deepspeed.engine import has_optimizer, inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.messages import brief
 from ckpttool.saving.payloads import TorchFile
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.payloads import OutgoingFile
 
+LOG = logging.getLogger(__name__)
 SCALAR_BYTES = 1 << 10
 """Most bytes of a tensor that is copied with the structure: readers read the optimizer's numbers."""
 HINT = "change that, or save with engine.save_checkpoint"
@@ -40,7 +43,9 @@ Structure = tuple[str, int, list[tuple[int, bytes]]]
 """Name and size of a file, and its bytes beside tensors, by offset."""
 
 
-def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, timeout: float) -> None:
+def check_restorable(
+    engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool, timeout: float
+) -> None:
     """Check that captured files can be restored into the engine; call it on every rank.
 
     Args:
@@ -48,6 +53,7 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
         directory: Directory of the checkpoint, for errors.
         ranks: The ranks of the run.
         captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
+        strict: Whether all parameters of the model must be there.
         timeout: Seconds that a rank may be behind the others.
 
     Raises:
@@ -61,6 +67,8 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
     live = inspect_engine(engine)
+    if ranks.rank == 0 and (drives := _unsaved_optimizer(live)):
+        LOG.warning("%s: %s", directory, drives)
     problem = _elastic_problem(live)
 
     def check(problems: list[str]) -> None:
@@ -74,7 +82,7 @@ def check_restorable(engine: Any, directory: str, ranks: Ranks, captured: Captur
                 checkpoint = open_checkpoint(path, storage=LOCAL)
                 # Objects in these two are built with ``allow``, which a restore may add.
                 checkpoint = replace(checkpoint, client_state={}, scheduler=None)
-                prepare(live, checkpoint, LoadOptions(strict=False, dry_run=True, structure_only=True))
+                prepare(live, checkpoint, LoadOptions(strict=strict, dry_run=True, structure_only=True))
             except CkptError as failed:
                 why = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
                 raise PlanError(directory, why, HINT) from failed
@@ -106,17 +114,36 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
                 file.write(data)
 
 
+def _unsaved_optimizer(live: LiveEngine) -> str:
+    """Return which optimizer within the engine's has states that no checkpoint will hold; "" if there is none."""
+    inner = live.optimizer.optimizer if live.wrapper and has_optimizer(live.optimizer) else live.optimizer
+    if getattr(type(inner), "state_dict", None) is not torch.optim.Optimizer.state_dict:
+        return ""  # there is none, or its state dict is its own
+    hooks, kept = inner._optimizer_state_dict_post_hooks, {id(state) for state in inner.state.values()}
+    for name, held in vars(inner).items() if not hooks else ():
+        for one in held if isinstance(held, list | tuple) else [held]:
+            if isinstance(one, torch.optim.Optimizer) and any(id(v) not in kept for v in one.state.values() if v):
+                return (
+                    f"the states of {name} ({type(one).__name__}) are not in the state_dict() of the engine's "
+                    f"{type(inner).__name__}: a restore will not bring them back"
+                )
+    return ""
+
+
 def _elastic_problem(live: LiveEngine) -> str:
-    """Return why an elastic checkpoint cannot hold the states: DeepSpeed cuts off the padding of a partition.
+    """Return why an elastic checkpoint cannot hold the states: DeepSpeed keeps those of a partition, without padding.
 
-    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_state_without_padding``).
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``,
+    ``_get_state_without_padding``).
     """
-    odd = next(_odd_states(live), "") if live.stage in {1, 2} and live.engine.zero_elastic_checkpoint() else ""
-    return odd and f"elastic_checkpoint cuts {odd} of the optimizer, which has not the length of a partition"
-
-
-def _odd_states(live: LiveEngine) -> Iterator[str]:
+    if live.stage not in {1, 2} or not live.engine.zero_elastic_checkpoint():
+        return ""
+    states, owners = live.optimizer.optimizer.state, {id(owner) for owner in live.masters}
+    for key in states:
+        if id(key) not in owners:
+            return f"elastic_checkpoint leaves out state {brief(key)} of the optimizer, which belongs to no parameter"
     for owner in live.masters:
-        for name, value in live.optimizer.optimizer.state.get(owner, {}).items():
+        for name, value in states.get(owner, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() != owner.numel():
-                yield name
+                return f"elastic_checkpoint cuts {name} of the optimizer, which has not the length of a partition"
+    return ""

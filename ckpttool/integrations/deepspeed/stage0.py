@@ -319,6 +319,9 @@ def _by_name(
     if live.wrapper:
         for group_names, group in zip(names, _masters(live, saved, shapes), strict=True):
             masters |= dict(zip(group_names, group, strict=True))
+    numbers = {number for group in base["param_groups"] for number in group["params"]}
+    if loose := [key for key in base["state"] if key not in numbers]:
+        raise ValueError(f"state {loose[0]!r} belongs to no parameter")
     flat = live.wrapper == "FP16_Optimizer"
     for group_names, group, sizes in zip(names, base["param_groups"], shapes, strict=True):
         if flat:

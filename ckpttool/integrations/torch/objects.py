@@ -92,7 +92,8 @@ def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
 
 def unknown_class(path: str, name: str) -> PlanError:
     """Return the error of a file with an object of a refused class."""
-    return PlanError(path, f"holds an object of {name}, which ckpttool does not build", ALLOW.format(name))
+    what = "a sparse tensor" if name == "torch._utils._rebuild_sparse_tensor" else f"an object of {name}"
+    return PlanError(path, f"holds {what}, which ckpttool does not build", ALLOW.format(name))
 
 
 def unknown_classes(root: object, allow: Collection[str] = ()) -> list[str]:
@@ -272,6 +273,16 @@ class _Builder:
             made.__dict__.update(self.build(ref.attributes))
         return made
 
+    def _flagged_tensor(self, value: Opaque) -> Any:
+        """Return a conjugate or negated view: the parser leaves it, because its values are not its bytes."""
+        import torch
+
+        if self._read is None:
+            return None
+        storage, offset, shape, stride, requires_grad, _, flags = self.build(value.args)
+        hooks: Any = collections.OrderedDict()
+        return torch._utils._rebuild_tensor_v2(storage, offset, shape, stride, requires_grad, hooks, flags)
+
     # ------------------------------------------------------------------------------------------------------- objects
 
     def _object(self, value: Opaque) -> Any:
@@ -310,6 +321,8 @@ class _Builder:
                 yield "call", self._called
         if module in _NUMPY and short in {"_reconstruct", "scalar"}:
             yield "call", self._array if short == "_reconstruct" else self._scalar
+        if name == "torch._utils._rebuild_tensor_v2":
+            yield "call", self._flagged_tensor
         if name == "numpy.dtype":
             yield "call", self._dtype
         if name == "numpy.ndarray":

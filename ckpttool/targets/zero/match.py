@@ -32,6 +32,10 @@ class LiveModel:
     """Shapes of persistent buffers."""
     aliases: Mapping[str, str]
     """Tied names: further name of a parameter to its first name."""
+    others: Sequence[str] = ()
+    """Further names in the module's state dict: extra state, and what hooks add."""
+    left_out: Sequence[str] = ()
+    """Parameters that the module's state dict leaves out."""
 
     @property
     def frozen(self) -> list[str]:
@@ -108,7 +112,7 @@ class _Matcher:
     def fitted(self, strict: bool) -> Fitted:
         source_of = {name: self._find(name, shape) for name, shape in self.live.shapes.items()}
         buffers = {n: s for n, shape in self.live.buffers.items() if (s := self._weights(self._find(n, shape)))}
-        known = {*self.live.shapes, *self.live.buffers, *self.live.aliases}
+        known = {*self.live.shapes, *self.live.buffers, *self.live.aliases, *self.live.others}
         unexpected = [n for n in self.sources if n not in self.used and n not in known]
         self.notes += [
             f"{n} is tied to {live_name} in the model: it gets the values of {self._source_name(live_name)}"
