@@ -89,6 +89,25 @@ def test_a_state_that_does_not_follow_the_partition_is_named_and_left_alone(
     assert "momentum_buffer" not in checkpoint.parameters[3].states
 
 
+@pytest.mark.parametrize("name", ["zero0-dp2-fp32", "zero0-dp2-bf16", "zero2-dp2-bf16", "zero3-dp2-bf16"])
+def test_a_state_of_no_parameter_is_named_and_neither_converted_nor_compared(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy(name)
+    for path in (root / "global_step3").glob("*_states.pt"):
+        file = torch.load(path, weights_only=False)
+        whole = file.get("optimizer_state_dict") or file.get("optimizer")
+        if whole:
+            base = whole.get("base_optimizer_state") or whole.get("optimizer_state_dict") or whole
+            base["state"]["shared"] = {"d": 2.0}
+            torch.save(file, path)
+    assert open_checkpoint(str(root)).nonpartitionable == ("state 'shared'",)
+    with pytest.raises(PlanError, match="cannot be re-partitioned: state 'shared'"):
+        ckpttool.convert(str(root), str(tmp_path / "out"), to="zero", world_size=3, stage=2)
+    notes = ckpttool.diff(str(root), source(name), all=True).notes
+    assert notes == ("states that belong to no parameter are not compared: state 'shared'",)
+
+
 @pytest.mark.parametrize(
     "name", ["zero0-dp2-fp32", "zero0-dp2-bf16-unfused", "zero0-dp2-bf16", "moe-zero0-dp2-ep2-fp32"]
 )
