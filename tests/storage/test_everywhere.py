@@ -68,9 +68,9 @@ def test_the_same_bytes_are_written(kind: str, pair: tuple[str, str], request: p
     function, options = WRITES[kind]
     target = out.new()
     stored = src.put(source(NAME))
-    assert not function(stored, target, **options).there
+    assert not function(stored, target, **options).written.there
     assert out.files(target) == written_locally(kind)
-    assert function(stored, target, resume=True, **options).there
+    assert function(stored, target, resume=True, **options).written.there
     assert out.files(target) == written_locally(kind)
     if "s3" in pair:
         assert request.getfixturevalue("s3").uploads() == []

@@ -472,7 +472,7 @@ def test_a_read_is_of_the_version_that_was_listed(s3: Bucket) -> None:
 @either_client
 def test_files_that_could_not_be_restored_are_not_overwritten(in_memory: str) -> None:
     error = command("consolidate", in_memory, in_memory, "--to", "torch", "--prove", "--overwrite").error
-    assert "an overwrite on a remote storage has replaced the old files already; write to another directory" in error
+    assert "an overwrite on a remote storage has replaced the old files; write to another directory" in error
 
 
 @either_client
