@@ -119,6 +119,8 @@ ALSO = [
         for model in ("expanded", "sparse", "conjugate")
         for stage in (0, 2, 3)
     ),
+    Draw("torch Unusual", 0, "fp32", "", 1, 0.0, "OneCycle", "plain", "adapter", 3, "", (1, 2)),
+    Draw("torch Adagrad", 1, "fp32", "optimizer", 1, 1.0, "StepLR", "plain", "one", 1, "elastic_checkpoint", (1, 1)),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
 """Configurations that once went wrong and that few draws are like."""

@@ -171,7 +171,7 @@ class History(RuleBasedStateMachine):
         assert found is not None
         if found[0] != tag:  # as if the save on top of it had been killed before it wrote latest: that is told
             assert os.path.exists(f"{self.root}/{found[0]}/{MARK}")
-            assert contradiction(LOCAL, self.root, candidates(LOCAL, self.root)).startswith(f"latest names {tag}, and ")
+            assert contradiction(LOCAL, self.root, candidates(LOCAL, self.root)).startswith(f"latest names {tag}, but ")
         self.newest = None
 
     @precondition(lambda self: self.sound)

@@ -225,11 +225,15 @@ def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:
     scheduler, saved = live.engine.lr_scheduler, prepared.checkpoint.scheduler
     if not kept or scheduler is None or not isinstance(saved, dict):
         return
+    driven = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    groups = live.optimizer.param_groups
+    if driven is not None and not all(one is other for one, other in zip(driven, groups, strict=False)):
+        return  # the scheduler drives an optimizer that DeepSpeed has replaced
     rates = saved.get("_last_lr")
     if rates is None and saved.get("last_batch_iteration", -1) >= 0 and hasattr(scheduler, "get_lr"):
         rates = scheduler.get_lr()
-    for number, group in enumerate(live.optimizer.param_groups):
-        if number in kept and rates is not None and len(rates) == len(live.optimizer.param_groups):
+    for number, group in enumerate(groups):
+        if number in kept and rates is not None and len(rates) == len(groups):
             group["lr"] = rates[number]
 
 

@@ -449,10 +449,15 @@ def _difference(live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, A
     there = [list(group["params"]) for group in base["param_groups"]]
     if [len(numbers) for numbers in there] != [len(group["params"]) for group in groups]:
         return "other numbers of parameters in its groups"
+    sizes: dict[str, set[int]] = {}
+    for state in base["state"].values():
+        for name, value in state.items():
+            sizes.setdefault(name, set()).add(_numel(value))
     for numbers, group in zip(there, groups, strict=True):
         for number, p in zip(numbers, group["params"], strict=True):
             state = base["state"].get(number, {})
-            if not all(_may_belong(v, p) for v in state.values()):
+            # A state of one size for all parameters says nothing about their order.
+            if not all(_may_belong(v, p) for name, v in state.items() if len(sizes[name]) > 1):
                 return "states of other sizes"
     for key in ("fp32_groups_flat", "fp32_groups"):
         if key in saved and _sizes(saved[key]) != _sizes(getattr(live.optimizer, key, [])):
