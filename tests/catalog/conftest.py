@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
+from tests.saving.conftest import bucket as bucket
 from tests.saving.conftest import small_parts as small_parts
-from tests.saving.test_bucket import bucket as bucket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from tests.storage import server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+PART_BYTES = 8192
+"""Size of a part of an upload: files of the small checkpoints have two or three."""
 MEMORY = "/dev/shm"  # noqa: S108  nothing in it is trusted
 
 
@@ -50,3 +53,22 @@ def small_parts() -> Iterator[tuple[str, Any]]:
             client = server.client(endpoint)
             yield endpoint, client
             client.close()
+
+
+@pytest.fixture
+def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
+    """A new bucket on a server that takes small parts."""
+    from ckpttool.storage import retry, s3
+
+    for name, value in server.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    endpoint, client = small_parts
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr(s3, "MIN_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.005)
+    s3.SingleAttemptFileSystem.clear_instance_cache()
+    bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
+    client.create_bucket(Bucket=bucket.name)
+    yield bucket
+    server.forget_everything(endpoint)

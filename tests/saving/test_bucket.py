@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.saving.payloads import HostPayload, PlainFile
 from ckpttool.storage import MANIFEST, MARK, open_storage, retry
-from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
 from ckpttool.storage.s3 import S3Storage
@@ -25,6 +23,7 @@ from tests.faults.disks import Fault, Killed, Machine
 from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
 from tests.faults.s3_proxy import Proxy
 from tests.saving import crew
+from tests.saving.conftest import PART_BYTES
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.storage import server
 
@@ -34,28 +33,6 @@ if TYPE_CHECKING:
     from ckpttool.saving.coordination import Ranks
     from tests.faults.rules import Kill
     from tests.saving.crew import Outcome
-
-PART_BYTES = 8192
-"""Files of the little checkpoints have two parts, or three."""
-
-
-@pytest.fixture
-def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
-    from ckpttool.storage.s3 import SingleAttemptFileSystem
-
-    for name, value in server.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    endpoint, client = small_parts
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setattr(s3_module, "MIN_PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.005)
-    SingleAttemptFileSystem.clear_instance_cache()
-    bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
-    client.create_bucket(Bucket=bucket.name)
-    yield bucket
-    server.forget_everything(endpoint)
-
 
 class _DeadError(Exception):
     """Raised in the threads of a killed rank."""
