@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.output.destination import RunOptions
     from ckpttool.execution.read_checks import Check, ReadChecks
-    from ckpttool.execution.run import RunOptions
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
@@ -67,7 +67,7 @@ class Options:
     @property
     def memory_bytes(self) -> int:
         """``memory`` in bytes."""
-        from ckpttool.execution.streaming import memory_bytes
+        from ckpttool.execution.run import memory_bytes
 
         return memory_bytes(self.memory)
 
@@ -95,6 +95,6 @@ class Options:
         self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
     ) -> RunOptions:
         """How to run the plan of a command."""
-        from ckpttool.execution.run import RunOptions
+        from ckpttool.execution.output.destination import RunOptions
 
         return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

@@ -33,8 +33,8 @@ from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, St
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.permissions import mode_of
 from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.run import memory_bytes
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.streaming import memory_bytes
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import Location
 from ckpttool.formats.rank_states import is_rank_state

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.errors import StorageError
-from ckpttool.execution import local
-from ckpttool.execution.assemble import PartAssembler
-from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.copy import Copier, PartAssembler
 from ckpttool.execution.read_checks import ReadChecks
+from ckpttool.execution.run import check_copies, skipped
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CopyPlan, ranges_read
 from ckpttool.plan.split import FileSplitter
-from ckpttool.storage import write_at
 from ckpttool.storage.directory_writer import DirectoryPartWriter
 
 if TYPE_CHECKING:
@@ -31,7 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.base import Output, Place
+    from ckpttool.execution.output.local import Place
+    from ckpttool.execution.run import Output
     from ckpttool.plan import SourceFile, TargetFile
     from ckpttool.storage import PartWriter, Reader, Writer
     from ckpttool.units import Advance
@@ -122,7 +121,7 @@ class Workers(Protocol):
 
 
 def run(
-    plan: CopyPlan, output: Output, workers: Workers, *, jobs: int | None, memory: int, advance: Advance,
+    plan: CopyPlan, output: Output, *, workers: Workers, jobs: int | None, memory: int, advance: Advance,
     task_bytes: int | None = None, checks: ReadChecks | None = None,
 ) -> int:  # fmt: skip
     """Write every file of a plan in workers; this process runs the consistency checks before the first task.
@@ -145,15 +144,13 @@ def run(
         StorageError: Reading or writing failed, a source changed meanwhile, or a node does not see the same files.
     """
     with Sources(plan.sources) as sources:
-        if plan.consistency is not None:
-            for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
-                raise problem
+        check_copies(plan.consistency, sources)
         place = output.place()
         context = TaskContext(
             tuple(map(_with_full_path, plan.sources)),
             plan.casts,
             place,
-            copies=place is not None and not sources.remote,
+            copies=output.any_offset and not sources.remote,
             jobs=jobs,
             memory=memory,
             checked=checks is not None,
@@ -209,12 +206,9 @@ def _task_parts(
     plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
 ) -> Iterator[tuple[Writer, TaskPart]]:
     for file in plan.files:
-        if output.has(file):
-            advance(file.nbytes)
-            if checks is not None:
-                checks.require_all(ranges_read(plan, file))
+        if skipped(plan, file, output, advance, checks):
             continue
-        skipped = False
+        has_parts = False
         target, splitter = output.begin(file), FileSplitter(plan.casts, file)
         writer, size = target.part_writer(), target.part_bytes
         step = task_bytes if context.copies else -(-task_bytes // size) * size
@@ -228,12 +222,12 @@ def _task_parts(
                 high = min(low + size, end)
                 if target.has(low, high - low):
                     advance(high - low)
-                    skipped = True
+                    has_parts = True
                 else:
                     ranges.append((low, high))
             if ranges:
                 yield target, TaskPart(writer, splitter.overlapping(ranges[0][0], ranges[-1][1]), tuple(ranges))
-        if skipped and checks is not None:
+        if has_parts and checks is not None:
             checks.require_all(ranges_read(plan, file))
 
 
@@ -301,11 +295,14 @@ def _copy(plan: CopyPlan, part: TaskPart, sources: Sources, jobs: int) -> int:
     """Copy a part between local files, without assembling it in memory."""
     if not isinstance(part.writer, DirectoryPartWriter):
         raise TypeError(f"{part.file.name} is no local file")
-    path = part.writer.path
-    with part.writer.opened() as fd:
+    with part.writer.opened() as into:
         for offset, data in part.file.literals:
-            write_at(fd, data, offset, path)
-        return local.fill(plan, part.file, sources, fd, path, jobs=jobs, advance=lambda _: None)
+            into.write(offset, data)
+        # closing(): no thread may write after the file is closed, even after an error.
+        copier = Copier(plan, sources)
+        tasks = copier.tasks(part.file, copier.split(part.file.copies), into)
+        with contextlib.closing(in_threads(tasks, jobs)) as results:
+            return sum(results)
 
 
 def _assemble_parts(

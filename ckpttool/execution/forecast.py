@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpttool.concurrency import default_jobs
 
 if TYPE_CHECKING:
-    from ckpttool.execution.run import RunOptions
+    from ckpttool.execution.output.destination import RunOptions
     from ckpttool.plan import CopyPlan
 
 THREAD_BYTES = 2 << 20

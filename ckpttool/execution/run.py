@@ -1,87 +1,247 @@
-"""Choose the executor of a plan: local files, streaming or distributed tasks."""
+"""Run a plan: write its files to an output, from this process.
+
+From local files to local files, bytes are copied from file to file. All else goes through memory part by part: each
+part of a file is one task, which requests its source ranges at once, assembles the part and writes it. Memory is
+bounded by small buffers or by the parts in flight, whatever the size of the checkpoint.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
-from ckpttool.execution import local, streaming
-from ckpttool.execution.output.directory import DirectoryOutput
+import numpy as np
+
+from ckpttool.arguments import checked_size
+from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
+from ckpttool.dtypes import itemsize
+from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.copy import Copier, PartAssembler
+from ckpttool.execution.sources import Sources, allow_open_files
+from ckpttool.plan import ranges_read
+from ckpttool.plan.shared_reads import find_shared_reads
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ckpttool.execution.distributed import Workers
-    from ckpttool.execution.output.base import Output
+    from numpy.typing import NDArray
+
+    from ckpttool.execution.output.local import Place
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.plan import CopyPlan
-    from ckpttool.units import Advance, Progress
+    from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
+    from ckpttool.storage import Writer
+    from ckpttool.units import Advance
+
+MEMORY = 256 << 20
+"""Default number of bytes of parts in flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How to run a plan."""
+def memory_bytes(memory: int | str | None) -> int:
+    """Parse the argument ``memory``: a number of bytes, a text like "256MB", or None for MEMORY.
 
-    jobs: int | None
-    """Threads, of each worker if there are workers; None for the executor's default."""
-    memory: int
-    """Bytes of parts in flight."""
-    progress: Progress | None = None
-    """Called with (bytes done, bytes in all)."""
-    checks: ReadChecks | None = None
-    """Compares the bytes read with recorded checksums; None to copy without."""
-    workers: AbstractContextManager[Workers] | None = None
-    """Worker processes; None to run in this process."""
+    Raises:
+        ArgumentError: The text is not a size.
+    """
+    return MEMORY if memory is None else checked_size("memory", memory)
+
+
+class Output(Protocol):
+    """The destination of a plan's files."""
+
+    any_offset: bool
+    """Whether its writers take bytes in any size at any offset."""
+
+    def has(self, file: TargetFile) -> bool:
+        """Whether an earlier run completed the file."""
+
+    def begin(self, file: TargetFile) -> Writer:
+        """Begin to write a file.
+
+        Raises:
+            StorageError: The file cannot be created.
+        """
+
+    def place(self) -> Place | None:
+        """Return the directory that workers must share to write here; None if they need none.
+
+        Raises:
+            StorageError: The directory cannot be written.
+        """
 
 
 def run(
-    plan: CopyPlan, output: Output, *, jobs: int | None, memory: int, advance: Advance,
-    checks: ReadChecks | None = None, workers: Workers | None = None,
-) -> int:  # fmt: skip
-    """Write every file of a plan.
+    plan: CopyPlan,
+    output: Output,
+    *,
+    jobs: int | None,
+    memory: int = MEMORY,
+    advance: Advance,
+    checks: ReadChecks | None = None,
+) -> int:
+    """Write every file of a plan from this process.
 
     Args:
         plan: The plan.
         output: The output.
-        jobs: Threads, of each worker if there are workers; None for the executor's default.
-        memory: Bytes of parts in flight; copies between local files ignore it.
+        jobs: Threads; None for the default.
+        memory: Bytes of parts in flight, one part is always allowed; copies between local files ignore it.
         advance: Called with the number of bytes written since the last call.
         checks: Compares the bytes read with recorded checksums; None to copy without.
-        workers: Worker processes; None to run in this process.
 
     Returns:
         Number of finite elements cast to infinity.
 
     Raises:
-        ChecksumError: A source does not match its recorded checksum.
-        LayoutError: A consistency check of the plan failed.
+        ChecksumError: A source does not match its recorded checksum; discard the output.
+        LayoutError: A consistency check of the plan failed; discard the output.
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
-    if workers is not None:
-        from ckpttool.execution import distributed
-
-        return distributed.run(plan, output, workers, jobs=jobs, memory=memory, advance=advance, checks=checks)
-    if _is_local(plan, output):
-        assert isinstance(output, DirectoryOutput)  # noqa: S101  (``_is_local`` checks it)
-        return local.run(plan, output.directory, jobs=jobs, advance=advance, journal=output.journal, checks=checks)
-    return streaming.run(plan, output, jobs=jobs, memory=memory, advance=advance, checks=checks)
+    stopped = threading.Event()
+    with Sources(plan.sources, checks) as sources:
+        by_parts = sources.remote or not output.any_offset
+        if by_parts:
+            tasks = _part_tasks(plan, output, sources, MemoryBudget(memory), advance, checks)
+        else:
+            tasks = _file_tasks(plan, output, sources, advance, checks, stopped)
+        # closing(): no thread may write after the files are closed, even after an error.
+        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=by_parts), stopped)) as results:
+            overflowed = sum(results)
+        sources.finish_checks(jobs=jobs)
+        sources.check_unchanged()
+    return overflowed
 
 
 def nbytes_read(plan: CopyPlan, *, to_disk: bool, workers: object) -> int:
-    """Return the number of source bytes that ``run`` reads.
+    """Return the number of source bytes that ``run`` reads; shared reads count once.
 
     Args:
         plan: The plan.
         to_disk: Whether the output is on local disk.
-        workers: As for ``run``.
+        workers: Worker processes, which share no reads; None if there are none.
     """
-    shares_reads = to_disk and workers is None and not _reads_remote(plan)
-    return local.nbytes_read(plan) if shares_reads else plan.nbytes_read
+    if not to_disk or workers is not None or any(file.storage.remote for file in plan.sources):
+        return plan.nbytes_read
+    shared = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
+    widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
+    return plan.nbytes_read - sum(int((rows["numel"] * widths[rows["cast"]]).sum()) for rows in shared.values())
 
 
-def _is_local(plan: CopyPlan, output: Output) -> bool:
-    return isinstance(output, DirectoryOutput) and not _reads_remote(plan)
+def skipped(plan: CopyPlan, file: TargetFile, output: Output, advance: Advance, checks: ReadChecks | None) -> bool:
+    """Return whether an earlier run completed a file; its sources are then checked, and its bytes count as done."""
+    if not output.has(file):
+        return False
+    advance(file.nbytes)
+    if checks is not None:
+        checks.require_all(ranges_read(plan, file))
+    return True
 
 
-def _reads_remote(plan: CopyPlan) -> bool:
-    return any(file.storage.remote for file in plan.sources)
+def check_copies(checks: ConsistencyChecks | None, sources: Sources) -> int:
+    """Run the consistency checks of a plan.
+
+    Raises:
+        LayoutError: A check failed.
+    """
+    for problem in () if checks is None else failed_checks(checks, advance=lambda _: None, sources=sources):
+        raise problem
+    return 0
+
+
+def _file_tasks(
+    plan: CopyPlan,
+    output: Output,
+    sources: Sources,
+    advance: Advance,
+    checks: ReadChecks | None,
+    stopped: threading.Event,
+) -> Iterator[Callable[[], int]]:
+    """Yield tasks that copy from local files to local files, several at once.
+
+    A file system lets one thread at a time write a file, so that a second thread would only wait: a file without casts
+    is one task. Casts and gathers keep cores busy, so that a file with them is many tasks. Values copied into one file
+    and cast into another are read once, by a task of the copy.
+    """
+    check_copies(plan.consistency, sources)
+    copier = Copier(plan, sources, advance)
+    files = {n: file for n, file in enumerate(plan.files) if not skipped(plan, file, output, advance, checks)}
+    copies = {n: copier.split(file.copies) for n, file in files.items()}
+    shared = find_shared_reads(plan, copies)
+    allow_open_files(len(plan.sources) + 2 * len(shared.files))
+    writers = {n: _begin(files[n], output) for n in shared.files}  # tasks of other files write to them too
+    for n, file in files.items():
+        into = writers.get(n) or _begin(file, output)
+        tasks = list(copier.tasks(file, shared.separate[n], into, shared.shared.get(n), writers))
+        if n in shared.shared or file.gathers or _has_casts(plan, shared.separate[n]):
+            yield from tasks
+        else:
+            yield partial(_one_by_one, tasks, stopped)
+
+
+def _begin(file: TargetFile, output: Output) -> Writer:
+    into = output.begin(file)
+    for offset, data in file.literals:
+        into.write(offset, data)
+    into.accept(0, sum(nbytes for _, nbytes in file.zeros), None)  # a new file is zero where nothing is written
+    return into
+
+
+def _one_by_one(tasks: Sequence[Callable[[], int]], stopped: threading.Event) -> int:
+    overflowed = 0
+    for task in tasks:
+        if stopped.is_set():
+            break
+        overflowed += task()
+    return overflowed
+
+
+def _has_casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
+    # Not np.unique: it imports numpy.ma, which takes longer than opening a file.
+    return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))
+
+
+def _part_tasks(
+    plan: CopyPlan, output: Output, sources: Sources, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
+) -> Iterator[Callable[[], int]]:
+    """Yield tasks that assemble parts of files in memory and write them."""
+    # First, but in parallel with the copies: the many small requests of the checks cost round trips.
+    yield partial(check_copies, plan.consistency, sources)
+    for file in plan.files:
+        if skipped(plan, file, output, advance, checks):
+            continue
+        into, assembler = output.begin(file), PartAssembler(plan, file, sources)
+        yield partial(_open, into)
+        has_parts = False
+        for start in range(0, max(file.nbytes, 1), into.part_bytes):
+            end = min(start + into.part_bytes, file.nbytes)
+            if into.has(start, end - start):
+                advance(end - start)
+                has_parts = True
+            else:
+                # Acquired here, in order: a target that takes parts in order waits for earlier parts, and these must
+                # not wait for memory that later parts hold.
+                acquired = budget.acquire(assembler.cost(end - start))
+                yield partial(_write_part, assembler, into, start, end, partial(budget.release, acquired), advance)
+        if has_parts and checks is not None:
+            checks.require_all(ranges_read(plan, file))
+
+
+def _open(into: Writer) -> int:
+    into.open()
+    return 0
+
+
+def _write_part(
+    assembler: PartAssembler, into: Writer, start: int, end: int, release: Callable[[], None], advance: Advance
+) -> int:
+    try:
+        data, overflowed = assembler.assemble(start, end)
+        into.write(start, data)
+    except BaseException as error:
+        into.fail(error)
+        raise
+    finally:
+        release()
+    advance(end - start)
+    return overflowed

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.execution.assemble import PartAssembler
+from ckpttool.execution.copy import PartAssembler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

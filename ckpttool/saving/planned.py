@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpttool.checksums import chunk_bytes, crc32, cuts, of_pieces
-from ckpttool.execution.assemble import PartAssembler
+from ckpttool.execution.copy import PartAssembler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -292,6 +292,23 @@ class Writer(Protocol):
             StorageError: The part cannot be written.
         """
 
+    def copy_from(self, source: Reader, start: int, nbytes: int, target: int) -> bool:
+        """Copy bytes of a source without passing them on, if this writer can do that better than its caller.
+
+        Args:
+            source: The open source file.
+            start: First byte in it.
+            nbytes: Number of bytes.
+            target: First byte in this file.
+
+        Returns:
+            Whether the bytes were copied.
+
+        Raises:
+            StorageError: Reading or writing failed.
+        """
+        return False
+
     def fail(self, error: BaseException) -> None:
         """Abort the file: wake threads that wait for an earlier part, and raise ``error`` in them."""
         return

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpttool.execution import local, local_copy
+from ckpttool.execution import copy as copy_module
+from ckpttool.storage import directory_writer
 from tests.cli.command import ckpttool, ckpttool_process
 from tests.truth import source
 
@@ -44,11 +45,11 @@ def test_two_runs_write_the_same_bytes(
     for path in copy.rglob("*"):
         os.utime(path, ns=(1, 1))
     # Threads, long copies cut into many, another place, another time, another seed of hashes.
-    monkeypatch.setattr(local, "TASK_ELEMENTS", 37)
+    monkeypatch.setattr(copy_module, "TASK_ELEMENTS", 37)
     assert ckpttool("consolidate", elsewhere, tmp_path / "second", *options, "--jobs", 4).code == 0
     assert _written(tmp_path / "second") == expected
     # Where the kernel cannot copy, and into an output that was there.
-    monkeypatch.setattr(local_copy, "copy_range", lambda *_: False)
+    monkeypatch.setattr(directory_writer, "copy_range", lambda *_: False)
     shutil.copytree(first, tmp_path / "third")
     assert ckpttool("consolidate", elsewhere, tmp_path / "third", *options, "--jobs", 2, "--overwrite").code == 0
     assert _written(tmp_path / "third") == expected

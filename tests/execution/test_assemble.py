@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.execution import assemble
-from ckpttool.execution.assemble import PartAssembler
+from ckpttool.execution import copy
+from ckpttool.execution.copy import PartAssembler
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.casts import cast, count_overflowed
@@ -124,7 +124,7 @@ def test_parts_of_any_size_join_to_the_file(drawn: tuple[list[bytes], list[tuple
 
 @pytest.mark.parametrize("elements", [1, 7, 50, 51])
 def test_local_values_are_cast_a_few_at_a_time(elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "CAST_ELEMENTS", elements)
+    monkeypatch.setattr(copy, "CAST_ELEMENTS", elements)
     data = np.arange(51, dtype=np.float32).tobytes()
 
     def save(data: bytes) -> SourceFile:

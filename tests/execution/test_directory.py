@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.execution.output.directory import DirectoryOutput
+from ckpttool.execution.output.local import DirectoryOutput
 from ckpttool.plan import COPY, TargetFile
 from ckpttool.storage.journal import Journal
 from ckpttool.storage.safe_files import Directory

@@ -16,21 +16,25 @@ import pytest
 from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import StorageError
-from ckpttool.execution import local, local_copy
+from ckpttool.execution import copy
 from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.output import local as output_module
+from ckpttool.execution.run import nbytes_read
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.casts import CAST_ELEMENTS, cast
 from ckpttool.storage import LOCAL
+from ckpttool.storage.directory_writer import BUFFER_BYTES
 from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.safe_files import Directory
 from ckpttool.units import Meter
+from tests.execution.outputs import run_into
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-SIZE = 3 * local_copy.BUFFER_BYTES + 12345
+SIZE = 3 * BUFFER_BYTES + 12345
 PAGE = 4096
 
 
@@ -55,7 +59,7 @@ def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8",
 
 def _run(plan: CopyPlan, directory: Path, jobs: int = 1) -> bytes:
     done: list[int] = []
-    local.run(plan, str(directory), jobs=jobs, advance=done.append)
+    run_into(plan, str(directory), jobs=jobs, advance=done.append)
     assert sum(done) == plan.nbytes_written - sum(len(d) for f in plan.files for _, d in f.literals)
     return (directory / "out").read_bytes()
 
@@ -115,12 +119,12 @@ def test_a_source_that_changed_since_the_plan_was_made_is_an_error(source: Path,
 def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
     source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, read = os.copy_file_range, os.preadv
-    monkeypatch.setattr(local_copy, "KERNEL_COPY_BYTES", local_copy.BUFFER_BYTES)
+    by_kernel, read = os.copy_file_range, os.preadv
+    monkeypatch.setattr(copy, "TASK_ELEMENTS", BUFFER_BYTES)
 
     def cut_and_copy(*arguments: int) -> int:
         os.truncate(source, SIZE // 2)
-        return copy(*arguments)
+        return by_kernel(*arguments)
 
     def cut_and_read(fd: int, buffers: list[memoryview], at: int) -> int:
         os.truncate(source, SIZE // 2)
@@ -189,9 +193,9 @@ def test_files_are_written_at_once_and_each_by_one_thread(
             both.wait()  # breaks if the other file is not being written
         return write(fd, data, at)
 
-    monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(copy, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", together)
-    local.run(_two_files(source), str(tmp_path), jobs=4, advance=lambda _: None)
+    run_into(_two_files(source), str(tmp_path), jobs=4)
     assert [len(threads) for threads in writers.values()] == [1, 1]
     expected = b"x" + source.read_bytes()[: SIZE // 10 * 10]
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b" / "c").read_bytes() == expected
@@ -214,10 +218,10 @@ def test_an_error_in_one_file_stops_the_others_in_the_middle(
             after.append(at)
         return write(fd, data, at)
 
-    monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
+    monkeypatch.setattr(copy, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", fail_in_the_second)
     with pytest.raises(StorageError, match="c: no space left on the device"):
-        local.run(_two_files(source), str(tmp_path), jobs=2, advance=lambda _: None)
+        run_into(_two_files(source), str(tmp_path), jobs=2)
     assert len(after) < 8  # of twenty and more
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
@@ -271,13 +275,13 @@ def test_comparisons_longer_than_a_buffer_reach_the_last_element(tmp_path: Path)
 def test_file_systems_that_share_blocks_give_the_same_bytes(
     source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "file_system_of", lambda _: "xfs")
+    monkeypatch.setattr(output_module, "file_system_of", lambda _: "xfs")
     assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
 
 
 def test_two_casts_of_one_read_are_both_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ends in the order in which they begin."""
-    monkeypatch.setattr(local_copy, "SHARED_READ_BYTES", PAGE)
+    monkeypatch.setattr(copy, "READ_BYTES", PAGE)
     values = _masters(tmp_path / "source")
     casts = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"))
     spans = [("all", 0, COUNT, 1), ("first", 1, 3000, 2), ("middle", 2000, HALF, 1), ("late", 40_000, 41_000, 2)]
@@ -285,7 +289,7 @@ def test_two_casts_of_one_read_are_both_written(tmp_path: Path, monkeypatch: pyt
     for name, a, b, number in spans:
         files.append(TargetFile(name, 2 * (b - a), (), np.array([(0, 4 * a, b - a, 0, number)], dtype=COPY)))
     plan = CopyPlan((_source(tmp_path / "source"),), casts, tuple(files))
-    local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None)
+    run_into(plan, str(tmp_path), jobs=2)
     assert (tmp_path / "masters").read_bytes() == values.tobytes()
     for name, a, b, number in spans:
         assert (tmp_path / name).read_bytes() == cast(values[a:b], casts[number][1]).tobytes(), name
@@ -335,17 +339,17 @@ def _check_masters_and_weights(directory: Path, values: NDArray[np.float32], dty
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-@pytest.mark.parametrize("elements", [local.TASK_ELEMENTS, 12_345])
+@pytest.mark.parametrize("elements", [copy.TASK_ELEMENTS, 12_345])
 def test_bytes_copied_and_cast_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_read: list[int], jobs: int, elements: int
 ) -> None:
-    monkeypatch.setattr(local, "TASK_ELEMENTS", elements)
+    monkeypatch.setattr(copy, "TASK_ELEMENTS", elements)
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source")
     meter = Meter(plan.nbytes_written, None)
-    local.run(plan, str(tmp_path), jobs=jobs, advance=meter)
+    run_into(plan, str(tmp_path), jobs=jobs, advance=meter)
     _check_masters_and_weights(tmp_path, values)
-    assert sum(bytes_read) == local.nbytes_read(plan) == 4 * COUNT
+    assert sum(bytes_read) == nbytes_read(plan, to_disk=True, workers=None) == 4 * COUNT
     assert meter.done == plan.nbytes_written - 66  # all but the headers
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
@@ -353,7 +357,7 @@ def test_bytes_copied_and_cast_are_read_once(
 def test_overflows_of_shared_reads_are_counted(tmp_path: Path) -> None:
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
-    assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None) == 2
+    assert run_into(plan, str(tmp_path), jobs=2) == 2
     _check_masters_and_weights(tmp_path, values, "F16")
 
 
@@ -369,14 +373,14 @@ def test_parts_missing_in_an_earlier_run_are_read_alone(
     out = tmp_path / "out"
     out.mkdir()
     with Directory.open(str(out)) as directory:
-        local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+        run_into(plan, directory, jobs=1, journal=Journal(directory))
     entries = (out / JOURNAL).read_text().splitlines(keepends=True)
     (out / JOURNAL).write_text("".join(e for e in entries if not any(name in e for name in gone)))
     for name in gone:
         (out / name).unlink()
     bytes_read.clear()
     with Directory.open(str(out)) as directory:
-        local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+        run_into(plan, directory, jobs=1, journal=Journal(directory))
     _check_masters_and_weights(out, values)
     assert sum(bytes_read) == 4 * elements
 
@@ -396,6 +400,6 @@ def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, m
     plan = _masters_and_weights(tmp_path / "source")
     with Directory.open(str(out)) as directory:
         with pytest.raises(StorageError, match="2: no space left on the device"):
-            local.run(plan, directory, jobs=1, advance=lambda _: None, journal=Journal(directory))
+            run_into(plan, directory, jobs=1, journal=Journal(directory))
         assert [f.name for f in plan.files if Journal(directory).has(f.name, f.nbytes)] == ["masters/1"]
     assert not {f for f in _open_files() if f.startswith(str(out))}

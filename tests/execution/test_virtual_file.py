@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from ckpttool.execution.local import run
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
@@ -17,6 +16,7 @@ from ckpttool.storage import LOCAL
 from ckpttool.targets.replicas import plan_replicas
 from ckpttool.targets.zero.shape import Shape
 from ckpttool.targets.zero.writer import plan_rank, plan_zero
+from tests.execution.outputs import run_into
 from tests.truth import REPRESENTATIVE, source
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Windowed(RangeFile):
 
 def _written(plan: CopyPlan, directory: Path) -> dict[str, bytes]:
     directory.mkdir()
-    run(plan, str(directory), jobs=1, advance=lambda _: None)
+    run_into(plan, str(directory))
     return {file.name: (directory / file.name).read_bytes() for file in plan.files}
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 CHECKPOINT = source("zero3-dp2-bf16")
 SLOW = """
 import os, sys, time
-from ckpttool.execution import local
+from ckpttool.execution import copy
 from ckpttool.cli import main
 write = os.pwrite
 def slow(*arguments):
@@ -34,7 +34,7 @@ def slow(*arguments):
     time.sleep(0.05)
     return done
 os.pwrite = slow
-local.TASK_ELEMENTS = 50
+copy.TASK_ELEMENTS = 50
 main()
 """
 """The command, at a crawl; it says when it is in the middle of writing."""

@@ -23,16 +23,17 @@ from tests.faults.disks import Fault, Killed, Machine
 from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
 from tests.faults.s3_proxy import Proxy
 from tests.saving import crew
-from tests.saving.conftest import PART_BYTES
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
+from tests.saving.conftest import PART_BYTES
 from tests.storage import server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ckpttool.saving.coordination import Ranks
     from tests.faults.rules import Kill
     from tests.saving.crew import Outcome
+
 
 class _DeadError(Exception):
     """Raised in the threads of a killed rank."""

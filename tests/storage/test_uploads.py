@@ -573,7 +573,7 @@ def _cut_off(proxy: Proxy, nth: int, function: Callable[[], object]) -> None:
 
 def _fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let a run fail after some windows of its sources, before it replaces a file."""
-    from ckpttool.execution.assemble import PartAssembler
+    from ckpttool.execution.copy import PartAssembler
 
     right, calls = PartAssembler.assemble, itertools.count()
 
@@ -648,7 +648,7 @@ def test_a_kill_while_replacing_leaves_no_mixture_not_even_after_another_failure
 
 def _fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Let the window that begins at a byte fail, of every file."""
-    from ckpttool.execution.assemble import PartAssembler
+    from ckpttool.execution.copy import PartAssembler
 
     right = PartAssembler.assemble
 
@@ -747,8 +747,7 @@ def _piped(self: Any, path: str, value: bytes, **_: Any) -> None:
 MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
-from ckpttool.execution.assemble import PartAssembler
-from ckpttool.execution import streaming
+from ckpttool.execution.copy import PartAssembler
 from ckpttool.execution.output import bucket
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))

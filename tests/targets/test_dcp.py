@@ -14,8 +14,8 @@ import torch
 from ckpttool import inspect
 from ckpttool.analysis.digest import digest
 from ckpttool.errors import PlanError
-from ckpttool.execution.local import run
 from ckpttool.targets.dcp import plan_dcp
+from tests.execution.outputs import run_into
 from tests.truth import HERE, REPRESENTATIVE, as_tensor, source, truth
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ SECONDS = 120
 
 def _write(checkpoint: Checkpoint, out: Path, **options: Any) -> Path:
     out.mkdir(parents=True)
-    run(plan_dcp(checkpoint, **options), str(out), jobs=None, advance=lambda _: None)
+    run_into(plan_dcp(checkpoint, **options), str(out), jobs=None)
     return out
 
 

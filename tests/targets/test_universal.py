@@ -14,11 +14,11 @@ from ckpttool.analysis.digest import digest
 from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.execution.local import run
 from ckpttool.model import MASTER, MODULE
 from ckpttool.targets.universal.losses import universal_losses
 from ckpttool.targets.universal.plan import plan_universal
 from tests.deepspeed_engines import Load, Loaded, load_all
+from tests.execution.outputs import run_into
 from tests.truth import NAMES, REPRESENTATIVE, source, tag_directory, truth
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ TAG = "global_step3_universal"
 
 def _write(checkpoint: Checkpoint, out: Path) -> Path:
     out.mkdir(parents=True)
-    run(plan_universal(checkpoint, tag=TAG), str(out), jobs=None, advance=lambda _: None)
+    run_into(plan_universal(checkpoint, tag=TAG), str(out), jobs=None)
     return out
 
 

@@ -135,6 +135,8 @@ def bucket_output(  # noqa: PLR0913  a run has as many settings
 class BucketOutput:
     """The output of a plan in a bucket; see ``bucket_output``."""
 
+    any_offset = False
+
     def __init__(
         self, storage: RemoteStorage, out: str, plan: CopyPlan, *, overwrite: bool | None,
         replaces: Callable[[str], bool], last: Sequence[str], key: str, resume: bool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,9 @@ from ckpttool.arguments import checked_path
 from ckpttool.commit import read_mark
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
-from ckpttool.execution.output.directory import DirectoryOutput
+from ckpttool.execution.output.local import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.execution.run import RunOptions, nbytes_read, run
+from ckpttool.execution.run import nbytes_read, run
 from ckpttool.execution.sources import change_times
 from ckpttool.storage import (
     BESIDE,
@@ -35,13 +36,17 @@ from ckpttool.units import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from ckpttool.execution.distributed import Workers
     from ckpttool.execution.forecast import Needs
-    from ckpttool.execution.output.base import Output
+    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.run import Output
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.storage import Storage, WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
+    from ckpttool.units import Progress
 
 
 _KINDS = [
@@ -49,6 +54,22 @@ _KINDS = [
     for names in ("model|pytorch_model|optimizer", "adapter_model")
 ]
 """Names of the files of each kind of output. A base model and an adapter may lie in one directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run a plan."""
+
+    jobs: int | None
+    """Threads, of each worker if there are workers; None for the default."""
+    memory: int
+    """Bytes of parts in flight; copies between local files ignore it."""
+    progress: Progress | None = None
+    """Called with (bytes done, bytes in all)."""
+    checks: ReadChecks | None = None
+    """Compares the bytes read with recorded checksums; None to copy without."""
+    workers: AbstractContextManager[Workers] | None = None
+    """Worker processes; None to run in this process."""
 
 
 class Destination:
@@ -164,8 +185,6 @@ class Destination:
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
         """
-        from ckpttool.execution import streaming
-
         storage, out = self.storage, self.out.rstrip("/")
         storage.refresh([])
         if not storage.is_dir(out) or storage.exists(f"{out}/{MARK}"):
@@ -176,7 +195,7 @@ class Destination:
         meter = Meter(plan.nbytes_written, options.progress)
         comparison = _Comparison(storage, out)
         try:
-            streaming.run(plan, comparison, jobs=options.jobs, memory=options.memory, advance=meter)
+            run(plan, comparison, jobs=options.jobs, memory=options.memory, advance=meter)
         except _DiffersError:
             return False
         storage.delete([f"{out}/{WHOLE}"])
@@ -202,9 +221,11 @@ class Destination:
         meter = Meter(plan.nbytes_written, options.progress)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
         with options.workers or nullcontext() as there:
-            work = partial(
-                run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks, workers=there
-            )
+            work = partial(run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks)
+            if there is not None:
+                from ckpttool.execution import distributed
+
+                work = partial(distributed.run, workers=there, **work.keywords)
             if self._remote is not None:
                 return self._write_remote(
                     self._remote, plan, work, last, check, key, overwrite=overwrite, resume=bool(resume)
@@ -274,6 +295,8 @@ class _DiffersError(Exception):
 
 class _Comparison:
     """An ``Output`` that compares the bytes of a plan with the files of OUT instead of writing them."""
+
+    any_offset = False
 
     def __init__(self, storage: Storage, out: str) -> None:
         self._storage = storage

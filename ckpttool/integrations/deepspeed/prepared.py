@@ -36,7 +36,7 @@ class LoadOptions:
         Raises:
             ArgumentError: ``memory`` is no size.
         """
-        from ckpttool.execution.streaming import memory_bytes
+        from ckpttool.execution.run import memory_bytes
 
         return memory_bytes(self.memory)
 

@@ -11,8 +11,8 @@ from ckpttool.arguments import check_choice
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.run import MEMORY
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.streaming import MEMORY
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.messages import brief

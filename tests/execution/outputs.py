@@ -1,0 +1,27 @@
+"""Runs of plans into directories."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpttool.execution.output.local import DirectoryOutput
+from ckpttool.execution.run import run
+from ckpttool.storage.safe_files import Directory, opened
+
+if TYPE_CHECKING:
+    from ckpttool.plan import CopyPlan
+    from ckpttool.storage.journal import Journal
+    from ckpttool.units import Advance
+
+
+def run_into(
+    plan: CopyPlan,
+    directory: Directory | str,
+    *,
+    jobs: int | None = 1,
+    advance: Advance = lambda _: None,
+    journal: Journal | None = None,
+) -> int:
+    """Write the files of a plan into an existing directory; return the number of elements cast to infinity."""
+    with opened(directory) as into, DirectoryOutput(into, journal) as output:
+        return run(plan, output, jobs=jobs, advance=advance)
