@@ -18,11 +18,12 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.execution.check_copies import failed_checks
-from ckpttool.execution.sources import ReadBuffer, Sources
+from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
 from ckpttool.storage import connect, without_secrets
+from ckpttool.storage.buffers import ReadBuffer
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:

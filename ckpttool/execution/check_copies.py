@@ -10,8 +10,9 @@ import numpy as np
 
 from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
 from ckpttool.errors import LayoutError, PlanError
-from ckpttool.execution.sources import ReadBuffer, Sources
+from ckpttool.execution.sources import Sources
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, same_values
+from ckpttool.storage.buffers import ReadBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

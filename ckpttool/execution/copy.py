@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.execution.sources import ReadBuffer
 from ckpttool.execution.state_reader import REMOTE_ELEMENTS, StateReader
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.plan.split import SortedRows, elements_in, runs_of, short_rows
 from ckpttool.storage import Writer
+from ckpttool.storage.buffers import ReadBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import mmap
 import os
 import resource
 import threading
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ckpttool.concurrency import default_jobs
-from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.ranges import ByteRange, coalesced
 from ckpttool.storage import WAIT, connect
@@ -24,8 +20,6 @@ from ckpttool.storage.wrapped import WrappedReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
-
-    from numpy.typing import NDArray
 
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import SourceFile
@@ -255,30 +249,3 @@ def allow_open_files(count: int) -> None:
     if soft < wanted and (hard == resource.RLIM_INFINITY or hard > soft):
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-class ReadBuffer:
-    """A reusable read buffer: allocating memory for every chunk costs more than reading the chunk."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(b"")
-
-    def array(self, count: int, dtype: str) -> NDArray[Any]:
-        """Return an array of ``count`` elements over the buffer, valid until the next call."""
-        return np.frombuffer(self._memory_of(count * itemsize(dtype)), dtype=numpy_dtype(dtype))
-
-    def read(self, reader: Reader, start: int, count: int, dtype: str) -> NDArray[Any]:
-        """Read ``count`` elements from byte ``start`` of a file; they are valid until the next call."""
-        return np.frombuffer(self.read_bytes(reader, start, count * itemsize(dtype)), dtype=numpy_dtype(dtype))
-
-    def read_bytes(self, reader: Reader, start: int, nbytes: int) -> memoryview:
-        """Read ``nbytes`` bytes from byte ``start`` of a file; they are valid until the next call."""
-        memory = self._memory_of(nbytes)
-        reader.read_into(start, memory)
-        return memory
-
-    def _memory_of(self, nbytes: int) -> memoryview:
-        if len(self._memory) < nbytes:
-            # Page-aligned: the kernel copies faster into it.
-            self._memory = memoryview(mmap.mmap(-1, nbytes))
-        return self._memory[:nbytes]

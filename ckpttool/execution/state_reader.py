@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.execution.sources import ReadBuffer
 from ckpttool.plan.casts import cast
+from ckpttool.storage.buffers import ReadBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

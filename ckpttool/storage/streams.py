@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from ckpttool.storage.buffers import give_back, take
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from ckpttool.storage.base import Writer
 
     Buffers: TypeAlias = "queue.SimpleQueue[NDArray[np.uint8]]"
-
-_KEPT: list[NDArray[np.uint8]] = []
-"""Buffers of the last file, for the next one: with new ones a save takes up to a third longer, because the kernel
-allocates and clears their pages meanwhile."""
-os.register_at_fork(after_in_child=_KEPT.clear)  # parent and child share the memory of anonymous maps
-KEPT = 2
-"""Number of buffers to keep: a file that is written one part at a time uses two."""
 
 
 def write_stream(writer: Writer, stream: Iterable[bytes | memoryview], *, at_once: int) -> None:
@@ -43,7 +36,7 @@ def write_stream(writer: Writer, stream: Iterable[bytes | memoryview], *, at_onc
     """
     buffers: Buffers = queue.SimpleQueue()
     for _ in range(at_once + 1):
-        buffers.put(_buffer(writer.part_bytes))
+        buffers.put(take(writer.part_bytes))
     parts = _packed(stream, buffers)
     # This function waits for both pools: when it returns, no thread reads the stream.
     with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-pack") as packer:
@@ -51,19 +44,8 @@ def write_stream(writer: Writer, stream: Iterable[bytes | memoryview], *, at_onc
             _write_one_by_one(writer, parts, packer, buffers)
         else:
             _write_at_once(writer, parts, buffers, at_once)
-    while at_once == 1 and len(_KEPT) < KEPT and not buffers.empty():
-        _KEPT.append(buffers.get())
-
-
-def _buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Return a kept buffer, or a new one."""
-    try:
-        kept = _KEPT.pop()
-    except IndexError:
-        kept = None
-    if kept is not None and len(kept) == nbytes:
-        return kept
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # mmap: page-aligned, for direct I/O
+    while at_once == 1 and not buffers.empty():
+        give_back(buffers.get())
 
 
 def _write_one_by_one(
