@@ -15,17 +15,600 @@ Source: CPython, Modules/_pickle.c; torch 2.13, torch/_weights_only_unpickler.py
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import MEMORY, left, spend
-from ckpttool.containers.pickle_machine import Machine, RefusedError, Truncated
-from ckpttool.containers.pickle_opcodes import run
-from ckpttool.containers.values import Opaque, TensorRef, children
+from ckpttool.containers.torch_rebuild import DATA_REBUILDERS, TENSOR_REBUILDERS, rebuild_storage
+from ckpttool.containers.values import Opaque, OrderedDict, StorageRef, TensorRef, TorchDType, children
+from ckpttool.dtypes import BY_TORCH_NAME
 from ckpttool.errors import ContainerError
 
 if TYPE_CHECKING:
-    from ckpttool.containers.values import StorageRef
+    from collections.abc import Callable, Iterable
+
+
+MAX_KEY_VALUES = 256
+"""Most values in a tuple that is used as a key, nested ones included: each use as a key reads them all."""
+MAX_SAME_HASH = 64
+"""Most keys that may share one hash: a dict of them takes quadratic time. Floats of real checkpoints reach 33."""
+_SAFE_KEYS = (str, bytes, TorchDType, Opaque)
+"""Types of keys that are quick to hash and compare."""
+MAX_NAME = 1000
+"""Longest name of a class, in characters."""
+
+
+class RefusedError(Exception):
+    """The pickle is refused, with the reason."""
+
+
+class Truncated(Exception):  # noqa: N818 - not always an error: the reader may fetch more
+    """The bytes end before the pickle does; a longer prefix of the file may help."""
+
+
+class Machine:
+    """The state of one pickle being read.
+
+    Args:
+        data: Bytes that hold the pickle.
+        start: Where the pickle begins in ``data``.
+        memory: Bytes of memory that the pickle may take.
+    """
+
+    __slots__ = (
+        "below",
+        "data",
+        "globals",
+        "memo",
+        "memory",
+        "memory_left",
+        "position",
+        "same_hash",
+        "stack",
+        "storages",
+    )
+
+    def __init__(self, data: bytes, start: int, memory: int) -> None:
+        self.data = data
+        self.position = start
+        self.stack: list[Any] = []
+        """The values above the topmost mark."""
+        self.below: list[list[Any]] = []
+        """One list of values for each mark: those below it."""
+        self.memo: dict[int, Any] = {}
+        self.memory_left = self.memory = memory
+        self.globals: dict[tuple[str, str], Opaque | TorchDType] = {}
+        self.storages: dict[str, StorageRef] = {}
+        self.same_hash: dict[int, set[Any]] = {}
+        """Keys whose hash an attacker can choose, by hash."""
+
+    def charge(self, nbytes: int) -> None:
+        """Charge ``nbytes`` of memory to the pickle; refuse it when none is left."""
+        self.memory_left -= nbytes
+        if self.memory_left < 0:
+            raise RefusedError(f"reading it may take more than {self.memory:,} bytes of memory")
+
+    # ------------------------------------------------------------------------------------------- reading operands
+
+    def take(self, count: int) -> bytes:
+        """Read the next ``count`` bytes."""
+        end = self.position + count
+        if end > len(self.data):
+            raise Truncated
+        chunk = self.data[self.position : end]
+        self.position = end
+        return chunk
+
+    def line(self) -> bytes:
+        """Read up to the next newline, and past it."""
+        end = self.data.find(b"\n", self.position)
+        if end < 0:
+            raise Truncated
+        chunk = self.data[self.position : end]
+        self.position = end + 1
+        return chunk
+
+    def number(self, number: struct.Struct) -> int:
+        """Read one integer."""
+        value: int = number.unpack_from(self.data, self.position)[0]
+        self.position += number.size
+        return value
+
+    # ------------------------------------------------------------------------------------------- stack
+
+    def pop_to_mark(self) -> list[Any]:
+        """Pop the values above the topmost mark, and the mark."""
+        values = self.stack
+        if not self.below:
+            raise RefusedError("a mark is missing")
+        self.stack = self.below.pop()
+        return values
+
+    # ------------------------------------------------------------------------------------------- names and keys
+
+    def find(self, module: str, name: str) -> Opaque | TorchDType:
+        """Return the object that stands for a class or function: one for each name, so that it can be a key."""
+        found = self.globals.get((module, name))
+        if found is None:
+            for part in (module, name):
+                if not 0 < len(part) <= MAX_NAME or not part.isprintable():
+                    raise RefusedError("a class or function without a proper name")
+            self.charge(560)
+            known = module == "torch" and name in BY_TORCH_NAME
+            found = self.globals[module, name] = TorchDType(name) if known else Opaque(module, name)
+        return found
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuse keys that are not safe and cheap to hash and compare."""
+        for key in keys:
+            # An entry of a growing dict takes 100 bytes and more.
+            self.charge(160)
+            # Python salts the hash of text; small integers have distinct hashes; the others are hashed by identity.
+            if key is None or isinstance(key, _SAFE_KEYS):
+                continue
+            if isinstance(key, int) and -(1 << 60) < key < 1 << 60:
+                continue
+            values = MAX_KEY_VALUES - _count_values(key, MAX_KEY_VALUES)
+            self.charge(400 + 200 * values)  # hashing takes as much time as opcodes of that cost
+            same = self.same_hash.setdefault(hash(key), set())
+            same.add(key)
+            if len(same) > MAX_SAME_HASH:
+                raise RefusedError("keys chosen so that all have one hash")
+
+
+def _count_values(key: Any, left: int) -> int:
+    """Subtract from ``left`` the values that hashing a key reads, repetitions included."""
+    if left <= 0:
+        raise RefusedError(f"a {type(key).__name__} of over {MAX_KEY_VALUES} values as a key")
+    left -= 1
+    if isinstance(key, tuple | frozenset):
+        for item in key:
+            left = _count_values(item, left)
+    elif isinstance(key, TensorRef):
+        left -= 2 * len(key.shape)
+    elif key is not None and not isinstance(key, str | bytes | int | float | complex | TorchDType | Opaque):
+        raise RefusedError(f"a {type(key).__name__} as a key")
+    return left
+
+
+MAX_INT_BYTES = 1024
+"""Longest integer, in bytes: turning a longer one into text takes quadratic time."""
+
+
+def run(m: Machine) -> Any:
+    """Execute the opcodes of a pickle up to its STOP and return its value.
+
+    Raises:
+        RefusedError: The pickle needs something that data does not, or takes too much memory.
+        Truncated: The bytes end before the pickle does.
+    """
+    data, end = m.data, len(m.data)
+    while m.position < end:
+        opcode = data[m.position]
+        m.position += 1
+        if opcode == _STOP:
+            if m.below or len(m.stack) != 1:
+                raise RefusedError("it does not end with one value")
+            return m.stack[0]
+        handler, cost = OPCODES[opcode]
+        m.memory_left -= cost
+        if m.memory_left < 0:
+            m.charge(0)
+        handler(m)
+    raise Truncated
+
+
+# ------------------------------------------------------------------------------------------------- handlers: scalars
+
+_U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.stack.append(value)
+
+    return handler
+
+
+def _int_text(m: Machine) -> None:
+    text = m.line()
+    # This is how protocol 0 writes False and True.
+    m.stack.append(text == b"01" if text in {b"00", b"01"} else _parse_int(text))
+
+
+def _long_text(m: Machine) -> None:
+    m.stack.append(_parse_int(m.line().removesuffix(b"L")))
+
+
+def _parse_int(text: bytes) -> int:
+    if len(text) > MAX_INT_BYTES:
+        raise RefusedError("an integer of unreasonable length")
+    return int(text)
+
+
+def _number(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.stack.append(number.unpack_from(m.data, m.position)[0])
+        m.position += number.size
+
+    return handler
+
+
+def _long_binary(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        count = m.number(number)
+        if not 0 <= count <= MAX_INT_BYTES:
+            raise RefusedError("an integer of unreasonable length")
+        m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
+
+    return handler
+
+
+def _float_text(m: Machine) -> None:
+    m.stack.append(float(m.line()))
+
+
+def _text(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.stack.append(m.take(m.number(number)).decode("utf-8", "surrogatepass"))
+
+    return handler
+
+
+def _text_line(m: Machine) -> None:
+    m.stack.append(m.line().decode("raw-unicode-escape"))
+
+
+def _bytes(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.stack.append(m.take(m.number(number)))
+
+    return handler
+
+
+def _bytearray(m: Machine) -> None:
+    m.stack.append(bytearray(m.take(m.number(_U64))))
+
+
+def _old_string(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        count = m.number(number)
+        if count < 0:
+            raise RefusedError("a string of negative length")
+        m.stack.append(_decode_old(m.take(count)))
+
+    return handler
+
+
+def _old_string_line(m: Machine) -> None:
+    raw = m.line().strip()
+    if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in {b"'", b'"'}:
+        raise RefusedError("a string without quotes")
+    m.stack.append(_decode_old(re.sub(_ESCAPE, _unescape, raw[1:-1])))
+
+
+def _decode_old(raw: bytes) -> str:
+    """Python 2's str may be text or bytes: take it for text as ``torch.load`` does, and lose nothing if it is not."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+_ESCAPE = rb"(?s)\\(x[0-9a-fA-F]{2}|.?)"
+_ESCAPED = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    """One of the escapes that Python 2's ``repr`` writes."""
+    what = match[1]
+    return bytes.fromhex(what[1:].decode()) if len(what) == 3 else _ESCAPED[what]
+
+
+# ------------------------------------------------------------------------------------------------- containers
+
+
+def _mark(m: Machine) -> None:
+    m.below.append(m.stack)
+    m.stack = []
+
+
+def _pop(m: Machine) -> None:
+    if m.stack:
+        m.stack.pop()
+    else:
+        m.pop_to_mark()
+
+
+def _pop_mark(m: Machine) -> None:
+    m.pop_to_mark()
+
+
+def _dup(m: Machine) -> None:
+    m.stack.append(m.stack[-1])
+
+
+def _empty(factory: Callable[[], Any]) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.stack.append(factory())
+
+    return handler
+
+
+def _tuple(count: int) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        values = tuple(m.stack[-count:])
+        if len(values) < count:
+            raise RefusedError("a tuple without its values")
+        m.stack[-count:] = [values]
+
+    return handler
+
+
+def _tuple_mark(m: Machine) -> None:
+    values = m.pop_to_mark()
+    m.stack.append(tuple(values))
+
+
+def _list_mark(m: Machine) -> None:
+    values = m.pop_to_mark()
+    m.stack.append(values)
+
+
+def _dict_mark(m: Machine) -> None:
+    values = m.pop_to_mark()
+    made: dict[Any, Any] = {}
+    _set_items(m, made, values)
+    m.stack.append(made)
+
+
+def _frozenset(m: Machine) -> None:
+    values = m.pop_to_mark()
+    m.check_keys(values)
+    m.stack.append(frozenset(values))
+
+
+def _append(m: Machine) -> None:
+    value = m.stack.pop()
+    _append_items(m.stack[-1], [value])
+
+
+def _appends(m: Machine) -> None:
+    values = m.pop_to_mark()
+    _append_items(m.stack[-1], values)
+
+
+def _append_items(target: Any, values: list[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(values)
+    elif isinstance(target, Opaque) and target.how != "global":
+        target.appended.extend(values)
+    else:
+        raise RefusedError("values appended to what is no list")
+
+
+def _set_item(m: Machine) -> None:
+    value, key = m.stack.pop(), m.stack.pop()
+    _set_items(m, m.stack[-1], [key, value])
+
+
+def _set_items_mark(m: Machine) -> None:
+    values = m.pop_to_mark()
+    _set_items(m, m.stack[-1], values)
+
+
+def _set_items(m: Machine, target: Any, values: list[Any]) -> None:
+    if len(values) % 2:
+        raise RefusedError("a key without a value")
+    pairs = zip(values[::2], values[1::2], strict=True)
+    if isinstance(target, dict):
+        m.check_keys(values[::2])
+        target.update(pairs)
+    elif isinstance(target, Opaque) and target.how != "global":
+        m.charge(40 * len(values))
+        target.items.extend(pairs)
+    else:
+        raise RefusedError("items stored into what is no dict")
+
+
+def _add_items(m: Machine) -> None:
+    values = m.pop_to_mark()
+    target = m.stack[-1]
+    if not isinstance(target, set):
+        raise RefusedError("items added to what is no set")
+    m.check_keys(values)
+    target.update(values)
+
+
+# ------------------------------------------------------------------------------------------------- memo
+
+
+def _put(m: Machine) -> None:
+    m.memo[_parse_int(m.line())] = m.stack[-1]
+
+
+def _put_binary(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.memo[number.unpack_from(m.data, m.position)[0]] = m.stack[-1]
+        m.position += number.size
+
+    return handler
+
+
+def _memoize(m: Machine) -> None:
+    m.memo[len(m.memo)] = m.stack[-1]
+
+
+def _get(m: Machine) -> None:
+    m.stack.append(m.memo[_parse_int(m.line())])
+
+
+def _get_binary(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.stack.append(m.memo[number.unpack_from(m.data, m.position)[0]])
+        m.position += number.size
+
+    return handler
+
+
+# ------------------------------------------------------------------------------------------------- objects
+
+
+def _global(m: Machine) -> None:
+    module = m.line().decode("utf-8")
+    m.stack.append(m.find(module, m.line().decode("utf-8")))
+
+
+def _stack_global(m: Machine) -> None:
+    name, module = m.stack.pop(), m.stack.pop()
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise RefusedError("a class or function without a proper name")
+    m.stack.append(m.find(module, name))
+
+
+def _reduce(m: Machine) -> None:
+    args, function = m.stack.pop(), m.stack.pop()
+    if not isinstance(args, tuple) or not isinstance(function, Opaque):
+        raise RefusedError("a call of what is no function")
+    value: Any = None
+    if function.how != "global":
+        value = Opaque(function.module, function.name, "call", args)
+        value.function = function
+    elif (function.module, function.name) in TENSOR_REBUILDERS:
+        value = TENSOR_REBUILDERS[function.module, function.name](*args)
+    elif (function.module, function.name) in DATA_REBUILDERS:
+        value = DATA_REBUILDERS[function.module, function.name](m, *args)
+    m.stack.append(Opaque(function.module, function.name, "call", args) if value is None else value)
+
+
+def _new(m: Machine) -> None:
+    args, cls = m.stack.pop(), m.stack.pop()
+    m.stack.append(_new_object(cls, args, {}))
+
+
+def _new_with_keywords(m: Machine) -> None:
+    kwargs, args, cls = m.stack.pop(), m.stack.pop(), m.stack.pop()
+    m.stack.append(_new_object(cls, args, kwargs))
+
+
+def _new_object(cls: Any, args: Any, kwargs: Any) -> OrderedDict | Opaque:
+    if (
+        not isinstance(args, tuple)
+        or not isinstance(kwargs, dict)
+        or not isinstance(cls, Opaque)
+        or cls.how != "global"
+    ):
+        raise RefusedError("an object of what is no class")
+    if (cls.module, cls.name) == ("collections", "OrderedDict") and not args and not kwargs:
+        return OrderedDict()
+    made = Opaque(cls.module, cls.name, "new", args)
+    made.kwargs = kwargs
+    return made
+
+
+def _build(m: Machine) -> None:
+    state = m.stack.pop()
+    target = m.stack[-1]
+    if isinstance(target, OrderedDict) and isinstance(state, dict) and target.attributes is None:
+        target.attributes = state
+        return
+    if not isinstance(target, Opaque) or target.how == "global" or target.stated:
+        raise RefusedError("a state for what can have none")
+    target.state = state
+    target.stated = True
+
+
+def _persistent(m: Machine) -> None:
+    m.stack.append(rebuild_storage(m, m.stack.pop()))
+
+
+# ------------------------------------------------------------------------------------------------- the opcodes
+
+
+def _ignore(number: struct.Struct) -> Callable[[Machine], None]:
+    def handler(m: Machine) -> None:
+        m.number(number)
+
+    return handler
+
+
+def unknown(m: Machine) -> None:
+    """Refuse an opcode that no checkpoint needs."""
+    raise RefusedError(f"opcode {m.data[m.position - 1]:#04x} has no place in a checkpoint")
+
+
+_STOP = ord(".")
+
+# Bytes that an opcode may take, on the generous side: the value, its place on the stack (8, and 24 in all while that
+# grows) and, for a container, its place in the check of the depth.
+_SLOT, _SCALAR, _TEXT, _CONTAINER, _SET, _OBJECT, _MEMO = 24, 60, 100, 220, 380, 500, 140
+
+OPCODES: list[tuple[Callable[[Machine], None], int]] = [(unknown, 0)] * 256
+for _opcode, _handler, _cost in (
+    (b"\x80", _ignore(_U8), 0),  # PROTO
+    (b"\x95", _ignore(_U64), 0),  # FRAME
+    (b"N", _constant(None), _SLOT),
+    (b"\x88", _constant(True), _SLOT),
+    (b"\x89", _constant(False), _SLOT),
+    (b"I", _int_text, _SCALAR),
+    (b"L", _long_text, _SCALAR),
+    (b"J", _number(_I32), _SCALAR),
+    (b"K", _number(_U8), _SLOT),
+    (b"M", _number(_U16), _SCALAR),
+    (b"\x8a", _long_binary(_U8), _SCALAR),
+    (b"\x8b", _long_binary(_I32), _SCALAR),
+    (b"F", _float_text, _SCALAR),
+    (b"G", _number(_F64), _SCALAR),
+    (b"V", _text_line, _TEXT),
+    (b"X", _text(_U32), _TEXT),
+    (b"\x8c", _text(_U8), _TEXT),
+    (b"\x8d", _text(_U64), _TEXT),
+    (b"B", _bytes(_U32), _SCALAR),
+    (b"C", _bytes(_U8), _SCALAR),
+    (b"\x8e", _bytes(_U64), _SCALAR),
+    (b"\x96", _bytearray, _TEXT),
+    (b"S", _old_string_line, _TEXT),
+    (b"T", _old_string(_I32), _TEXT),
+    (b"U", _old_string(_U8), _TEXT),
+    (b"(", _mark, _TEXT),
+    (b"0", _pop, 0),
+    (b"1", _pop_mark, 0),
+    (b"2", _dup, _SLOT),
+    (b"]", _empty(list), _CONTAINER),
+    (b"}", _empty(dict), _CONTAINER),
+    (b"\x8f", _empty(set), _SET),
+    (b")", _constant(()), _SLOT),
+    (b"\x85", _tuple(1), _CONTAINER),
+    (b"\x86", _tuple(2), _CONTAINER),
+    (b"\x87", _tuple(3), _CONTAINER),
+    (b"t", _tuple_mark, _TEXT),
+    (b"l", _list_mark, _CONTAINER),
+    (b"d", _dict_mark, _CONTAINER),
+    (b"\x91", _frozenset, _SET),
+    (b"a", _append, 0),
+    (b"e", _appends, 0),
+    (b"s", _set_item, 0),
+    (b"u", _set_items_mark, 0),
+    (b"\x90", _add_items, 0),
+    (b"p", _put, _MEMO),
+    (b"q", _put_binary(_U8), 0),  # at most 256 of them
+    (b"r", _put_binary(_U32), _MEMO),
+    (b"\x94", _memoize, _MEMO),
+    (b"g", _get, _SLOT),
+    (b"h", _get_binary(_U8), _SLOT),
+    (b"j", _get_binary(_U32), _SLOT),
+    (b"c", _global, _SLOT),
+    (b"\x93", _stack_global, _SLOT),
+    (b"R", _reduce, _OBJECT),
+    (b"\x81", _new, _OBJECT),
+    (b"\x92", _new_with_keywords, _OBJECT),
+    (b"b", _build, 0),
+    (b"Q", _persistent, _OBJECT),
+):
+    OPCODES[_opcode[0]] = (_handler, _cost)
+
 
 __all__ = ["MAX_DEPTH", "MAX_MEMORY_BYTES", "Truncated", "Unpickled", "unpickle"]
 

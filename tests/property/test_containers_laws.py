@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.containers import pickle_opcodes, torch_zip
+from ckpttool.containers import torch_zip, unpickler
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.unpickler import Truncated, unpickle
@@ -189,9 +189,7 @@ def _real_pickles() -> Iterator[bytes]:
 
 
 REAL = list(_real_pickles())
-OPCODES = (
-    bytes(i for i, (handler, _) in enumerate(pickle_opcodes.OPCODES) if handler is not pickle_opcodes.unknown) + b"."
-)
+OPCODES = bytes(i for i, (handler, _) in enumerate(unpickler.OPCODES) if handler is not unpickler.unknown) + b"."
 
 
 def _is_safe(data: bytes) -> None:
