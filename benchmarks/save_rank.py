@@ -24,8 +24,8 @@ from measure import keep
 
 import ckpttool
 from ckpttool.integrations.deepspeed import host_memory
+from ckpttool.saving import files
 from ckpttool.saving import files as rank_files
-from ckpttool.saving import payloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +191,7 @@ def main(given: dict[str, Any], data: Path) -> None:
         return 0
 
     def unhashed() -> None:
-        with mock.patch.object(payloads, "crc32", no_checksum):
+        with mock.patch.object(files, "crc32", no_checksum):
             ours()
 
     ways = {

@@ -15,7 +15,7 @@ from ckpttool.budget import CHUNKS, MEMORY, Budget, opening, spend
 from ckpttool.catalog.entries import _numbers
 from ckpttool.containers import safetensors
 from ckpttool.errors import CkptError, ContainerError
-from ckpttool.formats.zero.names import parse_name
+from ckpttool.formats.zero.files import parse_name
 from tests.cli.command import ckpttool as command
 from tests.damage import edit_model
 from tests.hostile import BytesReader

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckpttool import checksums
 from ckpttool.checksums import chunk_bytes, combine, cuts, of_bytes, of_pieces
-from ckpttool.saving.payloads import HostPayload, PlainFile
+from ckpttool.saving.files import HostPayload, PlainFile
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

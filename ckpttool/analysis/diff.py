@@ -20,7 +20,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader, chunk_elements
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.model.selection import WEIGHTS, contents, matcher
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.errors import LayoutError
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model.selection import WEIGHTS, Content, contents
+from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
-from ckpttool.plan.copy_checks import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.model import Checkpoint
+    from ckpttool.model import Checkpoint, State
     from ckpttool.units import Advance
 
 
@@ -101,3 +102,42 @@ def _one(sources: Sources, content: Content, dtype: str | None, advance: Advance
             values = cast(values, kind)
         sha.update(np.ascontiguousarray(values).view(np.uint8).data)
     return sha.digest()
+
+
+HINT = "a disk or memory may be failing: try again, and report it if it stays"
+
+
+def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:
+    """Check that source and output have the same digest; returns the digest of the weights.
+
+    Raises:
+        LayoutError: They differ.
+    """
+    expected, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
+    if expected != found:
+        problem = f"has the digests {found.weights} and {found.optimizer} of weights and optimizer, but the source has "
+        raise LayoutError(directory, f"{problem}{expected.weights} and {expected.optimizer}", HINT)
+    return found.weights
+
+
+def same_weights(
+    checkpoint: Checkpoint, selected: Mapping[str, tuple[State, str]], written: Checkpoint, jobs: int | None
+) -> str:
+    """Check that selected weights and output have the same digest; returns it.
+
+    Args:
+        checkpoint: The source.
+        selected: The state of each tensor of the source, and the type that was written, by name.
+        written: The output.
+        jobs: Threads.
+
+    Raises:
+        LayoutError: They differ.
+    """
+    contents_of_source = [Content(name, WEIGHTS, state) for name, (state, _) in selected.items()]
+    dtypes = {name: dtype for name, (_, dtype) in selected.items()}
+    expected = digest_of(checkpoint, contents_of_source, dtypes=dtypes, jobs=jobs)
+    found = digest_of(written, contents(written), jobs=jobs)
+    if expected != found:
+        raise LayoutError(written.location, f"has the digest {found}, but the source has {expected}", HINT)
+    return expected

@@ -18,7 +18,7 @@ from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import GATHER_ELEMENTS, StateReader
 from ckpttool.messages import brief
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,7 +14,7 @@ from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

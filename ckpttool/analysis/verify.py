@@ -21,7 +21,7 @@ from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model.extents import stored_blocks
-from ckpttool.plan.copy_checks import full_checks, sample_checks, source_files
+from ckpttool.plan.builder import full_checks, sample_checks, source_files
 from ckpttool.storage import connect, without_secrets
 from ckpttool.storage.buffers import ReadBuffer
 from ckpttool.units import Meter

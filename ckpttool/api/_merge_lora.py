@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.api._tied_embeddings import check_embedding, config_of, is_head, with_tied_head
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats.sidecars import SidecarFile, find_sidecars
-from ckpttool.model.derived.lora import CONFIG, adapters_of, merge_lora
+from ckpttool.model.lora import CONFIG, adapters_of, merge_lora
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:

@@ -14,11 +14,10 @@ from ckpttool.errors import ArgumentError
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
-from ckpttool.model.derived.average import average as average_of
-from ckpttool.model.derived.average import place_of
-from ckpttool.model.derived.weighting import DECAYS, decay_weights, moving_average_weights
+from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weights, place_of
+from ckpttool.model.averaging import average as average_of
 from ckpttool.model.selection import matcher
-from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.plan.builder import sample_checks
 from ckpttool.storage import connect
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 from ckpttool.targets.weights import select_weights
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.read_checks import Check
     from ckpttool.model import Checkpoint
-    from ckpttool.model.derived.average import Average
+    from ckpttool.model.averaging import Average
     from ckpttool.plan import CopyPlan
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
@@ -264,7 +263,7 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
     made = _plan_zero(mean, newest, request) if request.to == "zero" else _plan_weights(mean, newest, request)
 
     def verify(directory: str) -> str:
-        from ckpttool.analysis.same_digests import same_digest, same_weights
+        from ckpttool.analysis.digest import same_digest, same_weights
 
         output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
         if made.selection is None:
@@ -327,7 +326,7 @@ def _plan_weights(mean: Average, newest: Checkpoint, request: _Request) -> _Plan
 
 def _plan_zero(mean: Average, newest: Checkpoint, request: _Request) -> _Planned:
     from ckpttool.formats.locate import LATEST
-    from ckpttool.targets.zero.shape import shape_for, zero_losses
+    from ckpttool.targets.zero.layout import shape_for, zero_losses
     from ckpttool.targets.zero.writer import plan_zero
 
     tag = newest.tag if newest.latest is not None else f"global_step{newest.step or 0}"

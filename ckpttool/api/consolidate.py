@@ -170,7 +170,7 @@ def _consolidate(
     selection = made.selection
 
     def verify(directory: str) -> str:
-        from ckpttool.analysis.same_digests import same_digest, same_weights
+        from ckpttool.analysis.digest import same_digest, same_weights
 
         output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
         if chosen.optimizer:

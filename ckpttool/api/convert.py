@@ -14,7 +14,7 @@ from ckpttool.errors import ArgumentError
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
-from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.plan.builder import sample_checks
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
     plan, last, losses = _plan(checkpoint, target, tag)
 
     def verify(directory: str) -> str:
-        from ckpttool.analysis.same_digests import same_digest
+        from ckpttool.analysis.digest import same_digest
 
         output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
         return same_digest(checkpoint, output, directory, options.jobs)
@@ -195,7 +195,7 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
     """The plan, the name of the file that is committed last, and the state that the output does not keep."""
     if target.to == "zero":
         from ckpttool.formats.locate import LATEST
-        from ckpttool.targets.zero.shape import shape_for, zero_losses
+        from ckpttool.targets.zero.layout import shape_for, zero_losses
         from ckpttool.targets.zero.writer import plan_zero
 
         shape = shape_for(
@@ -209,8 +209,7 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         )
         plan, last, losses = plan_zero(checkpoint, shape, tag=tag), LATEST, list(zero_losses(checkpoint, shape))
     elif target.to == "universal":
-        from ckpttool.targets.universal.losses import universal_losses
-        from ckpttool.targets.universal.plan import plan_universal
+        from ckpttool.targets.universal import plan_universal, universal_losses
 
         plan, last = plan_universal(checkpoint, tag=tag, consistency=sample_checks(checkpoint)), "latest_universal"
         losses = list(universal_losses(checkpoint))

@@ -134,7 +134,7 @@ def _check_copy(checkpoint: Checkpoint, directory: str, *, options: Options) -> 
         raise LayoutError(directory, f"does not hold the files of {checkpoint.location}", "try again")
     if not options.prove:
         return None
-    from ckpttool.analysis.same_digests import same_digest
+    from ckpttool.analysis.digest import same_digest
 
     return same_digest(checkpoint, copy, directory, options.jobs)
 

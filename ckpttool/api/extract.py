@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_choice, checked_path
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     import os

@@ -20,7 +20,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.registry import FORMATS
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
-from ckpttool.formats.zero.names import is_of_tag
+from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import BESIDE, MANIFEST, connect, walk
 from ckpttool.storage.base import NO_NAMES

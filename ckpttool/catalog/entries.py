@@ -30,7 +30,7 @@ from ckpttool.formats.locate import (
     refuse_unfinished,
 )
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
-from ckpttool.formats.zero.names import is_of_tag
+from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,

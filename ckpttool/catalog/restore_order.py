@@ -10,7 +10,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Saved, commits, is_thin, newest_first, read_manifest
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 from ckpttool.formats.locate import LATEST, named_tag, natural_order
-from ckpttool.formats.zero.names import is_of_tag
+from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.storage import MARK
 from ckpttool.storage.confined import leads_out
 from ckpttool.storage.error_texts import MISSING

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.same_digests import same_weights
+from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import of_bytes
@@ -41,10 +41,8 @@ from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.thin import SUFFIX
 from ckpttool.formats.weights import read_safetensors
 from ckpttool.formats.whole import open_whole
-from ckpttool.formats.zero.names import parse_name
-from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import HashedFile
-from ckpttool.saving.planned import PlannedFile
+from ckpttool.formats.zero.files import parse_name
+from ckpttool.saving.files import HashedFile, PlannedFile, write_files
 from ckpttool.saving.two_phase import SPACE_FACTOR
 from ckpttool.storage import BESIDE, MANIFEST, THINNING, connect, is_linked, walk
 from ckpttool.targets.thin import plan_thin
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Checksums
     from ckpttool.model import Checkpoint
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
     from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance

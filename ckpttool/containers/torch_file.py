@@ -1,22 +1,107 @@
-"""A file written by ``torch.save``, in either form: its structure, and the place of every tensor's bytes."""
+"""A file written by ``torch.save``, in either form: its structure, and the place of every tensor's bytes.
+
+The form before ZIP has five pickles, then each storage's length and bytes. DeepSpeed still writes it with
+``checkpoint: {"checkpoint_serialization": false}``.
+
+Source: torch 2.13, torch/serialization.py (``_legacy_save``, ``_legacy_load``).
+"""
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import note_file
 from ckpttool.checksums import Record, crc32
-from ckpttool.containers import torch_legacy, torch_zip
-from ckpttool.containers.unpickler import Truncated, unpickle
+from ckpttool.containers import torch_zip
+from ckpttool.containers.unpickler import Truncated, Unpickled, unpickle
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ChecksumError, ContainerError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
-    from ckpttool.containers.unpickler import Unpickled
     from ckpttool.containers.values import TensorRef
     from ckpttool.storage import RangeReader
+
+
+MAGIC = 0x1950A86A20F9469CFC6C
+"""Content of the first of the five pickles."""
+FIRST_READ = 1 << 16
+"""Bytes to read first, then twice as many until the pickles end: their length is not recorded."""
+
+_NUMEL = struct.Struct("<q")
+_LEGACY_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file with these first bytes has the legacy form, in any pickle protocol."""
+    return head[:1] == b"\x80" and MAGIC.to_bytes(10, "little") in head[:32]
+
+
+def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str, ByteRange]]:
+    """Read the structure and the byte range of each storage.
+
+    Returns:
+        The value that was saved, and the byte range of each storage, by key, in the order of first use.
+
+    Raises:
+        ContainerError: The file is cut off, damaged or big-endian, or its pickles are larger than ``max_pickle_bytes``.
+        StorageError: The file cannot be read.
+    """
+    saved, keys, position = _parse_pickles(reader, max_pickle_bytes)
+    ranges: dict[str, ByteRange] = {}
+    counts: list[tuple[str, ByteRange, int]] = []
+    for key in keys:
+        ref = saved.storages.get(key) if isinstance(key, str) else None
+        if ref is None or key in ranges:
+            raise ContainerError(reader.path, f"its list of storages names {brief(key)} without reason", _LEGACY_HINT)
+        start = position + _NUMEL.size
+        if start + ref.nbytes > reader.nbytes:
+            raise ContainerError(reader.path, f"storage {brief(key)} reaches beyond the end of the file", _LEGACY_HINT)
+        counts.append((key, ByteRange(position, start), ref.numel))
+        position = start + ref.nbytes
+        ranges[key] = ByteRange(start, position)
+    if reader.remote:
+        counts = counts[-1:]  # it is where it should be only if all before it have the lengths that they should
+    for (key, _, expected), data in zip(counts, reader.read_many([where for _, where, _ in counts]), strict=True):
+        (numel,) = _NUMEL.unpack(data)
+        if numel != expected:
+            raise ContainerError(
+                reader.path, f"storage {brief(key)} holds {numel} elements, but {expected} were saved", _LEGACY_HINT
+            )
+    missing = saved.storages.keys() - ranges.keys()
+    if missing:
+        raise ContainerError(reader.path, f"storage {brief(min(missing))} is missing", _LEGACY_HINT)
+    return saved.value, {key: ranges[key] for key in saved.storages}
+
+
+def _parse_pickles(reader: RangeReader, max_pickle_bytes: int) -> tuple[Unpickled, list[Any], int]:
+    wanted = FIRST_READ
+    while True:
+        data = reader.read(0, min(wanted, reader.nbytes))
+        try:
+            magic = unpickle(data, path=reader.path)
+            version = unpickle(data, path=reader.path, start=magic.end)
+            system = unpickle(data, path=reader.path, start=version.end)
+            saved = unpickle(data, path=reader.path, start=system.end)
+            keys = unpickle(data, path=reader.path, start=saved.end)
+        except Truncated:
+            if len(data) == reader.nbytes:
+                raise TruncatedError(reader.path, "ends in the middle of a pickle", _LEGACY_HINT) from None
+            if wanted >= max_pickle_bytes:
+                problem = f"its pickle is larger than {max_pickle_bytes:,} bytes"
+                raise ContainerError(reader.path, problem, _LEGACY_HINT) from None
+            wanted = min(wanted * 4, max_pickle_bytes)
+            continue
+        if magic.value != MAGIC or version.value != 1001:
+            raise ContainerError(reader.path, "has an unknown torch.save protocol", _LEGACY_HINT)
+        if not isinstance(system.value, dict) or not isinstance(keys.value, list):
+            raise ContainerError(reader.path, "has an unknown torch.save protocol", _LEGACY_HINT)
+        if system.value.get("little_endian") is not True:
+            raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")
+        return saved, keys.value, keys.end
+
 
 MAX_PICKLE_BYTES = 1 << 27
 """Largest pickle: it holds no tensor bytes, and reading one byte of it may take a hundred bytes of memory."""
@@ -84,8 +169,8 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     head = reader.read(0, min(reader.nbytes, 512))
     if head.startswith(torch_zip.MAGIC):
         return _read_zip(reader, {} if known is None else known)
-    if torch_legacy.is_legacy(head):
-        root, storages = torch_legacy.parse(reader, max_pickle_bytes=MAX_PICKLE_BYTES)
+    if is_legacy(head):
+        root, storages = parse(reader, max_pickle_bytes=MAX_PICKLE_BYTES)
         return TorchFile(reader.path, reader.nbytes, "legacy", root, storages, ())
     if not any(head):
         raise TruncatedError(reader.path, "begins with zeros: it was never written", _HINT)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.containers.unpickler import MAX_NAME, RefusedError
+from ckpttool.containers.pickle_machine import MAX_NAME, RefusedError
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType
 from ckpttool.dtypes import BY_STORAGE_CLASS, BY_TORCH_NAME, itemsize
 from ckpttool.messages import brief
@@ -19,7 +19,7 @@ from ckpttool.messages import brief
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.containers.unpickler import Machine
+    from ckpttool.containers.pickle_machine import Machine
 
 MAX_DIMENSIONS = 64
 """torch's own limit."""

@@ -21,7 +21,7 @@ from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.copy import Copier, PartAssembler
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
-from ckpttool.plan.shared_reads import find_shared_reads
+from ckpttool.plan.split import find_shared_reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.reports import WHOLE
-from ckpttool.formats.zero.names import is_of_tag, parse_name
+from ckpttool.formats.zero.files import is_of_tag, parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, MARK, is_url, parent
 

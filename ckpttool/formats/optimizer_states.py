@@ -18,7 +18,7 @@ from ckpttool.containers import safetensors
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.safetensors_states import states_in
+from ckpttool.formats.tensors import states_in
 from ckpttool.messages import brief
 from ckpttool.model import (
     BY_ROWS,

@@ -9,7 +9,7 @@ import importlib
 import posixpath
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.formats.zero.names import RUN_STATE
+from ckpttool.formats.zero.files import RUN_STATE
 
 if TYPE_CHECKING:
     from ckpttool.formats.locate import Location

@@ -19,7 +19,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.locate import LATEST
 from ckpttool.formats.weights import read_safetensors
-from ckpttool.formats.zero.names import RUN_STATE, parse_name
+from ckpttool.formats.zero.files import RUN_STATE, parse_name
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, CheckpointFile, Parameter, State, Topology
 from ckpttool.model.places import Contiguous
 

@@ -16,10 +16,18 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
 from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.torch_tensors import whole_tensor
-from ckpttool.formats.zero.checks import check_model_ranks, model_names
+from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.identity import agreed_facts, check_listed, copied_states, trusted_names
+from ckpttool.formats.zero.file_set import Opener
+from ckpttool.formats.zero.files import MAX_RANKS, RankFile, ZeroFiles
+from ckpttool.formats.zero.identity import (
+    agreed_facts,
+    check_listed,
+    check_model_ranks,
+    copied_states,
+    model_names,
+    trusted_names,
+)
 from ckpttool.formats.zero.module import (
     TensorNames,
     common_facts,
@@ -29,9 +37,7 @@ from ckpttool.formats.zero.module import (
     read_param_shapes,
     zenflow,
 )
-from ckpttool.formats.zero.opener import Opener
 from ckpttool.formats.zero.partitions import check_agreement, read_group
-from ckpttool.formats.zero.rank_files import MAX_RANKS, RankFile, ZeroFiles
 from ckpttool.formats.zero.stage3 import read_frozen
 from ckpttool.model import (
     BY_ROWS,

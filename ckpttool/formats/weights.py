@@ -19,8 +19,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
 from ckpttool.formats.reports import WHOLE
-from ckpttool.formats.safetensors_states import states_in
-from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.tensors import states_in, whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
     MODULE,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.description import as_plain, title
-from ckpttool.analysis.folding import Folding, folded_name
-from ckpttool.analysis.layout import layer_of
+from ckpttool.analysis.layout import Folding, folded_name, layer_of
 from ckpttool.pages import page
 
 if TYPE_CHECKING:

@@ -1,24 +1,323 @@
-"""Write the files of one rank into the directory of a checkpoint."""
+"""The files of one rank in a save: their bytes and checksums, from memory or from a plan, and how they are written."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import posixpath
 import secrets
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
+from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
 from ckpttool.commit.marks import TAKEN, TakenError
+from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
+from ckpttool.execution.copy import PartAssembler
 from ckpttool.storage import MANIFEST, MARK, ExistsError, aside_name, is_half_removed, walk
 from ckpttool.storage.streams import write_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from ckpttool.checksums import Checksums
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.execution.sources import Sources
+    from ckpttool.plan import CopyPlan, TargetFile
+    from ckpttool.ranges import ByteRange
     from ckpttool.storage import WritableStorage
+    from ckpttool.units import Advance
+
+
+READ_BYTES = 1 << 23
+"""Bytes of one read of a payload."""
+
+Hashed = tuple[int, int, int]
+"""First byte in the file, size in bytes and CRC-32 of a piece inside one chunk."""
+
+
+class Payload(Protocol):
+    """Bytes in the memory of the host or of a device."""
+
+    nbytes: int
+    """Size in bytes."""
+
+    def read(self, start: int, end: int) -> memoryview:
+        """Return the bytes [start, end), valid until the next call."""
+
+
+class HostPayload:
+    """Bytes in the memory of the host.
+
+    Args:
+        data: The bytes.
+    """
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._view = memoryview(data)
+        self.nbytes = self._view.nbytes
+
+    def read(self, start: int, end: int) -> memoryview:
+        """Return the bytes [start, end)."""
+        return self._view[start:end]
+
+
+class Mapper(Protocol):
+    """``map``, or the ``map`` of an executor, which computes results in advance."""
+
+    def __call__(
+        self, function: Callable[[tuple[int, Payload]], list[Hashed]], values: Iterable[tuple[int, Payload]], /
+    ) -> Iterator[list[Hashed]]:
+        """Yield the result of the function for each value, in order."""
+
+
+class OutgoingFile(Protocol):
+    """A file of one rank."""
+
+    @property
+    def name(self) -> str:
+        """Path relative to the checkpoint's directory, with "/" between directories."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order; each buffer is valid until the next one is requested.
+
+        Args:
+            mapped: Maps the checksum function over the payloads.
+        """
+
+
+@dataclass(slots=True)
+class PlainFile:
+    """A file with one payload."""
+
+    name: str
+    payload: Payload
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.payload.nbytes
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order."""
+        hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [(0, self.payload)])
+        yield from _pieces(self.payload)
+        (self._hashed,) = hashed
+
+
+@dataclass(slots=True)
+class TorchFile:
+    """A file for ``torch.load``.
+
+    Each byte is hashed only once; the CRC-32 of each storage in the archive and those of the chunks are combined from
+    the same pieces.
+    """
+
+    name: str
+    pickled: bytes
+    """Content of ``data.pkl``."""
+    payloads: Mapping[str, Payload]
+    """Payloads of the storages by key, in order."""
+    _built: torch_zip.BuiltArchive = field(init=False)
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
+    _directory: tuple[int, int] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._built = self._build({})
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._built.nbytes
+
+    @property
+    def layout(self) -> tuple[tuple[tuple[int, bytes], ...], Mapping[str, ByteRange]]:
+        """The bytes beside payloads, by offset, and the range of each payload by its key."""
+        return self._built.literals, self._built.payloads
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed, self._directory)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order; wait for each storage's checksum, which precedes its bytes."""
+        where, size = self._built.payloads, chunk_bytes(self.nbytes)
+        hashed = mapped(partial(_hash, size), [(where[key].start, p) for key, p in self.payloads.items()])
+        keys = {where[key].start: key for key in self.payloads}
+        crcs: dict[str, int] = {}
+        self._hashed = []
+        *literals, (end, _) = self._built.literals
+        for start, literal in literals:
+            key = keys.get(start + len(literal))  # no other literal ends where a storage begins
+            if key is None:
+                yield self._hashed_literal(start, literal, size)
+                continue
+            of_payload = next(hashed)
+            crcs[key] = _combined(of_payload)
+            yield self._hashed_literal(start, torch_zip.with_crc32(literal, crcs[key]), size)
+            yield from _pieces(self.payloads[key])
+            self._hashed += of_payload
+        directory = self._build(crcs).literals[-1][1]
+        self._directory = end, crc32(directory)
+        yield self._hashed_literal(end, directory, size)
+
+    def _hashed_literal(self, start: int, literal: bytes, size: int) -> bytes:
+        self._hashed += _hash(size, (start, HostPayload(literal)))
+        return literal
+
+    def _build(self, crcs: Mapping[str, int]) -> torch_zip.BuiltArchive:
+        sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
+        prefix = posixpath.splitext(posixpath.basename(self.name))[0]
+        return torch_zip.build(self.pickled, sizes, prefix=prefix, path=self.name, crc32=crcs)
+
+
+@dataclass(slots=True)
+class HashedFile:
+    """Wraps a file, and computes the SHA-256 of each chunk in the same pass."""
+
+    inner: OutgoingFile
+    """The wrapped file."""
+    _digests: tuple[bytes, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the wrapped file."""
+        return self.inner.name
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the wrapped file in bytes."""
+        return self.inner.nbytes
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+        return self.inner.checksums._replace(sha256=self._digests)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order."""
+        size, at, current = chunk_bytes(self.nbytes), 0, hashlib.sha256()
+        digests: list[bytes] = []
+        for data in self.inner.stream(mapped):
+            view = memoryview(data)
+            for start, end in cuts(at, at + len(view), size):
+                current.update(view[start - at : end - at])
+                if end % size == 0:
+                    digests.append(current.digest())
+                    current = hashlib.sha256()
+            at += len(view)
+            yield data
+        if at % size:
+            digests.append(current.digest())
+        self._digests = tuple(digests)
+
+
+def _hash(size: int, placed: tuple[int, Payload]) -> list[Hashed]:
+    """Compute the checksums of a payload at an offset in a file, split at chunk boundaries."""
+    first, payload = placed
+    return [(a, b - a, crc32(payload.read(a - first, b - first))) for a, b in cuts(first, first + payload.nbytes, size)]
+
+
+def _combined(hashed: Iterable[Hashed]) -> int:
+    """Combine the CRC-32 of consecutive pieces."""
+    whole = 0
+    for _, nbytes, crc in hashed:
+        whole = combine(whole, crc, nbytes)
+    return whole
+
+
+def _pieces(payload: Payload) -> Iterator[memoryview]:
+    for start in range(0, payload.nbytes, READ_BYTES):
+        yield payload.read(start, min(payload.nbytes, start + READ_BYTES))
+
+
+PART_BYTES = 1 << 23
+"""Bytes of the file that are assembled at once."""
+
+
+class PlannedFile:
+    """A file of a plan that ``saving.files`` writes; see ``OutgoingFile``.
+
+    Args:
+        plan: The plan.
+        file: One of its files.
+        sources: The source files of the plan; the caller closes them.
+        jobs: Parts that are assembled concurrently.
+        memory: Bytes of parts in flight; one part is always allowed.
+        advance: Called with the number of bytes streamed since the last call.
+    """
+
+    def __init__(
+        self, plan: CopyPlan, file: TargetFile, sources: Sources, *, jobs: int, memory: int, advance: Advance
+    ) -> None:
+        self.name = file.name
+        self.nbytes = file.nbytes
+        self._assembler = PartAssembler(plan, file, sources)
+        self._jobs = max(1, min(jobs, memory // self._assembler.cost(PART_BYTES)))
+        self._advance = advance
+        self._hashed: list[Hashed] = []
+        self.overflowed = 0
+        """Finite values that were cast to infinity; known when ``stream`` has ended."""
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        size = chunk_bytes(self.nbytes)
+        self._hashed, self.overflowed = [], 0
+        for start, data in self._parts():
+            self._hashed += [
+                (a, b - a, crc32(data[a - start : b - start])) for a, b in cuts(start, start + len(data), size)
+            ]
+            yield data
+            self._advance(len(data))
+
+    def _parts(self) -> Iterator[tuple[int, memoryview]]:
+        """Assemble the parts in threads, a few ahead; yield them in order."""
+        waiting: deque[tuple[int, Future[tuple[memoryview, int]]]] = deque()
+        with ThreadPoolExecutor(self._jobs, thread_name_prefix="ckpttool-assemble") as pool:
+            try:
+                for start in range(0, self.nbytes, PART_BYTES):
+                    if len(waiting) > self._jobs:
+                        yield self._taken(*waiting.popleft())
+                    end = min(start + PART_BYTES, self.nbytes)
+                    waiting.append((start, pool.submit(self._assembler.assemble, start, end)))
+                while waiting:
+                    yield self._taken(*waiting.popleft())
+            finally:
+                for _, future in waiting:
+                    future.cancel()
+
+    def _taken(self, start: int, future: Future[tuple[memoryview, int]]) -> tuple[int, memoryview]:
+        data, overflowed = future.result()
+        self.overflowed += overflowed
+        return start, data
+
 
 ALREADY = "exists already: another process saves the same checkpoint"
 

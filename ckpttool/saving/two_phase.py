@@ -30,15 +30,14 @@ from ckpttool.formats.locate import LATEST, named_tag
 from ckpttool.formats.whole import is_whole
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.coordination import RankError
-from ckpttool.saving.files import put_new, take_over
-from ckpttool.saving.payloads import HashedFile
+from ckpttool.saving.files import HashedFile, put_new, take_over
 from ckpttool.storage import MANIFEST, MARK, find_text, is_linked, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")

@@ -19,14 +19,13 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, Size, TorchDType
 from ckpttool.dtypes import DTYPES, castable
 from ckpttool.errors import PlanError
-from ckpttool.formats.dcp_shards import METADATA
+from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.targets.embedded import without_tensors
-from ckpttool.targets.torch_file import TorchFileBuilder, plain_file
-from ckpttool.targets.universal.plan import scalar_bytes
+from ckpttool.targets.torch import TorchFileBuilder, plain_file, without_tensors
+from ckpttool.targets.universal import scalar_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,7 +13,7 @@ from ckpttool.formats.optimizer_states import METADATA, NOT_FINITE, STEM, VERSIO
 from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.targets.safetensors import safetensors_files
 from ckpttool.targets.weights import Weight, WeightSelection
-from ckpttool.targets.zero.loss_scaler import scales_losses
+from ckpttool.targets.zero.writer import scales_losses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,8 +10,7 @@ from ckpttool.errors import PlanError
 from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
-from ckpttool.targets.index import index_file
-from ckpttool.targets.weights import Weight, WeightSelection, shard_names, split_into_shards
+from ckpttool.targets.weights import Weight, WeightSelection, index_file, shard_names, split_into_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.formats.zero.names import RUN_STATE
+from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.model import MASTER, UNKNOWN_GROUP
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.targets.embedded import copy_embedded, without_tensors
-from ckpttool.targets.torch_file import TorchFileBuilder
+from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, without_tensors
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:

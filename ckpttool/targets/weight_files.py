@@ -10,12 +10,10 @@ from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.plan import CopyPlan
-from ckpttool.plan.builder import CopyBuilder
-from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.plan.builder import CopyBuilder, sample_checks
 from ckpttool.storage import connect
-from ckpttool.targets.renaming import parse_renamings, renamed
 from ckpttool.targets.sidecars import with_sidecars
-from ckpttool.targets.weights import select_weights
+from ckpttool.targets.weights import parse_renamings, renamed, select_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,15 +96,15 @@ def plan_weight_files(
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     rules = parse_renamings(chosen.rename)
     if chosen.adapter_only:
-        from ckpttool.targets import adapter
+        from ckpttool.targets import weights
         from ckpttool.targets.safetensors import plan_safetensors
 
-        selection = adapter.select_adapter(checkpoint, source=chosen.weights, dtype=target)
+        selection = weights.select_adapter(checkpoint, source=chosen.weights, dtype=target)
         selection, unused = renamed(selection, chosen.rename_map, rules, checkpoint.location)
-        plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=adapter.STEM)
-        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (adapter.CONFIG, "README.md"))
-        if adapter.CONFIG not in {c.name for c in companions}:
-            notes.append(f"there is no {adapter.CONFIG} beside the checkpoint: PEFT needs one in {out}")
+        plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=weights.STEM)
+        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (weights.CONFIG, "README.md"))
+        if weights.CONFIG not in {c.name for c in companions}:
+            notes.append(f"there is no {weights.CONFIG} beside the checkpoint: PEFT needs one in {out}")
         index = ""
     else:
         selection = select_weights(

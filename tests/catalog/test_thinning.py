@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.analysis.same_digests import same_weights
+from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError
-from ckpttool.formats.zero.names import RUN_STATE
+from ckpttool.formats.zero.files import RUN_STATE
+from ckpttool.saving import files
 from ckpttool.saving import files as saving_files
-from ckpttool.saving import planned
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING
 from tests import sampling
@@ -310,7 +310,7 @@ def _faults(names: list[str]) -> Iterator[Fault]:
 def test_a_crash_at_every_operation_loses_nothing(
     committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(planned, "PART_BYTES", 4096)
+    monkeypatch.setattr(files, "PART_BYTES", 4096)
     base = tmp_path / "base"
     base.mkdir()
     original = _prepared(base, committed=committed)
@@ -363,7 +363,7 @@ def test_a_crash_at_every_operation_loses_nothing(
 def test_a_power_failure_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(planned, "PART_BYTES", 4096)
+    monkeypatch.setattr(files, "PART_BYTES", 4096)
     original = _prepared(tmp_path / "base", committed=True)
     whole = {p.name: p.read_bytes() for p in original.iterdir()}
     root = Path(shutil.copytree(tmp_path / "base", tmp_path / "root"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.analysis.same_digests import same_weights
+from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog import cleanup, entries, retention, thinning, upkeep
 from ckpttool.catalog.cleanup import remove_left_over_files
 from ckpttool.catalog.entries import CatalogEntry

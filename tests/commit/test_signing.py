@@ -19,7 +19,7 @@ from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.payloads import HashedFile, HostPayload, PlainFile
+from ckpttool.saving.files import HashedFile, HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, connect
 from tests.cli.command import ckpttool as command

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckpttool.containers import torch_file, torch_legacy, torch_zip, unpickler
+from ckpttool.containers import torch_file, torch_zip, unpickler
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.unpickler import unpickle
@@ -386,13 +386,13 @@ def test_directory_too_large_is_refused_before_it_is_read(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("data", [_saved(), _saved_legacy()], ids=["zip", "legacy"])
 def test_pickle_too_large_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 100)
-    monkeypatch.setattr(torch_legacy, "FIRST_READ", 50)
+    monkeypatch.setattr(torch_file, "FIRST_READ", 50)
     with pytest.raises(ContainerError, match="its pickle is larger than 100 bytes"):
         read(data)
 
 
 def test_legacy_pickle_is_read_in_growing_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_legacy, "FIRST_READ", 16)
+    monkeypatch.setattr(torch_file, "FIRST_READ", 16)
     reader = BytesReader(_saved_legacy())
     assert read_torch_file(reader).root["a"].shape == (3,)
 

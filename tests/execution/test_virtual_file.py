@@ -14,7 +14,7 @@ from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
 from ckpttool.targets.replicas import plan_replicas
-from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.layout import Shape
 from ckpttool.targets.zero.writer import plan_rank, plan_zero
 from tests.execution.outputs import run_into
 from tests.truth import REPRESENTATIVE, source

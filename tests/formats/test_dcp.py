@@ -30,7 +30,7 @@ from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import Manifest
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.dcp_shards import _boxes
+from ckpttool.formats.dcp import _boxes
 from ckpttool.formats.strided import merge_slices
 from ckpttool.model import UNKNOWN_GROUP, ScalarState
 from ckpttool.storage import MANIFEST

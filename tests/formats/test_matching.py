@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats.zero.matching import match_names
+from ckpttool.formats.zero.partitions import match_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.formats.zero.rank_files import ZeroFiles
+    from ckpttool.formats.zero.files import ZeroFiles
 
 SECONDS = 10
 

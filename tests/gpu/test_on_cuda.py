@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpttool.integrations.torch.pickling import describe
-from ckpttool.saving.payloads import TorchFile
+from ckpttool.saving.files import TorchFile
 from tests.gpu import checks
 from tests.gpu.test_fixtures import command
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from ckpttool import checksums  # noqa: E402
 from ckpttool.checksums import of_bytes  # noqa: E402
 from ckpttool.integrations.torch.pickling import describe  # noqa: E402
-from ckpttool.saving.payloads import PlainFile, TorchFile  # noqa: E402
+from ckpttool.saving.files import PlainFile, TorchFile  # noqa: E402
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.plan.shared_reads import find_shared_reads
+from ckpttool.plan.split import find_shared_reads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.formats.zero import stage3, stage12
-from ckpttool.formats.zero.fragments import BufferSlice, EqualParts, Fragments, Partitioned, StoredPartitions
+from ckpttool.formats.zero.partitions import BufferSlice, EqualParts, Fragments, Partitioned, StoredPartitions
 from ckpttool.model.extents import suspects
 
 SHAPES = st.lists(

@@ -19,8 +19,7 @@ from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
 from ckpttool.formats.whole import open_whole
 from ckpttool.saving import files as rank_files
-from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import HostPayload, PlainFile
+from ckpttool.saving.files import HostPayload, PlainFile, write_files
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
 from tests.truth import HERE
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
     from ckpttool.commit.manifest import Manifest
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
 
 SIDECARS = {"zero_to_fp32.py": b"# a script\n"}

@@ -19,7 +19,7 @@ SCRIPT = """
 import logging, multiprocessing, os, sys, time
 from ckpttool.saving.background import Background
 from ckpttool.storage import LOCAL
-from ckpttool.saving.payloads import HostPayload, PlainFile
+from ckpttool.saving.files import HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.saving.coordination import Alone
 from ckpttool.errors import CkptError

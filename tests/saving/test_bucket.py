@@ -12,8 +12,7 @@ import pytest
 from ckpttool.catalog.cleanup import tidy
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
-from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import HostPayload, PlainFile
+from ckpttool.saving.files import HostPayload, PlainFile, write_files
 from ckpttool.storage import MANIFEST, MARK, open_storage, retry
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote

@@ -19,8 +19,7 @@ from ckpttool.errors import CkptError, ContainerError, StorageError
 from ckpttool.formats.whole import open_whole
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone, RankError, Ranks
-from ckpttool.saving.files import write_files
-from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
+from ckpttool.saving.files import HostPayload, PlainFile, TorchFile, write_files
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, aside_name
 from tests.faults.disks import Machine
@@ -30,7 +29,7 @@ from tests.saving.checkpoints import chosen, content, part, save_version, versio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
 
 
 @pytest.fixture

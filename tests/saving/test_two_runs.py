@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ckpttool.checksums import Checksums
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
 
 
 @pytest.fixture(params=["disk", "bucket"])

@@ -13,7 +13,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import open_storage
-from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.layout import Shape
 from ckpttool.targets.zero.writer import plan_rank
 from tests.deepspeed_engines import Load, load_all
 from tests.storage.large import write_weights

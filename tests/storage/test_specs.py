@@ -12,7 +12,7 @@ import pytest
 import ckpttool
 from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.formats import open_checkpoint
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 from ckpttool.storage import LOCAL, LOCAL_SPEC, connect, open_storage
 from ckpttool.storage.confined import ConfinedStorage
 from ckpttool.storage.fsspec import RemoteStorage

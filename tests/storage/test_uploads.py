@@ -513,7 +513,7 @@ def test_an_interrupted_proof_leaves_nothing(weights: str, s3: Bucket, monkeypat
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpttool.analysis.same_digests.same_weights", interrupted)
+    monkeypatch.setattr("ckpttool.analysis.digest.same_weights", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
     _assert_nothing_is_left(s3)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.errors import PlanError
-from ckpttool.targets.adapter import adapter_name
+from ckpttool.targets.weights import adapter_name
 from tests.truth import source, truth
 
 if TYPE_CHECKING:

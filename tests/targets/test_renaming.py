@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import ArgumentError
-from ckpttool.targets.renaming import READY_MADE
+from ckpttool.targets.weights import READY_MADE
 from tests.cli.command import ckpttool as command
 from tests.truth import source, truth
 

@@ -15,8 +15,7 @@ from ckpttool.containers.values import StorageRef, TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
-from ckpttool.targets.universal.losses import universal_losses
-from ckpttool.targets.universal.plan import plan_universal
+from ckpttool.targets.universal import plan_universal, universal_losses
 from tests.deepspeed_engines import Load, Loaded, load_all
 from tests.execution.outputs import run_into
 from tests.truth import NAMES, REPRESENTATIVE, source, tag_directory, truth

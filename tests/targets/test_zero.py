@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.formats.zero.round_robin import round_robin, undo_round_robin
+from ckpttool.formats.zero.partitions import round_robin, undo_round_robin
 from ckpttool.model import ScalarState
-from ckpttool.targets.zero.layout import FlatGroup, SubGroup, sub_groups
-from ckpttool.targets.zero.shape import Shape
+from ckpttool.targets.zero.layout import FlatGroup, Shape, SubGroup, sub_groups
 from ckpttool.targets.zero.writer import plan_zero
 from tests import sampling
 from tests.cli.command import ckpttool as command

@@ -1,4 +1,7 @@
-"""The module side of a ZeRO checkpoint: names, shapes, buffers, ties and client state, the same at every stage."""
+"""The module side of a ZeRO checkpoint, the same at every stage: names, shapes, buffers, ties and client state.
+
+First of one file, then of all files of one model-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.formats.fields import MAX_ELEMENTS, shape_of
-from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import State
 from ckpttool.model.places import Contiguous
@@ -14,7 +17,7 @@ from ckpttool.model.places import Contiguous
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
+    from ckpttool.formats.zero.files import RankFile, ZeroFiles
 
 # Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
 ENGINE_KEYS = frozenset(

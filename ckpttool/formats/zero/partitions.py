@@ -2,6 +2,8 @@
 
 Stages 1 and 2 split one flat buffer for each parameter group; stage 3 splits every parameter and puts the parts into
 flat buffers, its sub-groups. ``stage12`` and ``stage3`` compute the fragments; this module does the rest.
+
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_round_robin_reorder``).
 """
 
 from __future__ import annotations
@@ -15,17 +17,266 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import fingerprint
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.zero.fragments import Partitioned, StoredPartitions
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, tensor_number
+from ckpttool.model.places import Place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ckpttool.formats.fields import Fields
     from ckpttool.formats.reports import Report
-    from ckpttool.formats.zero.fragments import Fragments
-    from ckpttool.formats.zero.rank_files import RankFile, SwappedFile, ZeroFiles
+    from ckpttool.formats.zero.files import RankFile, SwappedFile, ZeroFiles
+
+
+def round_robin(names: Sequence[str], ranks: int) -> list[str]:
+    """Return the order of a flat buffer: every ``ranks``-th parameter, ``ranks`` times."""
+    return [name for j in range(ranks) for name in names[j::ranks]]
+
+
+def undo_round_robin(stored: Sequence[str], ranks: int) -> list[str]:
+    """Convert the order of a flat buffer to the optimizer's order."""
+    order = round_robin([str(i) for i in range(len(stored))], ranks)
+    result = [""] * len(stored)
+    for name, place in zip(stored, order, strict=True):
+        result[int(place)] = name
+    return result
+
+
+MAX_STATES = 200_000
+"""Maximum number of positions to examine."""
+
+
+def match_names(
+    names: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...] | None]]
+) -> list[list[str]] | None:
+    """Assign names to groups so that shapes match and every group keeps the order of the names.
+
+    Names may be left over (frozen parameters); every place gets a name.
+
+    Args:
+        names: Name to shape, in order.
+        groups: The shape of each place of each group, in order; None fits anything.
+
+    Returns:
+        Names of each group; None if there is no assignment, or more than one.
+    """
+    ordered = list(names.items())
+    spare = len(ordered) - sum(map(len, groups))
+    if spare < 0:
+        return None
+    # Backwards: number of ways (0, 1, more) to fill the groups from these places on with the names from i on.
+    ways: dict[tuple[int, ...], int] = {tuple(map(len, groups)): 1}
+    steps: list[dict[tuple[int, ...], int]] = [ways]
+    looked_at = 0
+    for i in range(len(ordered) - 1, -1, -1):
+        shape = ordered[i][1]
+        before: dict[tuple[int, ...], int] = {}
+        left = len(ordered) - i
+        for places, count in ways.items():
+            options = [places] if left - _filled(places, groups) <= spare else []
+            for g, at in enumerate(places):
+                if at and _fits(groups[g][at - 1], shape):
+                    options.append((*places[:g], at - 1, *places[g + 1 :]))
+            for option in options:
+                before[option] = min(2, before.get(option, 0) + count)
+        looked_at += len(before)
+        if looked_at > MAX_STATES:
+            return None
+        ways = before
+        steps.append(ways)
+    start = (0,) * len(groups)
+    if ways.get(start) != 1:
+        return None
+    result: list[list[str]] = [[] for _ in groups]
+    places = start
+    for (name, shape), after in zip(ordered, reversed(steps[:-1]), strict=True):
+        for g, at in enumerate(places):
+            moved = (*places[:g], at + 1, *places[g + 1 :])
+            if at < len(groups[g]) and _fits(groups[g][at], shape) and after.get(moved):
+                result[g].append(name)
+                places = moved
+                break
+    return result
+
+
+def _filled(places: tuple[int, ...], groups: Sequence[Sequence[object]]) -> int:
+    """Return the number of places that remain for the later names."""
+    return sum(len(group) - at for group, at in zip(groups, places, strict=True))
+
+
+def _fits(place: tuple[int, ...] | None, shape: tuple[int, ...]) -> bool:
+    return place is None or place == shape
+
+
+class BufferSlice(NamedTuple):
+    """Elements of a flat buffer that is cut into equal partitions (stages 1 and 2)."""
+
+    numel: int
+    """Elements of the parameter."""
+    offset: int
+    """First element in the flat buffer."""
+    end: int
+    """First element of the next parameter, or the end of the buffer."""
+    partition: int
+    """Elements of each partition, padding included."""
+
+    @property
+    def ranks(self) -> range:
+        """Ranks whose partition holds some of the elements."""
+        if not self.numel:
+            return range(0)
+        return range(self.offset // self.partition, (self.offset + self.numel - 1) // self.partition + 1)
+
+    def numel_on(self, rank: int) -> int:
+        """Return the number of elements in the partition of a rank."""
+        begin = rank * self.partition
+        return max(0, min(begin + self.partition, self.offset + self.numel) - max(begin, self.offset))
+
+    def columns(self) -> tuple[NDArray[np.int64], ...]:
+        """Cut the parameter at the borders of the partitions; one row for each fragment, in ascending start.
+
+        Returns:
+            First element, in elements of the flattened parameter; elements; data-parallel rank of the partition; first
+            element, counted from the start of the rank's partition; elements of padding behind the fragment.
+        """
+        import numpy as np
+
+        rank = np.arange(self.ranks.start, self.ranks.stop, dtype=np.int64)
+        begin = np.maximum(rank * self.partition, self.offset)
+        numel = np.minimum((rank + 1) * self.partition, self.offset + self.numel) - begin
+        padding = np.zeros_like(rank)
+        padding[-1:] = min(self.end, self.ranks.stop * self.partition) - (self.offset + self.numel)
+        return begin - self.offset, numel, rank, begin - rank * self.partition, padding
+
+    def too_short(self, partitions: StoredPartitions) -> int | None:
+        """Return the first rank whose partition ends before its fragment; None if there is none."""
+        end = self.offset + self.numel
+        return next(
+            (r for r in self.ranks if partitions.numels[r] < min(end - r * self.partition, self.partition)), None
+        )
+
+
+class EqualParts(NamedTuple):
+    """A parameter that is cut into one part per rank, of ceil(numel / ranks) elements; the last ones are padded."""
+
+    numel: int
+    """Elements of the parameter."""
+    ranks: int
+    """Number of ranks."""
+    position: int
+    """First element of each part, counted from the start of the rank's partition."""
+
+    @property
+    def part(self) -> int:
+        """Elements of each part, padding included."""
+        return -(-self.numel // self.ranks)
+
+    def columns(self) -> tuple[NDArray[np.int64], ...]:
+        """Cut the parameter into its parts; see ``BufferSlice.columns``."""
+        import numpy as np
+
+        rank = np.arange(self.ranks, dtype=np.int64)
+        numel = np.clip(self.numel - rank * self.part, 0, self.part)
+        start = np.minimum(rank * self.part, self.numel)
+        return start, numel, rank, np.full_like(rank, self.position), self.part - numel
+
+    def too_short(self, partitions: StoredPartitions) -> int | None:
+        """Return the first rank whose partition ends before its part; None if there is none."""
+        if partitions.shortest >= self.position + self.part:
+            return None
+        left = ((r, max(0, min(self.part, self.numel - r * self.part))) for r in range(self.ranks))
+        return next((r for r, numel in left if partitions.numels[r] < self.position + numel), None)
+
+
+Fragments = BufferSlice | EqualParts
+"""The elements of one parameter in the partitions of a flat buffer."""
+
+
+class StoredPartitions:
+    """One state of a flat buffer: the place of each rank's partition.
+
+    Args:
+        dtype: Type of the elements.
+        places: Index of the file, first byte in it, and number of stored elements, for each rank.
+    """
+
+    __slots__ = ("_checked", "dtype", "files", "numels", "offsets", "shortest")
+
+    def __init__(self, dtype: str, places: Sequence[tuple[int, int, int]]) -> None:
+        self.dtype = dtype
+        self.files, self.offsets, self.numels = (tuple(column) for column in zip(*places, strict=True))
+        self.shortest = min(self.numels)
+        """Elements of the shortest partition."""
+        self._checked: tuple[Sequence[int], bool] = ((), False)
+
+    def __reduce__(self) -> tuple[type[StoredPartitions], tuple[str, list[tuple[int, int, int]]]]:
+        return type(self), (self.dtype, [*zip(self.files, self.offsets, self.numels, strict=True)])
+
+    def inside(self, sizes: Sequence[int]) -> bool:
+        """Return whether each partition ends inside its file; keep the answer, which each parameter asks for.
+
+        Args:
+            sizes: Bytes of each file.
+        """
+        if self._checked[0] is not sizes:
+            width = itemsize(self.dtype)
+            places = zip(self.files, self.offsets, self.numels, strict=True)
+            self._checked = sizes, all(offset + numel * width <= sizes[file] for file, offset, numel in places)
+        return self._checked[1]
+
+
+class Partitioned(Place):
+    """One state of a parameter: its fragments in the partitions of a flat buffer.
+
+    Args:
+        partitions: The partitions of the state.
+        fragments: The fragments, none of them longer than its partition: ``too_short`` is None.
+    """
+
+    __slots__ = ("_fragments", "_partitions", "_rows")
+
+    def __init__(self, partitions: StoredPartitions, fragments: Fragments) -> None:
+        self._partitions = partitions
+        self._fragments = fragments
+        self._rows: NDArray[np.void] | None = None
+
+    def __reduce__(self) -> tuple[type[Partitioned], tuple[StoredPartitions, Fragments]]:
+        return type(self), (self._partitions, self._fragments)  # rows are larger, and soon made again
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """One row for each fragment."""
+        if self._rows is None:
+            self._rows = self._table()
+        return self._rows
+
+    def _table(self) -> NDArray[np.void]:
+        import numpy as np
+
+        from ckpttool.model.extents import blank_rows
+
+        start, numel, rank, position, padding = self._fragments.columns()
+        first, last = (int(rank[0]), int(rank[-1]) + 1) if len(rank) else (0, 0)
+        stored = self._partitions
+        file, offset, held = (
+            np.array(column[first:last], dtype=np.int64) for column in (stored.files, stored.offsets, stored.numels)
+        )
+        table = blank_rows(len(rank))
+        table["start"], table["numel"], table["file"] = start, numel, file
+        table["offset"] = offset + position * itemsize(stored.dtype)
+        # Stages 1 and 2 save masters without the padding at the end, and moments with it.
+        table["padding"] = np.minimum(padding, held - (position + numel))
+        table.flags.writeable = False
+        return table
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return whether the fragments are of such a tensor, and the partitions inside their files."""
+        stored = self._partitions
+        return numel == self._fragments.numel and dtype == stored.dtype and stored.inside(sizes)
 
 
 class SwappedTensor(NamedTuple):

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.module import mapped_sizes, read_buffer_names, read_param_shapes
 from ckpttool.model import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.formats.zero.rank_files import LayerFile, ZeroFiles
+    from ckpttool.formats.zero.files import LayerFile, ZeroFiles
     from ckpttool.model import State
 
 TIED = "tied_modules."

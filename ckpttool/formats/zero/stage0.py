@@ -16,12 +16,12 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.torch_tensors import whole_tensor
+from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
-from ckpttool.formats.zero.matching import match_names
 from ckpttool.formats.zero.partitions import (
     STEP,
     Partitions,
+    match_names,
     merge_partitions,
     read_group,
     states_of_no_parameter,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
     from ckpttool.formats.reports import Report
-    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
+    from ckpttool.formats.zero.files import RankFile, ZeroFiles
 
 UNASSIGNED = "optimizer"
 """Name of the states in ``nonpartitionable`` if the names of the parameters are unknown."""

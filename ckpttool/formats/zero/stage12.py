@@ -14,12 +14,11 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
 from ckpttool.formats.reports import RESTORE
-from ckpttool.formats.zero.checks import partition_counts
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.fragments import BufferSlice
-from ckpttool.formats.zero.identity import check_listed, check_recorded_slices
+from ckpttool.formats.zero.identity import check_listed, check_recorded_slices, partition_counts
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
 from ckpttool.formats.zero.partitions import (
+    BufferSlice,
     Partitions,
     check_agreement,
     flat_state,
@@ -29,8 +28,8 @@ from ckpttool.formats.zero.partitions import (
     read_flat_buffer,
     read_group,
     states_of_no_parameter,
+    undo_round_robin,
 )
-from ckpttool.formats.zero.round_robin import undo_round_robin
 from ckpttool.messages import brief
 from ckpttool.model import Replica, State
 from ckpttool.model.places import Contiguous
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.formats.reports import Report
-    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
+    from ckpttool.formats.zero.files import RankFile, ZeroFiles
 
 Shapes = "Mapping[str, tuple[int, ...]]"
 

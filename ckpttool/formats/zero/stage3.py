@@ -13,12 +13,14 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields, shape_of
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.fragments import EqualParts, Partitioned, StoredPartitions
+from ckpttool.formats.zero.file_set import SWAPPED
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
-from ckpttool.formats.zero.opener import SWAPPED
 from ckpttool.formats.zero.partitions import (
     STEP,
+    EqualParts,
+    Partitioned,
     Partitions,
+    StoredPartitions,
     check_agreement,
     find_swapped,
     flat_state,
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.values import TensorRef
     from ckpttool.formats.reports import Report
+    from ckpttool.formats.zero.files import RankFile, ZeroFiles
     from ckpttool.formats.zero.partitions import Stored
-    from ckpttool.formats.zero.rank_files import RankFile, ZeroFiles
 
 
 def read_partitions(files: ZeroFiles, report: Report) -> Partitions:

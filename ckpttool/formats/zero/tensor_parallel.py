@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import Opaque
-    from ckpttool.formats.zero.rank_files import ZeroFiles
+    from ckpttool.formats.zero.files import ZeroFiles
     from ckpttool.model.places import Place
 
 NEWEST_VERSION = 0.4

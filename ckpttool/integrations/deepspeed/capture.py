@@ -27,14 +27,14 @@ from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_para
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
 from ckpttool.messages import brief
-from ckpttool.saving.payloads import HostPayload, PlainFile, TorchFile
+from ckpttool.saving.files import HostPayload, PlainFile, TorchFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
 
 
 LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ckpttool.saving.payloads import HostPayload
+from ckpttool.saving.files import HostPayload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

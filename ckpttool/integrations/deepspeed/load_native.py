@@ -13,7 +13,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.integrations.deepspeed.prepared import Prepared
 from ckpttool.integrations.torch.objects import read_objects
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

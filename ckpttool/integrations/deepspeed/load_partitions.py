@@ -15,10 +15,9 @@ from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
 from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
-from ckpttool.plan.copy_checks import sample_checks, source_files
+from ckpttool.plan.builder import sample_checks, source_files
 from ckpttool.targets.replicas import ALIGNMENT, plan_replicas
-from ckpttool.targets.zero.layout import piece
-from ckpttool.targets.zero.shape import Shape, zero_losses
+from ckpttool.targets.zero.layout import Shape, piece, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
 
 if TYPE_CHECKING:

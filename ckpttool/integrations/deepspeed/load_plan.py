@@ -16,9 +16,8 @@ from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
 from ckpttool.storage import connect
 from ckpttool.targets.zero.experts import TargetExperts
-from ckpttool.targets.zero.layout import sub_groups
+from ckpttool.targets.zero.layout import SUB_GROUP_SIZE, sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed, nonpartitionable_error
-from ckpttool.targets.zero.shape import SUB_GROUP_SIZE
 from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:

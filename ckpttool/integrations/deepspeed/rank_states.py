@@ -12,7 +12,7 @@ from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.formats.rank_states import rank_state_indexes, rank_state_name
 from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.torch.objects import read_objects
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine

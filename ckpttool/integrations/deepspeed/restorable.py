@@ -23,7 +23,7 @@ from ckpttool.integrations.deepspeed.engine import has_optimizer, inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.messages import brief
-from ckpttool.saving.payloads import TorchFile
+from ckpttool.saving.files import TorchFile
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.payloads import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile
 
 LOG = logging.getLogger(__name__)
 SCALAR_BYTES = 1 << 10

@@ -13,7 +13,7 @@ from ckpttool.commit.checksummed import ChecksummedStorage, checksummed
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.execution.read_checks import FRAGMENT
 from ckpttool.execution.sources import Sources
-from ckpttool.plan.copy_checks import source_files
+from ckpttool.plan.builder import source_files
 from ckpttool.saving.coordination import error_from_data, error_to_data
 from ckpttool.storage import LOCAL_SPEC, connect
 

@@ -1,7 +1,8 @@
-"""Tensors of ``torch.save`` files as states."""
+"""The tensors of a safetensors file, or of files of ``torch.save``, as states."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ckpttool.dtypes import itemsize
@@ -10,8 +11,26 @@ from ckpttool.model import State
 from ckpttool.model.places import Contiguous, Table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.containers.safetensors import Tensor
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.containers.values import TensorRef
+    from ckpttool.ranges import ByteRange
+
+
+def states_in(entries: Mapping[str, tuple[Tensor, ByteRange]], file: int) -> dict[str, State]:
+    """Return the states of a file by name.
+
+    Args:
+        entries: Each tensor, and where it lies.
+        file: Index of the file in its checkpoint.
+    """
+    return {
+        name: State(tensor.shape, tensor.dtype, Contiguous(math.prod(tensor.shape), file, where.start))
+        for name, (tensor, where) in entries.items()
+    }
+
 
 MAX_STRIDED = 1 << 20
 """Maximum elements of a non-contiguous tensor: each element may need its own extent."""

@@ -17,12 +17,11 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import ArgumentError
-from ckpttool.model.derived.average import newest_of
-from ckpttool.model.derived.weighting import DECAYS, decay_weights, moving_average_weights
+from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weights, newest_of
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.deepspeed_engines import Load, load_all
-from tests.model.derived.workers import PickledTasks
+from tests.model.workers import PickledTasks
 from tests.truth import NAMES, source, truth
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import PlanError
 from tests.cli.command import ckpttool as command
-from tests.model.derived.workers import PickledTasks
+from tests.model.workers import PickledTasks
 from tests.truth import source, truth
 
 if TYPE_CHECKING:

@@ -18,12 +18,13 @@ from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
 from ckpttool.messages import brief
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, Parameter, State
-from ckpttool.model.derived.combination import Combination
+from ckpttool.model.averaging import Combination
 from ckpttool.model.formulas import LowRankUpdate, MergedWeight
 from ckpttool.model.places import Computed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
 
 PREFIX = "base_model.model."
 """Prefix of the names in a PEFT model."""

@@ -1,19 +1,97 @@
-"""Checkpoints -> the checkpoint of their weighted mean."""
+"""Checkpoints of one model -> the checkpoint of their weighted mean."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpttool.dtypes import DTYPES, castable
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, State
-from ckpttool.model.derived.combination import Combination
 from ckpttool.model.formulas import WeightedMean
-from ckpttool.model.places import Computed
+from ckpttool.model.places import Computed, Renumbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ckpttool.model import CheckpointFile, Replica
+
+
+class Combination:
+    """The files of several checkpoints.
+
+    Args:
+        checkpoints: The checkpoints; file numbers of the first stay.
+    """
+
+    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+        self.files: list[CheckpointFile] = []
+        """All files, each with its directory and storage."""
+        self.replicas: list[Replica] = []
+        """The replicas of all checkpoints, for consistency checks."""
+        self._before: list[int] = []
+        for number, checkpoint in enumerate(checkpoints):
+            self._before.append(len(self.files))
+            self.files += [
+                replace(f, directory=f.directory or checkpoint.location, storage=f.storage or checkpoint.storage)
+                for f in checkpoint.files
+            ]
+            self.replicas += [
+                replace(r, state=self.state(number, r.state), copy=self.state(number, r.copy))
+                for r in checkpoint.replicas
+            ]
+
+    def state(self, number: int, state: State) -> State:
+        """Return a state of a checkpoint, with the numbers that its files have here.
+
+        Args:
+            number: Index of the checkpoint.
+            state: One of its states.
+        """
+        before = self._before[number]
+        if not before or state.formula is not None:
+            return state
+        others = tuple(self.state(number, other) for other in state.mean_with)
+        return replace(state, place=Renumbered(state.place, before), mean_with=others)
+
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "linear": lambda t: 1 - t,
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+    "1-sqrt": lambda t: 1 - math.sqrt(t),
+}
+"""Learning rate by the part of the decay that is done (0 to 1), relative to the rate before it."""
+
+
+def decay_weights(decay: str, count: int) -> tuple[float, ...]:
+    """Return the weights of checkpoints at equal distances, whose mean stands for a decayed learning rate.
+
+    With "linear" all are equal; with "constant", no decay, the newest checkpoint has all the weight.
+
+    Args:
+        decay: One of DECAYS.
+        count: Number of checkpoints, the oldest first.
+    """
+    rate = DECAYS[decay]
+    if decay == "linear":
+        return (1.0,) * count  # without the rounding of the differences below
+    rates = [1.0, *(rate(i / count) for i in range(1, count)), 0.0]
+    return tuple(a - b for a, b in itertools.pairwise(rates))
+
+
+def moving_average_weights(decay: float, count: int) -> tuple[float, ...]:
+    """Return the weights of checkpoints in their exponential moving average, which begins at the first.
+
+    The average after checkpoint i is ``decay`` times the average before it plus ``1 - decay`` times the checkpoint.
+
+    Args:
+        decay: A number between 0 and 1.
+        count: Number of checkpoints, the oldest first.
+    """
+    return tuple((1 - decay if i else 1.0) * decay ** (count - 1 - i) for i in range(count))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,1 +1,0 @@
-"""Checkpoints computed from other checkpoints: their states have formulas, and any target can write them."""

@@ -1,1 +1,0 @@
-"""Universal checkpoints: the planner, and the state that DeepSpeed does not restore from them."""
