@@ -17,16 +17,11 @@ if TYPE_CHECKING:
     from ckpttool.api.consolidate import ConsolidateReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
     from ckpttool.api.cp import CpReport, cp
-    from ckpttool.api.diff import diff
-    from ckpttool.api.digest import digest
-    from ckpttool.api.extract import ExtractReport, extract, extract_to_file
-    from ckpttool.api.inspect import inspect
     from ckpttool.api.ls import ls
     from ckpttool.api.pin import pin, unpin
     from ckpttool.api.prune import prune
+    from ckpttool.api.reading import ExtractReport, diff, digest, extract, extract_to_file, inspect, stats, verify
     from ckpttool.api.resume_config import resume_config
-    from ckpttool.api.stats import stats
-    from ckpttool.api.verify import verify
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
     from ckpttool.commit.pins import Pin
@@ -48,16 +43,11 @@ _MODULES = {
     "api.consolidate": "ConsolidateReport consolidate",
     "api.convert": "ConvertReport convert",
     "api.cp": "CpReport cp",
-    "api.diff": "diff",
-    "api.digest": "digest",
-    "api.extract": "ExtractReport extract extract_to_file",
-    "api.inspect": "inspect",
     "api.ls": "ls",
     "api.pin": "pin unpin",
     "api.prune": "prune",
+    "api.reading": "ExtractReport diff digest extract extract_to_file inspect stats verify",
     "api.resume_config": "resume_config",
-    "api.stats": "stats",
-    "api.verify": "verify",
     "catalog.entries": "Catalog CatalogEntry",
     "catalog.retention": "Decision",
     "commit.pins": "Pin",

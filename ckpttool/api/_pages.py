@@ -88,12 +88,12 @@ def page_of_source(
     Raises:
         CkptError: There is no sound checkpoint, and ``verify`` is False.
     """
-    from ckpttool.api.inspect import inspect
+    from ckpttool.api.reading import inspect
     from ckpttool.pages.checkpoint import checkpoint_page, damaged_page
 
     report = None
     if verify:
-        from ckpttool.api.verify import verify as run_verify
+        from ckpttool.api.reading import verify as run_verify
 
         report = run_verify(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
         findings = (replace(finding, hint=hint(finding.hint, finding.options)) for finding in report.findings)

@@ -13,11 +13,16 @@ import click
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run
 
-COMMANDS = (
-    "inspect", "consolidate", "convert", "average", "verify", "diff", "stats", "extract", "ls",
-    "cp", "prune", "pin", "unpin",
-)  # fmt: skip
-"""Commands; each has a module of its name."""
+MODULES = {
+    "reading": ("inspect", "verify", "diff", "stats", "extract"),
+    "writing": ("consolidate", "convert", "average", "cp"),
+    "ls": ("ls",),
+    "prune": ("prune",),
+    "pin": ("pin",),
+    "unpin": ("unpin",),
+}
+"""The module of each command."""
+COMMANDS = {command: module for module, commands in MODULES.items() for command in commands}
 GC_OBJECTS = 100_000
 """Allocations of containers between two garbage collections."""
 
@@ -33,7 +38,7 @@ class _Commands(click.Group):
         """Return a command by its name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}"), cmd_name)
         return command
 
 

@@ -40,10 +40,8 @@ from ckpttool.integrations.deepspeed.folders import (
     was_within_epoch,
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
-from ckpttool.integrations.ray.run import current_run
-from ckpttool.integrations.replaced import replaced
-from ckpttool.integrations.scratch import scratch_directory, write_file
-from ckpttool.integrations.signatures import check_signatures
+from ckpttool.integrations.frameworks import check_signatures, replaced, scratch_directory, write_file
+from ckpttool.integrations.ray.train_run import current_run
 from ckpttool.saving.coordination import RankError
 from ckpttool.storage import absolute_path
 

@@ -40,7 +40,7 @@ from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
-from ckpttool.integrations.ray.storage import storage_of, url_of
+from ckpttool.integrations.ray.train_run import storage_of, url_of
 from ckpttool.integrations.torch.process_group import ranks_of_process_group
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import open_storage, walk

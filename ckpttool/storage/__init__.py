@@ -22,11 +22,18 @@ from ckpttool.storage.base import (
 )
 from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
 from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked, link_into, links_below
-from ckpttool.storage.opening import open_storage
+from ckpttool.storage.opening import (
+    absolute_path,
+    is_url,
+    local_path,
+    open_storage,
+    parent,
+    scheme_of,
+    without_credentials,
+)
 from ckpttool.storage.posix import copy_range, reserve, write_at
 from ckpttool.storage.removal import HALF_REMOVED, aside_name, is_gone, is_half_removed
 from ckpttool.storage.specs import connect
-from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, without_credentials
 
 __all__ = [
     "BESIDE",

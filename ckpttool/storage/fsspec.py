@@ -6,28 +6,365 @@ requests several ranges concurrently.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import logging
 import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage.base import NO_NAMES, Entry, check_text, decode_text
-from ckpttool.storage.error_texts import MISSING, ExistsError
-from ckpttool.storage.fsspec_reader import RemoteReader
-from ckpttool.storage.fsspec_writers import SmallWriter, StreamWriter
-from ckpttool.storage.listings import entry_of, in_order, name_of, tree_of
+from ckpttool.ranges import coalesced
+from ckpttool.storage.base import NO_NAMES, Entry, Writer, check_text, decode_text
+from ckpttool.storage.error_texts import MISSING, WAIT, ExistsError
+from ckpttool.storage.opening import scheme_of
 from ckpttool.storage.removal import remove_remote
-from ckpttool.storage.retry import T, Tally, call
+from ckpttool.storage.retry import ShortReadError, T, Tally, call, explain
 from ckpttool.storage.specs import Described
-from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
 
-    from ckpttool.storage.base import Storage, Writer
+    from ckpttool.ranges import ByteRange
+    from ckpttool.storage.base import Storage, WritableStorage
+
+
+def tree_of(root: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, list[Entry]]:
+    """Build the entries of all directories of a tree from a listing of its files.
+
+    Args:
+        root: Key of the directory.
+        infos: fsspec's infos of all files below it.
+    """
+    listed: dict[str, dict[tuple[str, bool], Entry]] = {root: {}}
+    for info in infos:
+        directory, name = _split(root, str(info["name"]))
+        if name_of(info) == root or _is_marker(info):
+            continue
+        listed.setdefault(directory, {})[name, False] = entry_of(info)._replace(name=name)
+        while directory != root and len(directory) > len(root):
+            above, base = posixpath.split(directory)
+            listed.setdefault(above, {}).setdefault((base, True), Entry(base, is_dir=True, nbytes=0))
+            directory = above
+    return {directory: in_order(entries.values()) for directory, entries in listed.items()}
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Sort entries by name; a directory comes before an object of the same name."""
+    return sorted(entries, key=lambda e: (e.name, not e.is_dir))
+
+
+def _split(root: str, key: str) -> tuple[str, str]:
+    """Split the key of a file below a root into its directory and its name."""
+    if key.startswith(f"{root}/"):
+        parts = key[len(root) + 1 :].split("/")
+        for number, part in enumerate(parts):
+            if part in NO_NAMES:
+                return "/".join([root, *parts[:number]]), "/".join(parts[number:])
+    return posixpath.split(key)
+
+
+def name_of(info: Mapping[str, Any]) -> str:
+    """Return the key of a file or directory without a trailing slash."""
+    return str(info["name"]).rstrip("/")
+
+
+def _is_marker(info: Mapping[str, Any]) -> bool:
+    """Return whether an info is an empty object that stands for a directory; web consoles create them."""
+    return str(info["name"]).endswith("/") and info["type"] != "directory" and not info["size"]
+
+
+def entry_of(info: Mapping[str, Any]) -> Entry:
+    """Convert fsspec's info of a file or directory to an entry."""
+    is_dir = info["type"] == "directory"
+    keys = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "mtime", "modified", "created")
+    version = next((str(info[k]) for k in keys if info.get(k)), "")
+    times = (info.get(k) for k in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"))
+    modified = next((_seconds(t) for t in times if t), None)
+    return Entry(
+        posixpath.basename(name_of(info)), is_dir, 0 if is_dir else int(info["size"] or 0), version.strip('"'), modified
+    )
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        except ValueError:
+            return None
+    return value.timestamp() if isinstance(value, datetime) else None
+
+
+AHEAD_BYTES = 1 << 16
+"""Bytes to read ahead at either end of a file; the directory of a torch archive with hundreds of records fits."""
+
+
+class RangeStorage(Protocol):
+    """The members of ``RemoteStorage`` that its readers use."""
+
+    def call(self, path: str, function: Callable[[], T]) -> T:
+        """Make a request; see ``RemoteStorage.call``."""
+
+    def entry(self, path: str) -> Entry:
+        """Return the entry of a file."""
+
+    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
+        """Return the bytes [start, end) of a file; one request."""
+
+    def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
+        """Return the bytes [start, end) of each reader."""
+
+
+class RemoteReader:
+    """An open remote file. Threads may share it.
+
+    Args:
+        storage: Storage of the file.
+        path: URL of the file.
+        entry: Its entry in the listing of its directory.
+        ahead: Whether to read ahead at both ends of the file and cache the bytes.
+    """
+
+    remote = True
+
+    def __init__(self, storage: RangeStorage, path: str, entry: Entry, *, ahead: bool) -> None:
+        self.storage = storage
+        self.path = path
+        self.nbytes = entry.nbytes
+        self.version = entry.version
+        self._ahead = ahead
+        self._cache: list[tuple[int, bytes]] = []
+
+    def __enter__(self) -> RemoteReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes [start, end).
+
+        Raises:
+            StorageError: The file ends before ``end``, was rewritten, or the store keeps failing.
+        """
+        return bytes(self.fetch(start, end))
+
+    def fetch(self, start: int, end: int) -> bytes | memoryview:
+        """Like ``read``, but may return the buffer of the response: a copy would take longer than all other steps."""
+        if start >= end:
+            return b""
+        if end > self.nbytes:
+            raise StorageError(self.path, f"ended at byte {self.nbytes} while it was being read", WAIT)
+        if (cached := self._cached(start, end)) is not None:
+            return cached
+        first, last = self._widened(start, end) if self._ahead else (start, end)
+        data = self.storage.call(self.path, partial(self._get, first, last))
+        if self._ahead:
+            self._store(first, bytes(data))
+        return data[start - first : end - first] if (first, last) != (start, end) else data
+
+    def _cached(self, start: int, end: int) -> bytes | None:
+        for at, data in self._cache[max(0, bisect.bisect_right(self._cache, start, key=itemgetter(0)) - 2) :]:
+            if at > start:
+                break
+            if end <= at + len(data):
+                return data[start - at : end - at]
+        return None
+
+    def _store(self, start: int, data: bytes) -> None:
+        bisect.insort(self._cache, (start, data), key=itemgetter(0))
+
+    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
+        """Read ranges concurrently, and cache the bytes until the file is closed."""
+        wanted = coalesced(ranges, gap=AHEAD_BYTES)
+        for where, data in zip(wanted, self.read_many(wanted), strict=True):
+            self._store(where.start, data)
+
+    def _widened(self, start: int, end: int) -> tuple[int, int]:
+        if self.nbytes <= 2 * AHEAD_BYTES:
+            return 0, self.nbytes
+        if end <= AHEAD_BYTES:
+            return 0, AHEAD_BYTES
+        if start >= self.nbytes - AHEAD_BYTES:
+            return self.nbytes - AHEAD_BYTES, self.nbytes
+        return start, end
+
+    def _get(self, start: int, end: int) -> bytes | memoryview:
+        data = self.storage.get(self.path, start, end, self.version)
+        if len(data) != end - start:
+            raise ShortReadError(f"{len(data):,} bytes instead of {end - start:,}")
+        return data
+
+    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return the bytes of each range, in order; the requests run concurrently."""
+        return [bytes(data) for data in self.storage.read_all([(self, r.start, r.end) for r in ranges])]
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``start`` on.
+
+        Raises:
+            StorageError: The file is too short, was rewritten, or the store keeps failing.
+        """
+        buffer[:] = self.fetch(start, start + len(buffer))
+
+    def check_unchanged(self) -> None:
+        """Check that the file has not changed since it was opened.
+
+        Raises:
+            StorageError: Its size or version in the listing changed.
+        """
+        entry = self.storage.entry(self.path)
+        if (entry.nbytes, entry.version) != (self.nbytes, self.version):
+            raise StorageError(self.path, "changed while it was being read", WAIT)
+
+    def close(self) -> None:
+        """Drop the cached bytes."""
+        self._cache.clear()
+
+
+class SmallWriter(Writer):
+    """Buffers a small file and writes it with one request.
+
+    Args:
+        storage: Storage of the file.
+        path: URL of the file.
+        nbytes: Its size in bytes.
+        part_bytes: Size of a part in bytes.
+        new: Whether it must not replace a file.
+    """
+
+    def __init__(self, storage: WritableStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
+        self.path = path
+        self.part_bytes = part_bytes
+        self._storage = storage
+        self._new = new
+        self._data = bytearray(nbytes)
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Buffer a part."""
+        self._data[start : start + len(data)] = data
+
+    def commit(self) -> None:
+        """Write the file.
+
+        Raises:
+            ExistsError: ``new`` is set, and the path exists.
+            StorageError: The storage fails.
+        """
+        data = bytes(self._data)
+        if not self._new:
+            self._storage.put(self.path, data)
+        elif not self._storage.put_new(self.path, data):
+            raise ExistsError(self.path, "exists already", "choose another name")
+
+    def discard(self) -> None:
+        """Do nothing: no part is stored before ``commit``."""
+
+
+class UploadStorage(Protocol):
+    """The members of ``RemoteStorage`` that a stream writer uses."""
+
+    fs: Any
+    """The file system of fsspec."""
+
+    def call(self, path: str, function: Callable[[], T]) -> T:
+        """Make a request; see ``RemoteStorage.call``."""
+
+    def key(self, path: str) -> str:
+        """Return the path that fsspec uses."""
+
+    def exists(self, path: str) -> bool:
+        """Return whether the path exists."""
+
+    def entry(self, path: str) -> Entry:
+        """Return the entry of a file."""
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files."""
+
+    def forget(self) -> None:
+        """Drop cached listings."""
+
+
+class StreamWriter(Writer):
+    """Writes a file sequentially from its first byte to its last, which every fsspec file system supports.
+
+    Args:
+        storage: Storage of the file.
+        path: URL of the file.
+        part_bytes: Size of a part in bytes.
+    """
+
+    def __init__(self, storage: UploadStorage, path: str, part_bytes: int) -> None:
+        self._storage = storage
+        self.path = path
+        self.part_bytes = part_bytes
+        self._changed = threading.Condition()
+        self._at = 0
+        self._failed: BaseException | None = None
+        self._before = self._entry()
+        # One part per block: some file systems buffer tens of MB by default.
+        options = {"block_size": part_bytes, "autocommit": False}
+        self._file = storage.call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        """Wait until all earlier parts are written, then write the part that begins at byte ``start``.
+
+        Raises:
+            StorageError: The part cannot be written.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or self._at == start)
+            if self._failed is not None:
+                raise self._failed  # all threads raise the same error, so that the caller may report any of them
+            try:
+                self._file.write(data)  # no second attempt: the first may have sent some of the bytes
+            except Exception as error:
+                problem = f"could not be written: {type(error).__name__}"
+                self._failed = explain(self.path, error) or StorageError(self.path, problem, "try again")
+                raise self._failed from error
+            finally:
+                self._at = start + len(data)
+                self._changed.notify_all()
+
+    def commit(self) -> None:
+        """Make the complete file visible to readers."""
+        self._file.close()
+        # A file system that writes to the final path has no commit.
+        if hasattr(self._file, "commit"):
+            self._file.commit()
+        self._storage.forget()
+
+    def discard(self) -> None:
+        """Abort the upload, and delete the file if the storage has written to the final path."""
+        self.fail(StorageError(self.path, "was discarded", "try again"))
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        with contextlib.suppress(AttributeError):
+            self._file.closed = True  # otherwise garbage collection would flush and commit it
+        self._storage.forget()
+        # Only some storages write to the final path before the commit; with others the previous file is still there.
+        if self._before is None or self._entry() != self._before:
+            self._storage.delete([self.path])
+
+    def _entry(self) -> Entry | None:
+        return self._storage.entry(self.path) if self._storage.exists(self.path) else None
+
+    def fail(self, error: BaseException) -> None:
+        """Wake threads that wait for an earlier part, and raise ``error`` in them."""
+        with self._changed:
+            self._failed = self._failed or error
+            self._changed.notify_all()
+
 
 LOG = logging.getLogger("ckpttool")
 CONNECTIONS = 32

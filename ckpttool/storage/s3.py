@@ -21,8 +21,7 @@ from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
 from ckpttool.storage.base import Writer, check_text, decode_text
 from ckpttool.storage.error_texts import ExistsError
-from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage
-from ckpttool.storage.listings import entry_of
+from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage, entry_of
 from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
 
 if TYPE_CHECKING:

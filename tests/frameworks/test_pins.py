@@ -58,12 +58,12 @@ def test_the_trainer_calls_what_ckpttool_takes_over(methods: str | tuple[str, ..
 def test_a_changed_method_of_the_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    from ckpttool.integrations import huggingface_hooks
+    from ckpttool.integrations import huggingface
 
-    huggingface_hooks.check_trainer()
+    huggingface.check_trainer()
     monkeypatch.setattr(transformers.Trainer, "_save", lambda self, folder: None)
     with pytest.raises(ckpttool.PlanError, match=r"has another Trainer\._save than ckpttool knows: self, folder"):
-        huggingface_hooks.check_trainer()
+        huggingface.check_trainer()
 
 
 def test_accelerate_calls_what_ckpttool_takes_over() -> None:

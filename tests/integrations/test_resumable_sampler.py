@@ -11,7 +11,7 @@ import pytest
 
 from ckpttool.data import ResumableSampler
 from ckpttool.errors import ArgumentError
-from ckpttool.integrations.torch.steps import TAILS
+from ckpttool.integrations.torch.sampler import TAILS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,8 +30,8 @@ from ckpttool.integrations.deepspeed.load_plan import load_options
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
-from ckpttool.integrations.ray.run import current_run
-from ckpttool.integrations.scratch import write_file
+from ckpttool.integrations.frameworks import write_file
+from ckpttool.integrations.ray.train_run import current_run
 from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 from ckpttool.integrations.torch.process_group import ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state

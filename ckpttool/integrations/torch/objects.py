@@ -17,17 +17,35 @@ import importlib.util
 import types
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType, walk
-from ckpttool.dtypes import DTYPES
+from ckpttool.dtypes import DTYPES, numpy_dtype
 from ckpttool.errors import CkptError, ContainerError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.execution.virtual_file import RangeFile
     from ckpttool.ranges import ByteRange
+
+
+def as_torch(values: NDArray[Any]) -> Any:
+    """Return the values as a ``torch.Tensor``.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    import torch
+
+    name = next(d.torch for d in DTYPES.values() if numpy_dtype(d.name) == values.dtype)
+    raw = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    return raw.view(getattr(torch, name)).reshape(values.shape)
+
 
 ALLOW = 'if you trust whoever wrote it, allow its class: allow=["{}"]'
 

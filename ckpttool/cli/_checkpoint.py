@@ -1,23 +1,77 @@
-"""A checkpoint's layout as tables."""
+"""A checkpoint's layout as JSON, whose keys are field names and stable, and as tables."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.description import title
-from ckpttool.cli._checkpoint_json import states_of
-from ckpttool.cli._output import print_facts, print_line, print_table
+from ckpttool.analysis.description import describe, describe_state, title
+from ckpttool.cli._output import print_facts, print_json, print_line, print_table
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.errors import PlanError
 from ckpttool.model import UNKNOWN_GROUP
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from ckpttool.model import Checkpoint, ParamGroup
+    from ckpttool.model import Checkpoint, ParamGroup, State
+
+
+def print_checkpoint_json(checkpoint: Checkpoint, name: str | None) -> None:
+    """Print everything except extents, or one parameter with its extents.
+
+    Raises:
+        PlanError: There is no parameter of that name.
+    """
+    print_json(_parameter(checkpoint, name) if name is not None else describe(checkpoint))
+
+
+def _parameter(c: Checkpoint, name: str) -> dict[str, Any]:
+    states = dict(states_of(c, name))
+    return {
+        "name": c.aliases.get(name, name),
+        "states": {
+            key: {**describe_state(s), "extents": [_extent(c, s, row) for row in s.extents]}
+            for key, s in states.items()
+        },
+    }
+
+
+def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
+    """Yield the states of a parameter or buffer, by its name or a tied name.
+
+    Raises:
+        PlanError: No parameter or buffer has that name.
+    """
+    stored = c.aliases.get(name, name)
+    found = False
+    for owner, key, state in c.states():
+        if owner == stored:
+            found = True
+            yield key, state
+    if not found:
+        raise PlanError(c.location, f"holds no parameter {name}", "inspect --params lists the names")
+
+
+def _extent(c: Checkpoint, state: State, row: Any) -> dict[str, Any]:
+    file = c.files[int(row["file"])]
+    width = state.nbytes // state.numel if state.numel else 0
+    extent = {
+        "file": file.name,
+        "rank": file.rank,
+        "offset": int(row["offset"]),
+        "nbytes": int(row["numel"]) * int(row["runs"]) * width,
+        "start": int(row["start"]),
+        "numel": int(row["numel"]),
+        "padding": int(row["padding"]),
+    }
+    if row["runs"] > 1:
+        extent |= {key: int(row[key]) for key in ("runs", "pitch", "stride")}
+    return extent
+
 
 SHOWN = 12
 """Maximum number of names in a summary."""

@@ -1,10 +1,9 @@
-"""Open the storage of a Ray Train run.
-
-Source: Ray 2.60, ray/train/v2/_internal/execution/storage.py (``StorageContext``), arguments of its ``RunConfig``.
-"""
+"""The run of Ray Train that this process is a worker of: its storage, and reports of committed checkpoints."""
 
 from __future__ import annotations
 
+import posixpath
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
@@ -16,7 +15,10 @@ from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3 import S3Storage, with_defaults
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckpttool.storage import WritableStorage
+
 
 OWN = {"use_listings_cache": False, "skip_instance_cache": True}
 """fsspec options for a private instance, without cached listings."""
@@ -110,3 +112,55 @@ def _as_fsspec(filesystem: Any) -> Any:
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     return ArrowFSWrapper(filesystem)
+
+
+class RayRun:
+    """A run of Ray Train, in one of its workers.
+
+    Args:
+        context: Ray's ``StorageContext``.
+    """
+
+    def __init__(self, context: Any) -> None:
+
+        self._filesystem = context.storage_filesystem
+        self._path = context.experiment_fs_path
+        self.root = url_of(self._filesystem, self._path)
+        """Path or URL of the run's directory."""
+        self.storage: WritableStorage = storage_of(self._filesystem)
+        """Its storage."""
+
+    def report(self, folder: str, metrics: Mapping[str, Any]) -> None:
+        """Report a committed checkpoint of the run's directory to Ray by reference, on every worker."""
+        import ray.train
+
+        # Ray requires the run's own file system object.
+        path = posixpath.join(self._path, posixpath.relpath(folder, self.root))
+        checkpoint = ray.train.Checkpoint(path, filesystem=self._filesystem)
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=mode)
+
+    def reported(self) -> set[str]:
+        """Return the names of the checkpoints that Ray knows."""
+        import ray.train
+
+        mode = ray.train.CheckpointConsistencyMode.COMMITTED
+        known = ray.train.get_all_reported_checkpoints(consistency_mode=mode)
+        return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in known}
+
+
+def current_run() -> RayRun | None:
+    """Return the run of Ray Train that this process is a worker of; None outside of one.
+
+    Raises:
+        PlanError: The worker is one of an old release of Ray Train.
+    """
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    if not hasattr(train, "get_preemption_info"):
+        raise PlanError("ray.train", "is not Train V2", "use Ray 2.60 or later, without RAY_TRAIN_V2_ENABLED=0")
+    try:
+        return RayRun(train.get_context().get_storage())
+    except (RuntimeError, NotImplementedError):
+        return None

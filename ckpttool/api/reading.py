@@ -1,0 +1,382 @@
+"""Functions that read checkpoints: ``inspect``, ``verify``, ``diff``, ``stats``, ``digest`` and ``extract``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpttool.api.options import Options
+from ckpttool.arguments import check_at_least, check_choice, checked_path
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.formats import Source, open_checkpoint, source_paths
+from ckpttool.model import Checkpoint
+from ckpttool.units import Meter
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.analysis.diff import DiffReport
+    from ckpttool.analysis.digest import Digest
+    from ckpttool.analysis.stats import TensorStats
+    from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.commit.signing import Key
+    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.units import Progress
+
+
+def inspect(
+    src: Source,
+    *,
+    tag: str | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Read the layout of a checkpoint; no weights are read and no code in it is run.
+
+    Args:
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each holds the files of some ranks (node-local storage).
+        tag: Which checkpoint of a root; default: the one that ``latest`` names.
+        trust_names: Accept a file whose content names another file name, after a deliberate rename. By default it is
+            refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: what fsspec finds itself.
+
+    Raises:
+        CkptError: There is no sound checkpoint; names the file, the problem and the next step.
+    """
+    return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+
+
+def _notebook(checkpoint: Checkpoint) -> str:
+    """Return the page of a checkpoint in a frame of its own, for a cell of a notebook."""
+    from ckpttool.pages.checkpoint import notebook_frame
+
+    return notebook_frame(checkpoint)
+
+
+Checkpoint._notebook = _notebook
+
+
+def verify(
+    src: Source,
+    *,
+    tag: str | None = None,
+    deep: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    trust_names: bool = False,
+    key: Key | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """Check that a checkpoint is whole and sound; lists every finding, raises none.
+
+    Args:
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with the fp32
+            master weights.
+        jobs: Threads. Default: one for each core, up to four.
+        progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
+        key: The checkpoint must have been signed with it; every byte is read. As ``CheckpointManager``'s ``sign_key``.
+        storage_options: As for ``inspect``.
+
+    Raises:
+        PlanError: The key cannot be read.
+    """
+    from ckpttool.analysis.verify import verify_checkpoint
+    from ckpttool.commit.signing import read_key
+
+    check_at_least("jobs", jobs, 1)
+    return verify_checkpoint(
+        source_paths(src),
+        tag=tag,
+        deep=deep,
+        jobs=jobs,
+        progress=progress,
+        options=storage_options,
+        trust_names=trust_names,
+        key=read_key(key),
+    )
+
+
+def diff(  # noqa: PLR0913  public API
+    a: Source,
+    b: Source,
+    *,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    all: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints of any formats and topologies: names, shapes, weights and optimizer states.
+
+    Both are read once, in small parts. Weights are the fp32 master weights where a checkpoint has them. Element x of
+    ``a`` equals element y of ``b`` if ``|x - y| <= atol + rtol * |y|``, or if both are NaN.
+
+    Args:
+        a: As for ``inspect``.
+        b: As for ``inspect``.
+        tag_a: Which checkpoint of a.
+        tag_b: Which checkpoint of b.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        include: Globs: only parameters and buffers whose full name matches one.
+        exclude: Globs: no parameter or buffer whose full name matches one.
+        all: Also compare steps, hyper-parameters (learning rates), the scheduler, the loss scale and client state.
+        jobs: Threads. Default: one for each core, up to four.
+        progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
+        storage_options: As for ``inspect``.
+
+    Raises:
+        ArgumentError: A tolerance is negative or not finite.
+        CkptError: One of them is not sound, or cannot be read.
+    """
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not 0 <= tolerance < math.inf:
+            raise ArgumentError(name, f"is {tolerance}, not finite and 0 or more", "choose 0 for equality")
+    options = Options(jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
+    return _diff((a, tag_a), (b, tag_b), (rtol, atol), (include, exclude), options, others=all)
+
+
+def _diff(
+    a: tuple[Source, str | None],
+    b: tuple[Source, str | None],
+    tolerances: tuple[float, float],
+    globs: tuple[Sequence[str], Sequence[str]],
+    options: Options,
+    *,
+    others: bool,
+) -> DiffReport:
+    from ckpttool.analysis.diff import compare
+    from ckpttool.model.selection import NO_SUCH_NAME, contents, matcher
+
+    first, second = (
+        open_checkpoint(src, tag=tag, options=options.storage_options, trust_names=options.trust_names)
+        for src, tag in (a, b)
+    )
+    held = [*contents(first), *contents(second)]
+    matches = matcher(*globs)
+    if not any(matches(c.name) for c in held):
+        raise PlanError(first.location, *NO_SUCH_NAME)
+    (rtol, atol), (include, exclude) = tolerances, globs
+    meter = Meter(sum(c.state.nbytes for c in held), options.progress)
+    return compare(
+        first,
+        second,
+        rtol=rtol,
+        atol=atol,
+        include=include,
+        exclude=exclude,
+        others=others,
+        jobs=options.jobs,
+        advance=meter,
+    )
+
+
+def stats(  # noqa: PLR0913  public API
+    src: Source,
+    *,
+    tag: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    optimizer: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[TensorStats]:
+    """Compute extremes, mean, norm and counts of NaN, infinity and zero of every tensor, reading small parts.
+
+    Args:
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        include: Globs: only parameters and buffers whose full name matches one.
+        exclude: Globs: no parameter or buffer whose full name matches one.
+        optimizer: Also the optimizer's states.
+        jobs: Threads. Default: one for each core, up to four.
+        progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
+        storage_options: As for ``inspect``.
+
+    Raises:
+        CkptError: The checkpoint is not sound, or cannot be read.
+    """
+    from ckpttool.analysis.stats import statistics
+    from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
+
+    options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = options.open(src)
+    matches = matcher(include, exclude)
+    held = [c for c in contents(checkpoint) if matches(c.name) and (optimizer or c.key == WEIGHTS)]
+    if not held:
+        raise PlanError(checkpoint.location, *NO_SUCH_NAME)
+    meter = Meter(sum(c.state.nbytes for c in held), options.progress)
+    return list(statistics(checkpoint, held, jobs=options.jobs, advance=meter))
+
+
+def digest(
+    src: Source,
+    *,
+    tag: str | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Digest:
+    """Digest the values of a checkpoint; sharding and file format make no difference.
+
+    Args:
+        src: As for ``inspect``.
+        tag: As for ``inspect``.
+        jobs: Threads. Default: one for each core, up to four.
+        progress: Called with (bytes done, bytes in all).
+        trust_names: As for ``inspect``.
+        storage_options: As for ``inspect``.
+
+    Raises:
+        CkptError: The checkpoint is not sound, or cannot be read.
+    """
+    from ckpttool.analysis import digest as digests
+    from ckpttool.model.selection import contents
+
+    options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = options.open(src)
+    meter = Meter(sum(c.state.nbytes for c in contents(checkpoint)), options.progress)
+    return digests.digest(checkpoint, jobs=options.jobs, advance=meter)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractReport:
+    """Result of ``extract_to_file``."""
+
+    out: str
+    """The file."""
+    name: str
+    """The tensor."""
+    state: str
+    """Which of its states."""
+    dtype: str
+    """Its type, as safetensors spells it."""
+    shape: tuple[int, ...]
+    """Shape of the tensor in the file."""
+    nbytes: int
+    """Bytes of its values."""
+    checks: ReadReport | None = None
+    """Comparisons with recorded checksums; None for ``check="off"``."""
+
+
+def extract(  # noqa: PLR0913  public API
+    src: Source | Checkpoint,
+    name: str,
+    *,
+    tag: str | None = None,
+    state: str = "weights",
+    part: Any = None,
+    framework: Literal["numpy", "torch"] = "numpy",
+    check: Check = "read",
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Read one tensor, or a slice of it; only its bytes are read.
+
+    Args:
+        src: As for ``inspect``, or the ``Checkpoint`` that ``inspect`` returned.
+        name: Parameter or buffer, by its own or a tied name.
+        tag: As for ``inspect``.
+        state: "weights" for the fp32 master weights, or where there are none the model's own copy; or the name of a
+            state in the checkpoint: "fp32", "module", "exp_avg", ...
+        part: Index as in ``tensor[part]``: integers and slices of step 1, one for each dimension from the first on;
+            default: the whole tensor.
+        check: As for ``consolidate``.
+        framework: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
+        trust_names: As for ``inspect``.
+        storage_options: As for ``inspect``.
+
+    Returns:
+        The tensor in its type and shape; it owns its memory.
+
+    Raises:
+        ArgumentError: An argument is outside its range, or ``part`` does not fit the shape.
+        ChecksumError: The bytes read differ from those saved.
+        CkptError: The checkpoint is not sound, or holds no such tensor.
+    """
+    from ckpttool.analysis.extract import read_part
+    from ckpttool.model import Checkpoint
+    from ckpttool.model.selection import find
+
+    check_choice("framework", framework, ("numpy", "torch"))
+    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = src if isinstance(src, Checkpoint) else options.open(src)
+    from ckpttool.plan.builder import source_files
+
+    checks = options.read_checks(source_files(checkpoint), checkpoint)
+    values = read_part(checkpoint, find(checkpoint, name, state), part, checks)
+    if framework == "torch":
+        from ckpttool.integrations.torch.objects import as_torch
+
+        return as_torch(values)
+    return values
+
+
+def extract_to_file(  # noqa: PLR0913  public API
+    src: Source,
+    name: str,
+    out: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    state: str = "weights",
+    part: Any = None,
+    check: Check = "read",
+    overwrite: bool = False,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ExtractReport:
+    """Write one tensor, or a slice of it, to a file; only its bytes are read, and it is held in memory once.
+
+    Args:
+        src: As for ``inspect``.
+        name: As for ``extract``.
+        out: File to write; its ending tells the kind: ``.safetensors``, ``.npy`` or ``.pt``.
+        tag: As for ``inspect``.
+        state: As for ``extract``.
+        part: As for ``extract``.
+        check: As for ``consolidate``.
+        overwrite: Replace the file if it is there.
+        trust_names: As for ``inspect``.
+        storage_options: As for ``inspect``.
+
+    Raises:
+        ArgumentError: ``part`` does not fit the shape.
+        ChecksumError: The bytes read differ from those saved.
+        CkptError: The checkpoint is not sound, holds no such tensor, or the file cannot be written.
+    """
+    from ckpttool.analysis.extract import encode, read_part
+    from ckpttool.execution.output.destination import write_file
+    from ckpttool.execution.permissions import mode_of
+    from ckpttool.model.selection import find
+
+    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = options.open(src)
+    found = find(checkpoint, name, state)
+    from ckpttool.plan.builder import source_files
+
+    checks = options.read_checks(source_files(checkpoint), checkpoint)
+    values = read_part(checkpoint, found, part, checks)
+    parts = encode(values, name, checked_path("out", out))
+    written = write_file(
+        checked_path("out", out), parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint)
+    )
+    report = None if checks is None else checks.report
+    return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes, report)

@@ -1,0 +1,280 @@
+"""The commands that write checkpoints: ``consolidate``, ``convert``, ``average`` and ``cp``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckpttool.cli import _options as options
+
+
+@click.command(short_help="Merge the shards into whole weights.")
+@options.sources_argument
+@options.out_argument
+@click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Kind of file to write.")
+@options.tag_option
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the parameters.  [default: fp32]")
+@click.option(
+    "--weights",
+    type=click.Choice(["masters", "module"]),
+    help="The optimizer's fp32 master weights, or the model's own copies (stages 1 and 2).  [default: masters]",
+)
+@click.option("--max-shard-size", type=options.Size(), help="Split into files of at most this size.  [default: 5GB]")
+@options.include_option
+@options.exclude_option
+@click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
+@click.option("--adapter-only", is_flag=True, help="Write the trained PEFT adapter, as PEFT does.")
+@click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as safetensors.")
+@click.option("--merge-lora", is_flag=True, help="Merge the trained LoRA adapter into the base model, as PEFT does.")
+@click.option(
+    "--base", metavar="SRC", help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]"
+)
+@click.option("--adapter", multiple=True, metavar="NAME", help="Adapter to merge, if there are several (repeatable).")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="RULE",
+    help="Rename tensors: 's/PATTERN/REPLACEMENT/', or a ready-made map: module, compile, fsdp, peft "
+    "(repeatable, applied in order).",
+)
+@click.option("--rename-map", metavar="FILE", help="JSON file of new names by old ones, applied before --rename.")
+@click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
+@options.check_options
+@options.dry_run_option
+@options.resume_option
+@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
+@options.jobs_option
+@options.memory_option
+@options.ray_option
+@options.json_option
+@options.trust_option
+@options.storage_option
+@options.debug_option
+def consolidate(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
+    """Merge the shards of SRC into whole weights in the directory OUT.
+
+    Parameters come from the fp32 master weights. OUT gets the names that Hugging Face's libraries look for, and the
+    configuration and tokenizer in the checkpoint's root. OUT appears complete or not at all.
+    """
+    import ckpttool
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_consolidate_report
+
+    with progress_bar("consolidate") as progress:
+        report = ckpttool.consolidate(src, out, progress=progress, **options.chosen(given))
+    if as_json:
+        print_json(report)
+    else:
+        print_consolidate_report(report)
+
+
+FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers")
+"""Options of ``--to zero``."""
+
+
+@click.command(short_help="Write a checkpoint for another number of ranks, stage or loader.")
+@options.sources_argument
+@options.out_argument
+@click.option("--to", type=click.Choice(["zero", "universal", "dcp"]), required=True, help="The loader of the output.")
+@options.tag_option
+@click.option(
+    "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks of the run that will load it (for zero)."
+)
+@click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage of that run.  [default: the source's]")
+@click.option(
+    "--sub-group-size", type=click.IntRange(1), help="sub_group_size of that run (stage 3).  [default: the source's]"
+)
+@click.option(
+    "--round-robin/--no-round-robin",
+    default=None,
+    help="Whether that run uses round_robin_gradients.  [default: the source's]",
+)
+@click.option(
+    "--expert-parallel",
+    type=click.IntRange(1),
+    help="Expert-parallel size of that run (autoep_size, ep_size).  [default: the source's]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Compute dtype of that run, if SRC is weights-only or DCP.  [default: the dtype of the weights]",
+)
+@click.option(
+    "--buffers",
+    multiple=True,
+    metavar="GLOB",
+    default=None,
+    help='Names of buffers, if SRC is weights-only or DCP, for stage 3; "" if there are none. Repeatable.',
+)
+@click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
+@options.check_options
+@options.dry_run_option
+@options.resume_option
+@options.jobs_option
+@options.memory_option
+@options.ray_option
+@options.json_option
+@options.trust_option
+@options.storage_option
+@options.debug_option
+def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
+    """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
+
+    For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
+    load_universal reads it), or for torch.distributed.checkpoint (dcp). OUT appears complete or not at all.
+    """
+    import ckpttool
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_convert_report
+
+    given["buffers"] = [pattern for pattern in given["buffers"] if pattern] if given["buffers"] else None
+    _check_convert(given)
+    with progress_bar("convert") as progress:
+        report = ckpttool.convert(src, out, progress=progress, **options.chosen(given))
+    if as_json:
+        print_json(report)
+    else:
+        print_convert_report(report)
+
+
+def _check_convert(given: dict[str, Any]) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        click.UsageError: Two options exclude each other.
+    """
+    if given["to"] == "zero" and given["world_size"] is None:
+        raise click.UsageError("--to zero needs --world-size")
+    for name in FOR_ZERO:
+        if given["to"] != "zero" and given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} is only for --to zero")
+    if given["prove"] and given["dry_run"]:
+        raise click.UsageError("--prove needs the output that --dry-run does not write")
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+    """Parse numbers between commas."""
+    if value is None:
+        return None
+    try:
+        return tuple(float(number) for number in value.split(","))
+    except ValueError:
+        raise click.BadParameter("write numbers between commas, such as 1,2,4") from None
+
+
+@click.command(short_help="Average several checkpoints of one model.")
+@options.sources_argument
+@options.out_argument
+@click.option(
+    "--to", type=click.Choice(["safetensors", "zero"]), required=True,
+    help="Weights alone, or a checkpoint with the optimizer of the newest SRC.",
+)  # fmt: skip
+@click.option(
+    "--weights", metavar="NUMBERS", callback=_numbers, help="One weight for each SRC, such as 1,2,4.  [default: equal]"
+)
+@click.option(
+    "--ema",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="DECAY",
+    help="Weights of an exponential moving average, the oldest SRC first.",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(["constant", "linear", "cosine", "1-sqrt"]),
+    help="Weights that stand for this decay of the learning rate (WSM), the oldest SRC first.",
+)
+@click.option("--accumulate", type=click.Choice(["fp32", "fp64"]), help="Type to compute in.  [default: fp32]")
+@options.tag_option
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Type of the parameters; for zero the type to train in, if no SRC records it.  [default: fp32]",
+)
+@click.option("--max-shard-size", type=options.Size(), help="Split into files of at most this size.  [default: 5GB]")
+@options.include_option
+@options.exclude_option
+@click.option(
+    "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks for zero.  [default: the newest SRC's]"
+)
+@click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage for zero.  [default: the newest SRC's]")
+@click.option("--prove", is_flag=True, help="Compute the mean again, and commit only if the output is equal.")
+@options.check_options
+@options.dry_run_option
+@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
+@options.jobs_option
+@options.memory_option
+@options.ray_option
+@options.json_option
+@options.trust_option
+@options.storage_option
+@options.debug_option
+def average(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
+    """Average the checkpoints SRC, each of the same model, into OUT.
+
+    The fp32 master weights are averaged, in the order of SRC. Sources may have different formats, stages and numbers of
+    ranks. OUT appears complete or not at all.
+    """
+    import ckpttool
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_average_report
+
+    _check_average(src, given)
+    with progress_bar("average") as progress:
+        report = ckpttool.average(src, out, progress=progress, **options.chosen(given))
+    if as_json:
+        print_json(report)
+    else:
+        print_average_report(report)
+
+
+def _check_average(src: tuple[str, ...], given: dict[str, Any]) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        click.UsageError: Two options exclude each other.
+    """
+    if len(src) < 2:
+        raise click.UsageError("name two checkpoints or more, and then OUT")
+    chosen = [f"--{name}" for name in ("weights", "ema", "schedule") if given[name] is not None]
+    if len(chosen) > 1:
+        raise click.UsageError(f"{chosen[0]} and {chosen[1]} exclude each other")
+    for name in ("world_size", "stage"):
+        if given["to"] != "zero" and given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} is only for --to zero")
+    if given["to"] == "zero" and given["overwrite"]:
+        raise click.UsageError("--overwrite is only for --to safetensors")
+    if given["prove"] and given["dry_run"]:
+        raise click.UsageError("--prove needs the output that --dry-run does not write")
+
+
+@click.command(short_help="Copy a whole checkpoint to another storage.")
+@options.sources_argument
+@click.argument("dst", type=click.Path())
+@options.tag_option
+@click.option("--prove", is_flag=True, help="Digest the checkpoint and the copy, and commit only if they are equal.")
+@options.check_options
+@click.option(
+    "--resume", is_flag=True, help="Continue from the files that a killed or failed run of the same copy completed."
+)
+@options.jobs_option
+@options.memory_option
+@options.json_option
+@options.trust_option
+@options.storage_option
+@options.debug_option
+def cp(src: tuple[str, ...], dst: str, as_json: bool, **given: Any) -> None:
+    """Copy the checkpoint SRC into the root DST: the directory of its tag, and its sidecar files.
+
+    SRC and DST may be on different storages. latest is written after the whole copy was read back.
+    """
+    import ckpttool
+    from ckpttool.cli._output import print_json, progress_bar
+    from ckpttool.cli._reports import print_cp_report
+
+    with progress_bar("cp") as progress:
+        report = ckpttool.cp(src, dst, progress=progress, **options.chosen(given))
+    if as_json:
+        print_json(report)
+    else:
+        print_cp_report(report)
