@@ -8,8 +8,8 @@ from ckpttool.checksums import crc32
 from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.errors import ChecksumError, ContainerError, PlanError
+from ckpttool.storage.base import WrappedReader
 from ckpttool.storage.specs import Described, connect
-from ckpttool.storage.wrapped import WrappedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

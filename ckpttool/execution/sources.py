@@ -15,7 +15,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.ranges import ByteRange, coalesced
 from ckpttool.storage import WAIT, connect
-from ckpttool.storage.wrapped import WrappedReader
+from ckpttool.storage.base import WrappedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import cuts
-from ckpttool.storage.base import Writer
+from ckpttool.storage.base import WrappedReader, Writer
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.local import LocalReader
 from ckpttool.storage.posix import copy_range, reserve, write_at
 from ckpttool.storage.safe_files import opened
-from ckpttool.storage.wrapped import WrappedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,27 +1,171 @@
-"""Plan the files that ``consolidate`` and exports write: whole weights, and sidecar files beside them."""
+"""Plan the files that ``consolidate`` and exports write: whole weights, optimizer states and sidecar files beside them.
+
+``formats.optimizer_states`` reads the optimizer states.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.arguments import check_choice, checked_size
-from ckpttool.dtypes import TRAINING_DTYPES
-from ckpttool.errors import ArgumentError
+from ckpttool.dtypes import DTYPES, TRAINING_DTYPES
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.formats.optimizer_states import METADATA, NOT_FINITE, STEM, VERSION
 from ckpttool.formats.sidecars import find_sidecars
+from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder, sample_checks
 from ckpttool.storage import connect
+from ckpttool.targets.safetensors import safetensors_files
 from ckpttool.targets.sidecars import with_sidecars
-from ckpttool.targets.weights import parse_renamings, renamed, select_weights
+from ckpttool.targets.weights import Weight, WeightSelection, parse_renamings, renamed, select_weights
+from ckpttool.targets.zero.writer import scales_losses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.formats.sidecars import SidecarFile
-    from ckpttool.model import Checkpoint
-    from ckpttool.plan import ConsistencyChecks
-    from ckpttool.targets.weights import WeightSelection
+    from ckpttool.model import Checkpoint, ParamGroup
+    from ckpttool.plan import ConsistencyChecks, TargetFile
+
+
+class _NoJsonError(Exception):
+    """A value that JSON does not have."""
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return a fingerprint of a save, equal for equal files: from names, sizes and recorded checksums.
+
+    The weights and the optimizer's states of one output have it, so that a mix of two outputs is noticed.
+    """
+    sha = hashlib.sha256(f"{checkpoint.tag} {checkpoint.step} {checkpoint.samples}".encode())
+    for file in checkpoint.files:
+        sha.update(f"\0{file.name} {file.nbytes}".encode("utf-8", "surrogatepass"))
+        sha.update(" ".join(f"{record.crc32:08x}" for record in file.records if record.crc_recorded).encode())
+    return sha.hexdigest()[:32]
+
+
+def optimizer_files(
+    checkpoint: Checkpoint, builder: CopyBuilder, *, dtype: str, max_shard_bytes: int
+) -> tuple[list[TargetFile], list[str]]:
+    """Plan ``optimizer.safetensors``, or parts of it and an index.
+
+    Args:
+        checkpoint: The source.
+        builder: Builds the copies of the plan.
+        dtype: Type of the weights beside. States have the master weights, and the frozen ones, that do not fit in it.
+        max_shard_bytes: Maximum bytes of tensors in a part, unless a single tensor is larger.
+
+    Returns:
+        The files, and one remark for each value that they do not keep.
+
+    Raises:
+        PlanError: The source has no optimizer states.
+    """
+    if not checkpoint.groups or not any(p.optimizer_states or MASTER in p.states for p in checkpoint.parameters):
+        problem = "holds no optimizer states"
+        raise PlanError(checkpoint.location, problem, "leave out optimizer", ("optimizer",))
+    states: list[Weight] = []
+    keys: dict[str, None] = {}
+    for parameter in checkpoint.parameters:
+        own, weights = parameter.optimizer_states, checkpoint.weights(parameter)
+        if dtype != "F32" and MASTER in parameter.states:
+            own = {MASTER: weights, **own}
+        elif parameter.frozen and weights.dtype != dtype != "F32" and DTYPES[weights.dtype].floating:
+            own = {MODULE: weights, **own}
+        for key, state in own.items():
+            keys[key] = None
+            states.append(Weight(f"{key}.{parameter.name}", state, "F32" if key == MASTER else state.dtype))
+    if ambiguous := [key for key in keys if any(key.startswith(f"{other}.") for other in keys)]:
+        problem = f"names an optimizer state {ambiguous[0]}, which begins with the name of another"
+        raise PlanError(checkpoint.location, problem, "convert it to dcp or to universal")
+    description, losses = _description(checkpoint, list(keys))
+    files = safetensors_files(
+        checkpoint, builder, WeightSelection(tuple(states), {}), max_shard_bytes=max_shard_bytes, stem=STEM,
+        first={METADATA: description},
+    )  # fmt: skip
+    return files, losses
+
+
+def _description(checkpoint: Checkpoint, keys: list[str]) -> tuple[str, list[str]]:
+    """Return the JSON text, and what it does not keep."""
+    losses = [f"not kept: {name}, which belongs to no parameter" for name in checkpoint.nonpartitionable]
+    if scales_losses(checkpoint.loss_scaler):
+        losses.append("not kept: the loss scale; a resumed fp16 run begins with a new one")
+    described: dict[str, Any] = {
+        "version": VERSION,
+        "save": fingerprint(checkpoint),
+        "step": checkpoint.step,
+        "samples": checkpoint.samples,
+        "skipped_steps": checkpoint.skipped_steps,
+        "dtype": checkpoint.dtype,
+        "deepspeed_version": checkpoint.deepspeed_version,
+        "states": keys,
+        "groups": [_group(group, number, losses) for number, group in enumerate(checkpoint.groups)],
+        "buffers": [buffer.name for buffer in checkpoint.buffers],
+    }
+    slicings = {p.name: p.slicing for p in checkpoint.parameters if p.slicing != BY_ROWS}
+    if slicings:
+        described["slicings"] = {
+            name: {"dim": s.dim, "parts": s.parts, "view": _json(s.view), "vocabulary": s.vocabulary}
+            for name, s in slicings.items()
+        }
+    described |= _values(checkpoint, losses)
+    return json.dumps(described, separators=(",", ":")), losses
+
+
+def _values(checkpoint: Checkpoint, losses: list[str]) -> dict[str, Any]:
+    """Return scheduler, client state and configuration, as far as JSON has their values."""
+    found: dict[str, Any] = {}
+    if checkpoint.scheduler is not None:
+        try:
+            found["scheduler"] = _json(checkpoint.scheduler)
+        except _NoJsonError:
+            losses.append("not kept: the state of the scheduler, which JSON cannot hold")
+    for name, values in (("client_state", checkpoint.client_state), ("ds_config", checkpoint.ds_config)):
+        kept = found[name] = {}
+        for key, value in values.items():
+            try:
+                kept |= _json({key: value})
+            except _NoJsonError:
+                losses.append(f"not kept: {key} of the {name.replace('_', ' ')}, which JSON cannot hold")
+    return found
+
+
+def _group(group: ParamGroup, number: int, losses: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for key, value in group.hyperparameters.items():
+        try:
+            options |= _json({key: value})
+        except _NoJsonError:
+            losses.append(f"not kept: hyper-parameter {key} of group {number}, which JSON cannot hold")
+    scalars: Mapping[str, Any] = {
+        key: {"value": _json(s.value), "dtype": s.dtype, "shape": list(s.shape)} for key, s in group.scalars.items()
+    }
+    return {"parameters": list(group.parameters), "hyperparameters": options, "scalars": scalars}
+
+
+def _json(value: object) -> Any:
+    """Return a value as JSON has it.
+
+    Raises:
+        _NoJsonError: JSON does not have it.
+    """
+    if isinstance(value, TensorFloat | TensorInteger):
+        return {"value": _json(float(value) if isinstance(value, float) else int(value)), "dtype": value.dtype}
+    if value is None or type(value) in {bool, int, str}:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {NOT_FINITE: str(value)}
+    if type(value) in {list, tuple}:
+        return [_json(item) for item in value]  # type: ignore[attr-defined]
+    if isinstance(value, dict) and all(type(key) is str for key in value) and value.keys() != {NOT_FINITE}:
+        return {key: _json(item) for key, item in value.items()}
+    raise _NoJsonError
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +293,6 @@ def _plan_with_optimizer(
     """Return the plan, the name of the file that is committed last, and what the files do not keep."""
     from ckpttool.formats.optimizer_states import SAVE
     from ckpttool.targets import safetensors
-    from ckpttool.targets.optimizer_states import fingerprint, optimizer_files
 
     builder = CopyBuilder(checkpoint)
     states, losses = optimizer_files(checkpoint, builder, dtype=dtype, max_shard_bytes=limit)

@@ -12,8 +12,8 @@ import torch
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
+from ckpttool.integrations.deepspeed.load_partitions import plan_replicas
 from ckpttool.storage import LOCAL
-from ckpttool.targets.replicas import plan_replicas
 from ckpttool.targets.zero.layout import Shape
 from ckpttool.targets.zero.writer import plan_rank, plan_zero
 from tests.execution.outputs import run_into

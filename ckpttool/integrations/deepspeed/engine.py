@@ -1,11 +1,16 @@
-"""Inspect a live DeepSpeed engine, without changes to it: ranks, partitioning, groups and names.
+"""Inspect a live DeepSpeed engine: ranks, partitioning, groups, names, global batch and accumulated gradients.
 
-Source: DeepSpeed 0.19.8, runtime/engine.py, runtime/zero/stage_1_and_2.py (``__init__``), runtime/bf16_optimizer.py and
-runtime/zero/stage3.py (``_create_fp16_partitions_with_defragmentation``).
+No save has accumulated gradients, and a load, which replaces their weights, drops them.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py (``zero_grad``, ``micro_steps``), runtime/zero/stage_1_and_2.py
+(``__init__``, ``independent_gradient_partition_epilogue``, ``step``), runtime/zero/stage3.py (``zero_grad``,
+``_create_fp16_partitions_with_defragmentation``: the next micro batch overwrites the partitions) and
+runtime/bf16_optimizer.py (``clear_hp_grads``).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import Topology
+from ckpttool.model.batch import BatchSizes, equal_batch, fitting_numbers, saved_batch
 from ckpttool.targets.zero.match import LiveModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.model import Checkpoint
+
 
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's optimizer wrappers that partition states."""
@@ -275,3 +282,81 @@ def _place(group: Any) -> tuple[int, int]:
 def keeps_loss_scale(live: LiveEngine, checkpoint: Checkpoint) -> bool:
     """Whether the engine can use the checkpoint's loss scale: it was saved, and by a run of the same dtype."""
     return checkpoint.loss_scaler is not None and checkpoint.dtype == live.dtype
+
+
+LOG = logging.getLogger(__name__)
+
+
+def engine_batch(engine: Any) -> BatchSizes:
+    """Return the batch sizes of an engine."""
+    return BatchSizes(
+        int(engine.train_batch_size()),
+        int(engine.train_micro_batch_size_per_gpu()),
+        int(engine.gradient_accumulation_steps()),
+    )
+
+
+def batch_notes(engine: Any, checkpoint: Checkpoint) -> list[str]:
+    """Return a note if the global batch differs, with the batch sizes that would give the saved one."""
+    saved, own = saved_batch(checkpoint), engine_batch(engine)
+    if saved is None or saved.whole == own.whole:
+        return []
+    ranks = max(1, own.whole // max(1, (own.micro or 1) * (own.accumulation or 1)))
+    equal = equal_batch(saved.whole, ranks, own.micro)
+    told = f"the global batch is {own.whole} samples, but was {saved.whole} in the saved run; for an equal one"
+    if equal is None:
+        return [f"{told} choose {fitting_numbers(saved.whole, ranks)} (now {ranks} ranks)"]
+    return [f"{told} set {equal} (ckpttool.resume_config does)"]
+
+
+def warn_of(checkpoint: Checkpoint, notes: Sequence[str]) -> None:
+    """Log notes as warnings, on the first rank."""
+    import torch.distributed as dist
+
+    for note in notes if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        LOG.warning("%s: %s", checkpoint.location, note)
+
+
+def micro_batches(engine: Any) -> int:
+    """Return the number of micro batches accumulated since the last step; 1 if there are some, but nothing counts them.
+
+    Accelerate and the Trainer tell the engine before each micro batch whether a step follows, and call ``step`` only
+    then, so that ``micro_steps`` counts steps. Where the caller accumulates (``managed_gradient_accumulation``), the
+    engine knows nothing of it.
+    """
+    boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
+    if boundary is not None:
+        return int(not boundary)
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    if managed is not None and not managed():
+        return 0
+    return int(engine.micro_steps) % max(1, int(engine.gradient_accumulation_steps()))
+
+
+def drop_gradients(live: LiveEngine) -> None:
+    """Drop accumulated gradients, as after a step."""
+    engine, optimizer = live.engine, live.optimizer
+    count = micro_batches(engine)
+    if not count:
+        return
+    if live.wrapper:
+        optimizer.zero_grad()
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    if live.wrapper == "DeepSpeedZeroOptimizer":
+        _drop_partitions(optimizer)
+    if engine._is_gradient_accumulation_boundary is None:
+        engine.micro_steps -= count
+    else:
+        engine.set_gradient_accumulation_boundary(True)  # as after a step
+
+
+def _drop_partitions(optimizer: Any) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for group in kept:
+            kept[group] = None
+    if hasattr(optimizer, "_offload_accumulated_param_ids"):
+        optimizer._offload_accumulated_param_ids = set()

@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats import open_checkpoint, source_paths, source_storage
-from ckpttool.integrations.deepspeed.batch import batch_notes, warn_of
-from ckpttool.integrations.deepspeed.engine import inspect_engine, keeps_loss_scale
+from ckpttool.integrations.deepspeed.engine import (
+    batch_notes,
+    drop_gradients,
+    inspect_engine,
+    keeps_loss_scale,
+    micro_batches,
+    warn_of,
+)
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
-from ckpttool.integrations.deepspeed.pending import drop_gradients, micro_batches
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport

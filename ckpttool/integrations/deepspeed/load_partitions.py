@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.read_checks import checks_for
@@ -15,8 +16,8 @@ from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
 from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
-from ckpttool.plan.builder import sample_checks, source_files
-from ckpttool.targets.replicas import ALIGNMENT, plan_replicas
+from ckpttool.plan import CopyPlan, TargetFile
+from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks, source_files
 from ckpttool.targets.zero.layout import Shape, piece, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
 
@@ -26,8 +27,50 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.prepared import LoadOptions
     from ckpttool.model import Checkpoint, State
-    from ckpttool.plan import CopyPlan
     from ckpttool.targets.zero.match import Fitted
+
+
+ALIGNMENT = 64
+"""Bytes: a multiple of every element's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor in the file."""
+
+    name: str
+    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
+    dtype: str
+    """safetensors' spelling."""
+    start: int
+    """First byte; a multiple of ALIGNMENT."""
+    nbytes: int
+    """Size in bytes, without padding."""
+
+
+def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[PackedTensor]]:
+    """Plan a file of whole tensors, each in its own dtype.
+
+    Args:
+        checkpoint: The source.
+        tensors: The state of each tensor, by any key.
+
+    Returns:
+        A plan of one file, and the offset of each tensor in it.
+    """
+    packed, pieces, zeros, at = [], [], [], 0
+    for name, state in tensors.items():
+        nbytes = state.numel * itemsize(state.dtype)
+        packed.append(PackedTensor(name, state.dtype, at, nbytes))
+        pieces.append(Placement(state, state.dtype, at))
+        end = -(-(at + nbytes) // ALIGNMENT) * ALIGNMENT
+        zeros.append((at + nbytes, end - at - nbytes))
+        at = end
+    builder = CopyBuilder(checkpoint)
+    copies, gathers = builder.copies(pieces)
+    file = TargetFile("replicas", at, (), copies, gathers, tuple(zeros))
+    return CopyPlan(builder.sources, builder.casts, (file,)), packed
+
 
 LEAST_SLICE_BYTES = 1 << 22
 """Minimum bytes of a rank's slice of the replicated tensors."""

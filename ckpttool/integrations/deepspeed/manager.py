@@ -215,8 +215,8 @@ class CheckpointManager:
         commit, by path relative to the root; other arguments are those of ``save``.
         """
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.batch import engine_batch
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero, known_engine
+        from ckpttool.integrations.deepspeed.engine import engine_batch
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
         from ckpttool.integrations.deepspeed.states import optimizer_identity
 
@@ -514,7 +514,7 @@ class CheckpointManager:
 
     def _warn_of_gradients(self, engine: Any, ranks: Ranks) -> None:
         """Warn once of a save between two micro batches: gradients are in no checkpoint."""
-        from ckpttool.integrations.deepspeed.pending import micro_batches
+        from ckpttool.integrations.deepspeed.engine import micro_batches
 
         if self._warned or not micro_batches(engine):
             return

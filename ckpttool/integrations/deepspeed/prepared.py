@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckpttool.execution.read_checks import Check, ReadChecks
+    from ckpttool.integrations.deepspeed.load_partitions import PackedTensor
     from ckpttool.model import Checkpoint
-    from ckpttool.targets.replicas import PackedTensor
     from ckpttool.targets.zero.match import Fitted
 
 
