@@ -11,7 +11,7 @@ import sys
 import click
 
 from ckpttool._version import __version__
-from ckpttool.cli._errors import run
+from ckpttool.cli._errors import run_command
 
 MODULES = {
     "reading": ("inspect", "verify", "diff", "stats", "extract"),
@@ -66,7 +66,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Characters that the terminal's encoding lacks are escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
-    run(cli)
+    run_command(cli)
 
 
 def _open_closed_streams() -> None:

@@ -29,7 +29,7 @@ POSITIONAL = frozenset({"src", "out", "dst", "root"})
 """Parameters without a flag: the usage line shows them in capitals."""
 
 
-def run(command: click.Command) -> NoReturn:
+def run_command(command: click.Command) -> NoReturn:
     """Run the command line and end the process."""
     arguments = sys.argv[1:]
     if arguments[:1] != ["inspect"] or any("://" in argument for argument in arguments):

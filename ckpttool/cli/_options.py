@@ -44,7 +44,7 @@ class Duration(_FloatType):
             self.fail(f"{brief(value)} is not a duration: {error.hint}", param, ctx)
 
 
-class Size(_IntegerType):
+class SizeType(_IntegerType):
     """A size such as 5GB."""
 
     name = "SIZE"
@@ -71,7 +71,7 @@ exclude_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 memory_option = click.option(
-    "--memory", type=Size(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
+    "--memory", type=SizeType(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
 )
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the planned files and what the run needs, and write nothing."
@@ -110,7 +110,7 @@ def _storage_options(context: click.Context, __: click.Parameter, values: tuple[
             into = into.setdefault(name, {})
             if not isinstance(into, dict):
                 raise click.BadParameter(f"{path} and {name} cannot both be given")
-        into[key] = _plain(key, value)
+        into[key] = _parsed_option(key, value)
     if context.meta.get(_FOLLOW_LINKS):
         result[FOLLOW_LINKS] = True
     if context.meta.get(_OPEN_BUDGET) is not None:
@@ -126,7 +126,7 @@ def _follow_links(context: click.Context, _: click.Parameter, value: bool) -> No
     context.meta[_FOLLOW_LINKS] = value
 
 
-def _plain(key: str, value: str) -> Any:
+def _parsed_option(key: str, value: str) -> Any:
     """Parse numbers and truth values; user names and secrets are always text."""
     if key in {"key", "secret", "token", "username", "password", "account_name", "account_key"}:
         return value

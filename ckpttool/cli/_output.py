@@ -51,7 +51,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     if sys.stdout.isatty():
         _write(_drawn(columns, cells, aligned))
     else:
-        _write(_plain([columns, *cells], aligned))
+        _write(_aligned([columns, *cells], aligned))
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -60,7 +60,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     if sys.stdout.isatty():
         _write(_drawn(None, cells, [False, False]))
     else:
-        _write(_plain(cells, [False, False]))
+        _write(_aligned(cells, [False, False]))
 
 
 def print_line(text: str, *, color: str | None = None) -> None:
@@ -79,7 +79,7 @@ def print_json(data: Any) -> None:
     _write(json.dumps(as_plain(data), indent=2, allow_nan=False) + "\n")
 
 
-def _plain(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
     """Return aligned columns for files and pipes, without wrapping or truncation."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -20,7 +20,9 @@ from ckpttool.cli import _options as options
     type=click.Choice(["masters", "module"]),
     help="The optimizer's fp32 master weights, or the model's own copies (stages 1 and 2).  [default: masters]",
 )
-@click.option("--max-shard-size", type=options.Size(), help="Split into files of at most this size.  [default: 5GB]")
+@click.option(
+    "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
+)
 @options.include_option
 @options.exclude_option
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
@@ -153,7 +155,7 @@ def _check_convert(given: dict[str, Any]) -> None:
         raise click.UsageError("--prove needs the output that --dry-run does not write")
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+def _comma_separated(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
     """Parse numbers between commas."""
     if value is None:
         return None
@@ -171,7 +173,10 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
     help="Weights alone, or a checkpoint with the optimizer of the newest SRC.",
 )  # fmt: skip
 @click.option(
-    "--weights", metavar="NUMBERS", callback=_numbers, help="One weight for each SRC, such as 1,2,4.  [default: equal]"
+    "--weights",
+    metavar="NUMBERS",
+    callback=_comma_separated,
+    help="One weight for each SRC, such as 1,2,4.  [default: equal]",
 )
 @click.option(
     "--ema",
@@ -191,7 +196,9 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
     type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Type of the parameters; for zero the type to train in, if no SRC records it.  [default: fp32]",
 )
-@click.option("--max-shard-size", type=options.Size(), help="Split into files of at most this size.  [default: 5GB]")
+@click.option(
+    "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
+)
 @options.include_option
 @options.exclude_option
 @click.option(

@@ -35,7 +35,7 @@ MAX_INT_BYTES = 1024
 """Longest integer, in bytes: turning a longer one into text takes quadratic time."""
 
 
-def run(m: Machine) -> Any:
+def execute(m: Machine) -> Any:
     """Execute the opcodes of a pickle up to its STOP and return its value.
 
     Raises:
@@ -87,7 +87,7 @@ def _parse_int(text: bytes) -> int:
     return int(text)
 
 
-def _number(number: struct.Struct) -> Callable[[Machine], None]:
+def _read_struct(number: struct.Struct) -> Callable[[Machine], None]:
     def handler(m: Machine) -> None:
         m.stack.append(number.unpack_from(m.data, m.position)[0])
         m.position += number.size
@@ -413,13 +413,13 @@ for _opcode, _handler, _cost in (
     (b"\x89", _constant(False), _SLOT),
     (b"I", _int_text, _SCALAR),
     (b"L", _long_text, _SCALAR),
-    (b"J", _number(_I32), _SCALAR),
-    (b"K", _number(_U8), _SLOT),
-    (b"M", _number(_U16), _SCALAR),
+    (b"J", _read_struct(_I32), _SCALAR),
+    (b"K", _read_struct(_U8), _SLOT),
+    (b"M", _read_struct(_U16), _SCALAR),
     (b"\x8a", _long_binary(_U8), _SCALAR),
     (b"\x8b", _long_binary(_I32), _SCALAR),
     (b"F", _float_text, _SCALAR),
-    (b"G", _number(_F64), _SCALAR),
+    (b"G", _read_struct(_F64), _SCALAR),
     (b"V", _text_line, _TEXT),
     (b"X", _text(_U32), _TEXT),
     (b"\x8c", _text(_U8), _TEXT),
@@ -507,7 +507,7 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
     allowed = left(MEMORY, MAX_MEMORY_BYTES)
     machine = Machine(data, start, allowed)
     try:
-        value = run(machine)
+        value = execute(machine)
         spend(MEMORY, allowed - machine.memory_left, path)
     except struct.error:
         raise Truncated from None  # it is only raised where fewer bytes are left than a number takes

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.local import Place
+    from ckpttool.execution.output.local import SharedDirectory
     from ckpttool.execution.run import Output
     from ckpttool.plan import SourceFile, TargetFile
     from ckpttool.storage import PartWriter, Reader, Writer
@@ -52,7 +52,7 @@ class TaskContext:
     """Source files of the plan."""
     casts: tuple[tuple[str, str], ...]
     """(source dtype, target dtype) pairs, as in ``CopyPlan``."""
-    place: Place | None
+    directory: SharedDirectory | None
     """The output directory; None for a bucket."""
     copies: bool
     """Whether sources and output are on local disk, so that bytes are copied from file to file without assembly."""
@@ -145,11 +145,11 @@ def run(
     """
     with Sources(plan.sources) as sources:
         check_copies(plan.consistency, sources)
-        place = output.place()
+        directory = output.shared_directory()
         context = TaskContext(
             tuple(map(_with_full_path, plan.sources)),
             plan.casts,
-            place,
+            directory,
             copies=output.any_offset and not sources.remote,
             jobs=jobs,
             memory=memory,
@@ -246,8 +246,8 @@ def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
         StorageError: Reading or writing failed, a source changed meanwhile, or this node sees other files.
         ContainerError: A source is damaged.
     """
-    if context.place is not None:
-        _check_directory(context.place, node)
+    if context.directory is not None:
+        _check_directory(context.directory, node)
     plan = CopyPlan(context.sources, context.casts, ())
     checks = ReadChecks(context.sources) if context.checked else None
     with _NodeSources(context.sources, node, checks) as sources:
@@ -261,13 +261,13 @@ def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
         return TaskResult(task.number, results, overflowed, frozenset(sources.opened), fragments)
 
 
-def _check_directory(place: Place, node: str) -> None:
+def _check_directory(directory: SharedDirectory, node: str) -> None:
     for pause in (*PAUSES, 0.0):
-        if place.is_here():
+        if directory.is_here():
             return
         time.sleep(pause)
     problem = f"is not the same directory on node {node}" if node else "was removed while it was being written"
-    raise StorageError(place.directory, problem, SHARE_HINT if node else "try again")
+    raise StorageError(directory.path, problem, SHARE_HINT if node else "try again")
 
 
 def _with_full_path(file: SourceFile) -> SourceFile:

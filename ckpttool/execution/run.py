@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.local import Place
+    from ckpttool.execution.output.local import SharedDirectory
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
     from ckpttool.storage import Writer
@@ -63,7 +63,7 @@ class Output(Protocol):
             StorageError: The file cannot be created.
         """
 
-    def place(self) -> Place | None:
+    def shared_directory(self) -> SharedDirectory | None:
         """Return the directory that workers must share to write here; None if they need none.
 
         Raises:

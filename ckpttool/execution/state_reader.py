@@ -148,10 +148,12 @@ class StateReader:
             width = itemsize(state.dtype)
             found = self._sources.fetch([(p.file, p.position, p.position + p.span * width) for p in held])
             for block, data in zip(held, found, strict=True):
-                _place(block, np.frombuffer(data, dtype=numpy_dtype(state.dtype)), out)
+                _copy_block(block, np.frombuffer(data, dtype=numpy_dtype(state.dtype)), out)
             return
         for block in blocks:
-            _place(block, self._buffer.read(self._sources[block.file], block.position, block.span, state.dtype), out)
+            _copy_block(
+                block, self._buffer.read(self._sources[block.file], block.position, block.span, state.dtype), out
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ def _blocks_of(row: Any, width: int, first: int, last: int) -> Iterator[_Strided
             yield _StridedBlock(file, position, 1, b - a, b - a, a - first, b - a)
 
 
-def _place(block: _StridedBlock, values: NDArray[Any], out: NDArray[Any]) -> None:
+def _copy_block(block: _StridedBlock, values: NDArray[Any], out: NDArray[Any]) -> None:
     """Copy the values of a block into the output array."""
     if block.runs == 1:
         out[block.at : block.at + block.numel] = values

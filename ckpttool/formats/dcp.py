@@ -235,7 +235,7 @@ class Shards:
                 return None
             torch = read_torch_file(part)
             self._note(index, chunk, fqn, torch.records)
-            return _plain(torch.root, torch, part)
+            return _without_tensors(torch.root, torch, part)
         except (ChecksumError, TruncatedError) as error:
             raise _damaged(fqn, chunk, part, error) from error
         except CkptError:
@@ -318,16 +318,16 @@ def _boxes(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, .
     return result
 
 
-def _plain(value: Any, torch: TorchFile, part: _FilePart) -> Any:
+def _without_tensors(value: Any, torch: TorchFile, part: _FilePart) -> Any:
     """Replace the 0-dim tensors in an object by numbers: torch accepts tensors for betas, for example."""
     if isinstance(value, TensorRef) and value.shape == ():
         where = torch.locate(value)
         data = part.read(where.start, where.end)
         return tensor_number(ScalarState(parse_number(data, value.dtype), value.dtype))
     if type(value) is dict:
-        return {key: _plain(v, torch, part) for key, v in value.items()}
+        return {key: _without_tensors(v, torch, part) for key, v in value.items()}
     if type(value) in {list, tuple}:
-        return type(value)(_plain(v, torch, part) for v in value)
+        return type(value)(_without_tensors(v, torch, part) for v in value)
     return value
 
 

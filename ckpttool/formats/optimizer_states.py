@@ -196,7 +196,7 @@ def _by_parameter(tensors: Mapping[str, State], keys: Sequence[str], path: str) 
 
 
 def _group(values: Mapping[str, Any]) -> ParamGroup:
-    options = {key: _number(value) for key, value in values["hyperparameters"].items()}
+    options = {key: _decoded(value) for key, value in values["hyperparameters"].items()}
     scalars = {key: ScalarState(s["value"], s["dtype"], tuple(s["shape"])) for key, s in values["scalars"].items()}
     return ParamGroup(tuple(map(str, values["parameters"])), options, scalars)
 
@@ -210,7 +210,7 @@ def _with_floats(value: Any) -> Any:
     return list(map(_with_floats, value)) if isinstance(value, list) else value
 
 
-def _number(value: Any) -> Any:
+def _decoded(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == TENSOR_NUMBER:
         return tensor_number(ScalarState(value["value"], _dtype(value["dtype"])))
     return tuple(value) if isinstance(value, list) else value  # betas

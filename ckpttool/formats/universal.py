@@ -123,7 +123,7 @@ def read_universal(storage: Storage, location: Location, report: Report) -> Chec
         raise opener.errors[0]
     group_of, groups = _groups(optimizer, files, shapes, trained, report)
     _check_states_are_there(opener, groups, folders)
-    parameters, buffers = _place(opener, files, set(folders), trained, module, group_of)
+    parameters, buffers = _located(opener, files, set(folders), trained, module, group_of)
     if opener.errors:
         raise opener.errors[0]
     newer_copies = zenflow(first)
@@ -210,7 +210,7 @@ def _read_module_side(
     return _Module(tensors, buffers, frozen, copies, aliases, ties.copies, ordered)
 
 
-def _place(
+def _located(
     opener: Opener, files: Sequence[ZeroFiles], folders: set[str], trained: _Trained, module: _Module,
     group_of: Mapping[str, int],
 ) -> tuple[list[Parameter], list[Buffer]]:  # fmt: skip

@@ -612,7 +612,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 """Methods of ``transformers.Trainer`` that a callback takes over."""
 
 
-def run(arguments: list[str]) -> None:
+def run_script(arguments: list[str]) -> None:
     """Run a training script with a ``CkptCallback`` in each Trainer that uses DeepSpeed.
 
     Args:
@@ -642,6 +642,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit("usage: torchrun -m ckpttool.integrations.huggingface SCRIPT ARGUMENTS")
     try:
-        run(sys.argv[1:])
+        run_script(sys.argv[1:])
     except ArgumentError as error:
         raise SystemExit(str(error)) from None

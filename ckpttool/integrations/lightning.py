@@ -100,7 +100,7 @@ class CkptSaves:
         folder = absolute_path(str(strategy.broadcast(os.fspath(filepath))))
         saves = self._folders.at(folder)
         saves.wait()
-        metrics = _numbers(strategy.lightning_module.trainer.callback_metrics)
+        metrics = _float_metrics(strategy.lightning_module.trainer.callback_metrics)
         engine = strategy.deepspeed_engine
         saves.save(
             engine, folder, tag=TAG, files={}, before=saves.begin(engine, folder), metrics=metrics,
@@ -229,7 +229,7 @@ def _find(saves: Folders, folder: str) -> list[tuple[str, str, bool]]:
     return found
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _float_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         try:

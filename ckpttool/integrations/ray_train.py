@@ -157,7 +157,7 @@ class RayTrainCheckpoints:
             lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()], step
         )
         self._manager.save_into(
-            posixpath.join(self._root, name), engine, tag=None, metrics=_numbers(metrics), overwrite=False,
+            posixpath.join(self._root, name), engine, tag=None, metrics=_flat_metrics(metrics), overwrite=False,
             client_state={} if client_state is None else client_state, exclude_frozen=False,
             before=(before[0], before[1]), rank_state=rank_state,
         )  # fmt: skip
@@ -434,7 +434,7 @@ def _run_storage() -> Any:
         raise PlanError("ray.train", "is not running here", "call this in train_func of a TorchTrainer") from error
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in metrics by Ray's names: "eval/loss" for {"eval": {"loss": 0.5}}."""
 
     def flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

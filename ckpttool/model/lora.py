@@ -308,10 +308,10 @@ def _aliases(checkpoint: Checkpoint, base: Checkpoint | None, tensors: Mapping[s
 
 def _clean_aliases(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the tied names as the base model has them."""
-    return {_clean(_plain(alias)): _clean(_plain(name)) for alias, name in checkpoint.aliases.items()}
+    return {_clean(_base_name(alias)): _clean(_base_name(name)) for alias, name in checkpoint.aliases.items()}
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     found = _ORIGINAL.fullmatch(name)
     return f"{found['layer']}.{found['rest']}" if found else name
 

@@ -123,7 +123,7 @@ class PlainFile:
 
 
 @dataclass(slots=True)
-class TorchFile:
+class ArchiveFile:
     """A file for ``torch.load``.
 
     Each byte is hashed only once; the CRC-32 of each storage in the archive and those of the chunks are combined from

@@ -76,7 +76,7 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     return found
 
 
-class OpenFile(Protocol):
+class CopySource(Protocol):
     """A source file of ``copy_range``."""
 
     path: str
@@ -87,7 +87,7 @@ class OpenFile(Protocol):
     """File descriptor."""
 
 
-def copy_range(source: OpenFile, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
+def copy_range(source: CopySource, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
     """Copy bytes from one file to another in the kernel.
 
     Returns:

@@ -142,7 +142,7 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_TensorEn
             options = {**_ADAM_OPTIONS, **options}
         for key, value in {**options, "params": list(group.parameters)}.items():
             if isinstance(value, TensorFloat | TensorInteger):
-                yield _number(builder, ("optim", "param_groups", g, key), value, value.dtype)
+                yield _scalar_entry(builder, ("optim", "param_groups", g, key), value, value.dtype)
             else:
                 yield _object(builder, ("optim", "param_groups", g, key), value)
 
@@ -157,7 +157,7 @@ def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) 
     for key, scalar in checkpoint.groups[parameter.group].scalars.items():
         if key in parameter.states and key != STEP:
             continue
-        yield _number(builder, (*path, key), scalar.value, scalar.dtype or "F32", scalar.shape)
+        yield _scalar_entry(builder, (*path, key), scalar.value, scalar.dtype or "F32", scalar.shape)
 
 
 def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _TensorEntry:
@@ -165,7 +165,7 @@ def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _Tens
     return _TensorEntry(path, file.build(file.whole(state, dtype)), dtype, state.shape)
 
 
-def _number(
+def _scalar_entry(
     builder: CopyBuilder, path: Path, value: float | int | bool, dtype: str, shape: tuple[int, ...] = ()
 ) -> _TensorEntry:
     """Return the entry of a scalar tensor."""

@@ -126,7 +126,7 @@ def _muon(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str
         )
 
 
-def _numbers(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
+def _dropped_scalars(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     """Scalars of a group other than the step."""
     for key in sorted({key for g in checkpoint.groups for key in g.scalars} - {STEP}):
         yield f"DeepSpeed's universal load drops {key}; a zero checkpoint keeps it"
@@ -202,7 +202,7 @@ def _few(names: Sequence[str]) -> str:
 _Rule = Callable[["Checkpoint", Sequence["Parameter"]], Iterator[str]]
 
 _RULES: tuple[_Rule, ...] = (
-    _not_loaded, _bare_states, _newer_copies, _several_groups, _old_release, _other_states, _muon, _numbers,
+    _not_loaded, _bare_states, _newer_copies, _several_groups, _old_release, _other_states, _muon, _dropped_scalars,
     _nonpartitionable, _round_robin, _scaler, _slices, _experts, _client_tensors,
 )  # fmt: skip
 """The rules; each yields its sentences if it applies."""
@@ -329,7 +329,7 @@ def _parameter_files(
             continue
         if step is not None:
             file = TorchFileBuilder(f"{folder}/{STEP}.pt", builder)
-            yield file.build(_number(file, step))
+            yield file.build(_saved_scalar(file, step))
 
 
 def _state_file(
@@ -386,7 +386,7 @@ def _expert(parameter: Parameter) -> dict[str, Any]:
     return {"is_expert_param": True, "ep_num_experts": parameter.shape[0]}
 
 
-def _number(file: TorchFileBuilder, scalar: ScalarState) -> Any:
+def _saved_scalar(file: TorchFileBuilder, scalar: ScalarState) -> Any:
     """Return a scalar in its saved form: a tensor, as in torch's optimizers, or a plain number."""
     if scalar.dtype is None:
         return scalar.value
@@ -415,7 +415,7 @@ def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> 
         for g, group in enumerate(checkpoint.groups)
     ]
     state = {
-        g: {STEP: _number(file, group.scalars[STEP])}
+        g: {STEP: _saved_scalar(file, group.scalars[STEP])}
         for g, group in enumerate(checkpoint.groups)
         if STEP in group.scalars
     }

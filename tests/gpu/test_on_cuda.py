@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpttool.integrations.torch.pickling import describe
-from ckpttool.saving.files import TorchFile
+from ckpttool.saving.files import ArchiveFile
 from tests.gpu import checks
 from tests.gpu.test_fixtures import command
 
@@ -49,7 +49,7 @@ def _state() -> dict[str, Any]:
 
 
 def _written(pickled: Any, held: Any) -> bytes:
-    return b"".join(TorchFile("file.pt", pickled.structure, held).stream())
+    return b"".join(ArchiveFile("file.pt", pickled.structure, held).stream())
 
 
 def _same(a: Any, b: Any) -> None:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from ckpttool import checksums  # noqa: E402
 from ckpttool.checksums import of_bytes  # noqa: E402
 from ckpttool.integrations.torch.pickling import describe  # noqa: E402
-from ckpttool.saving.files import PlainFile, TorchFile  # noqa: E402
+from ckpttool.saving.files import ArchiveFile, PlainFile  # noqa: E402
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -27,7 +27,7 @@ DTYPES = [
 
 def _file(value: Any, name: str = "file.pt") -> bytes:
     pickled = describe(value)
-    file = TorchFile(name, pickled.structure, pickled.storages)
+    file = ArchiveFile(name, pickled.structure, pickled.storages)
     data = b"".join(file.stream())
     assert len(data) == file.nbytes
     assert file.checksums._replace(directory=None) == of_bytes(data)

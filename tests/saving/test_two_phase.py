@@ -19,7 +19,7 @@ from ckpttool.errors import CkptError, ContainerError, StorageError
 from ckpttool.formats.whole import open_whole
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone, RankError, Ranks
-from ckpttool.saving.files import HostPayload, PlainFile, TorchFile, write_files
+from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile, write_files
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, aside_name
 from tests.faults.disks import Machine
@@ -492,7 +492,7 @@ def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: s
 
 def test_the_manifest_has_the_directory_of_each_archive(root: str) -> None:
     """So that a few kilobytes of a large file can be checked."""
-    files: list[OutgoingFile] = [TorchFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", HostPayload(b"b"))]
+    files: list[OutgoingFile] = [ArchiveFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", HostPayload(b"b"))]
     save(LOCAL, root, Alone(), Request("t", 1, 2), files, timeout=5.0)
     found = read_manifest(LOCAL, f"{root}/t").files
     data = Path(root, "t", "a.pt").read_bytes()

@@ -308,7 +308,7 @@ class _Comparison:
     def begin(self, file: TargetFile) -> Writer:
         return _ComparedFile(self._storage, f"{self._out}/{file.name}")
 
-    def place(self) -> None:
+    def shared_directory(self) -> None:
         """Return None: this process reads all files."""
 
 

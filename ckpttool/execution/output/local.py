@@ -57,20 +57,20 @@ class DirectoryOutput:
         self._begun.append(writer)
         return writer
 
-    def place(self) -> Place:
+    def shared_directory(self) -> SharedDirectory:
         """Write the file SHARED into the directory, so that workers can tell that they see the same directory.
 
         Raises:
             StorageError: The file cannot be written.
         """
-        return Place(os.path.abspath(self._directory.path), write_token(self._directory))
+        return SharedDirectory(os.path.abspath(self._directory.path), write_token(self._directory))
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SharedDirectory:
     """A directory shared by all nodes."""
 
-    directory: str
+    path: str
     """Its full path."""
     token: str
     """Content of the file SHARED in it; another directory with the same path has other content, or no such file."""
@@ -78,7 +78,7 @@ class Place:
     def is_here(self) -> bool:
         """Whether this process sees the shared directory."""
         try:
-            with opened(self.directory) as directory, open(directory.open_file(SHARED, os.O_RDONLY), "rb") as file:
+            with opened(self.path) as directory, open(directory.open_file(SHARED, os.O_RDONLY), "rb") as file:
                 return file.read() == self.token.encode()
         except (OSError, StorageError):
             return False

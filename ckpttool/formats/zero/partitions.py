@@ -451,7 +451,7 @@ def locate_states(
     result: dict[str, dict[str, State]] = {name: {} for name in buffer.shapes}
     for key, pieces in buffer.tensors.items():
         stored = StoredPartitions(
-            pieces[0].dtype, [_place(file, p) for file, p in zip(files.optimizer, pieces, strict=True)]
+            pieces[0].dtype, [_partition_extent(file, p) for file, p in zip(files.optimizer, pieces, strict=True)]
         )
         for name, shape in buffer.shapes.items():
             short = fragments[name].too_short(stored)
@@ -462,7 +462,7 @@ def locate_states(
     return result
 
 
-def _place(file: RankFile, piece: Stored) -> tuple[int, int, int]:
+def _partition_extent(file: RankFile, piece: Stored) -> tuple[int, int, int]:
     """Return the index of a partition's file, the partition's first byte in it, and its elements."""
     if isinstance(piece, SwappedTensor):
         return piece.file.file_index, 0, piece.numel
@@ -535,20 +535,20 @@ def local_hyperparameters(files: Sequence[RankFile], groups: Sequence[Fields]) -
 
 
 def _hyperparameters(group: Fields, file: RankFile) -> dict[str, Any]:
-    return {str(key): _plain(value, file) for key, value in group.values.items() if key != "params"}
+    return {str(key): _without_tensors(value, file) for key, value in group.values.items() if key != "params"}
 
 
-def _plain(value: Any, file: RankFile) -> Any:
+def _without_tensors(value: Any, file: RankFile) -> Any:
     """Replace 0-dim tensors in a hyper-parameter by numbers: torch accepts tensors for lr and betas.
 
     Only at the top level: a list that nests one list twice, again and again, is small in a pickle and huge if copied.
     """
     if type(value) in {list, tuple} and any(isinstance(v, TensorRef) for v in value):
-        return type(value)(_number(v, file) for v in value)
-    return _number(value, file)
+        return type(value)(_tensor_to_number(v, file) for v in value)
+    return _tensor_to_number(value, file)
 
 
-def _number(value: Any, file: RankFile) -> Any:
+def _tensor_to_number(value: Any, file: RankFile) -> Any:
     number = file.scalar(value) if isinstance(value, TensorRef) else None
     return value if number is None else tensor_number(number)
 

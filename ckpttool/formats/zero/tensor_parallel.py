@@ -254,7 +254,7 @@ class TensorParallel:
         # AutoTP has one pattern a parameter, an escaped name; comparing names saves compiling it.
         if not isinstance(pattern, str):
             raise self._error("has a pattern that is not text")
-        if (plain := _plain(pattern)) is not None:
+        if (plain := _literal_name(pattern)) is not None:
             return plain == name
         if _costly(pattern, name):
             raise self._error(f"has a pattern that could take unlimited time: {brief(pattern, 80)}")
@@ -272,15 +272,15 @@ class TensorParallel:
 def merge(cut: Cut, states: Sequence[State]) -> tuple[State, list[tuple[State, State]]]:
     """Merge the slices of a state; also returns the pairs of replicas, which must be equal."""
     if cut.averaged:
-        first = State(cut.shape, states[0].dtype, _place(states[0], cut))
-        others = tuple(State(cut.shape, s.dtype, _place(s, cut)) for s in states[1:])
+        first = State(cut.shape, states[0].dtype, _merged_place(states[0], cut))
+        others = tuple(State(cut.shape, s.dtype, _merged_place(s, cut)) for s in states[1:])
         return State(first.shape, first.dtype, first.place, others), []
     whole = merge_slices([(s, boxes) for s, boxes in zip(states, cut.boxes, strict=True) if boxes], cut.shape)
     pairs = [(_cut_out(states[owner], theirs), _cut_out(states[rank], own)) for rank, own, owner, theirs in cut.copies]
     return whole, pairs
 
 
-def _place(state: State, cut: Cut) -> Place:
+def _merged_place(state: State, cut: Cut) -> Place:
     return merge_slices([(state, cut.boxes[0])], cut.shape).place
 
 
@@ -314,7 +314,7 @@ def _boxes(piece: Mapping[str, Any], slice_numel: int, whole_numel: int) -> Iter
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _plain(pattern: str) -> str | None:
+def _literal_name(pattern: str) -> str | None:
     """Return the name of a pattern that is an escaped name; else None."""
     if not (pattern.startswith("^") and pattern.endswith("$")):
         return None

@@ -27,7 +27,7 @@ from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_para
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
 from ckpttool.messages import brief
-from ckpttool.saving.files import HostPayload, PlainFile, TorchFile
+from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class CapturedFiles:
             allow: Classes that the restore may build.
         """
         for file in self.files if self.failed is None else ():
-            if not isinstance(file, TorchFile):
+            if not isinstance(file, ArchiveFile):
                 continue
             try:
                 parsed = unpickle(file.pickled, path=file.name)
@@ -155,7 +155,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
             return
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)
-        self.captured.files.append(TorchFile(name, pickled.structure, payloads))
+        self.captured.files.append(ArchiveFile(name, pickled.structure, payloads))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Not supported: a save loads nothing."""

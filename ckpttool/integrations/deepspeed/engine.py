@@ -134,7 +134,9 @@ def inspect_engine(engine: Any) -> LiveEngine:
     stage = max(1, stage) if wrapper in PARTITIONED else 0  # BF16_Optimizer partitions at stage 0 of a pipeline too
     stage = 3 if wrapper == OFFLOAD else stage
     pipeline = int(getattr(engine.module, "num_stages", 1)) if _is_pipeline(engine.module) else 1
-    ranks, rank = _place(optimizer.dp_process_group if wrapper in PARTITIONED else engine.seq_data_parallel_group)
+    ranks, rank = _size_and_rank(
+        optimizer.dp_process_group if wrapper in PARTITIONED else engine.seq_data_parallel_group
+    )
     dtype = "BF16" if engine.bfloat16_enabled() else "F16" if engine.fp16_enabled() else "F32"
     aligned = stage in {1, 2} and getattr(optimizer, "parameter_alignment", False)
     groups = getattr(optimizer, "optimizer", optimizer).param_groups if has_optimizer(optimizer) else []
@@ -273,7 +275,7 @@ def _expert_parallel(engine: Any) -> int:
     return max(int(groups._get_expert_parallel_world_size(name)) for name in layers if name)
 
 
-def _place(group: Any) -> tuple[int, int]:
+def _size_and_rank(group: Any) -> tuple[int, int]:
     import torch.distributed as dist
 
     return dist.get_world_size(group), dist.get_rank(group)

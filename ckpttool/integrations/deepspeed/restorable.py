@@ -23,7 +23,7 @@ from ckpttool.integrations.deepspeed.engine import has_optimizer, inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.messages import brief
-from ckpttool.saving.files import TorchFile
+from ckpttool.saving.files import ArchiveFile
 from ckpttool.storage import LOCAL
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def check_restorable(
 
 def _structure(file: OutgoingFile) -> Structure:
     """Return the bytes of a file beside tensors, and small tensors."""
-    if not isinstance(file, TorchFile):
+    if not isinstance(file, ArchiveFile):
         return file.name, file.nbytes, []
     literals, payloads = file.layout
     small = [

@@ -224,7 +224,7 @@ class _Matcher:
             if not options or not options[0].keys() - {"step"} or any(o != options[0] for o in options):
                 if not self.weights_only:
                     unrestored.append(number)
-                    differ = f"its parameters are in groups {_numbers(elements)} of the checkpoint, which differ"
+                    differ = f"its parameters are in groups {_listed_numbers(elements)} of the checkpoint, which differ"
                     why = differ if any(o.keys() - {"step"} for o in options) else "the checkpoint has none"
                     self.notes.append(f"group {number} keeps the model's hyper-parameters: {why}")
                 # Elastic checkpoints have the step of optimizers that count it in their groups, and nothing else.
@@ -242,7 +242,7 @@ class _Matcher:
         return groups, unrestored
 
 
-def _numbers(values: Iterable[int]) -> str:
+def _listed_numbers(values: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(values)))
 
 
