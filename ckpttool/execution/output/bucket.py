@@ -247,7 +247,7 @@ class BucketOutput:
     def _is_held_back(self, name: str) -> bool:
         return name in self.existing_names() or name in self._last
 
-    def place(self) -> None:
+    def directory_on_nodes(self) -> None:
         """Return None: all nodes see the same bucket."""
 
     def complete(self) -> None:

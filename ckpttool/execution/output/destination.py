@@ -285,7 +285,7 @@ class _Comparison:
     def begin(self, file: TargetFile) -> Writer:
         return _ComparedFile(self._storage, f"{self._out}/{file.name}")
 
-    def place(self) -> None:
+    def directory_on_nodes(self) -> None:
         """Return None: this process reads all files."""
 
 

@@ -6,9 +6,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.execution.output.base import Place
 from ckpttool.storage.directory_writer import DirectoryWriter
-from ckpttool.storage.staging import write_token
 
 if TYPE_CHECKING:
     from ckpttool.plan import TargetFile
@@ -51,10 +49,6 @@ class DirectoryOutput:
         self._begun.append(target)
         return target
 
-    def place(self) -> Place:
-        """Write the file SHARED into the directory, so that workers can tell that they see the same directory.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
-        return Place(os.path.abspath(self.directory.path), write_token(self.directory))
+    def directory_on_nodes(self) -> str:
+        """Return the full path of the directory: its name is random, so a worker that sees it sees the same one."""
+        return os.path.abspath(self.directory.path)
