@@ -24,7 +24,6 @@ from ckpttool.plan.split import runs_of, short_rows
 from ckpttool.storage import write_at
 from ckpttool.storage.direct_io import SHARING, file_system_of
 from ckpttool.storage.directory_writer import DirectoryWriter
-from ckpttool.storage.safe_files import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,7 +42,7 @@ TASK_ELEMENTS = 1 << 24
 
 def run(
     plan: CopyPlan,
-    directory: Directory | str,
+    directory: Directory,
     *,
     jobs: int | None,
     advance: Advance,
@@ -72,7 +71,7 @@ def run(
         if plan.consistency is not None:
             for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
-        with opened(directory) as into, _PlanWriter(plan, into, sources, advance, journal, checks) as files:
+        with _PlanWriter(plan, directory, sources, advance, journal, checks) as files:
             # closing(): no thread may write after the files are closed, even after an error.
             threads = in_threads(files.tasks(), jobs or default_jobs(), files.stopped)
             with contextlib.closing(threads) as results:

@@ -13,14 +13,9 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.posix import CREATE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MOVE = "move it out of the way, or choose another OUT"
 """Hint for an existing file that blocks the output."""
@@ -197,18 +192,6 @@ def check_link(path: str) -> None:
                 raise StorageError(path, f"is a link of another user (number {info.st_uid})", "choose another OUT")
     except OSError:
         return  # a later use of the path reports the error
-
-
-@contextlib.contextmanager
-def opened(directory: Directory | str) -> Iterator[Directory]:
-    """Open a directory for the body; an open ``Directory`` is yielded as it is and stays open."""
-    if isinstance(directory, Directory):
-        yield directory
-        return
-    with translate_os_errors(directory):
-        found = Directory.open(directory)
-    with found:
-        yield found
 
 
 def temporary_name(name: str, suffix: str) -> str:

@@ -135,8 +135,8 @@ def staged(
 
     The staging directory has a name that nobody can guess, and only this user may enter it: no other user can put a
     link or a file into it. The next run to the same OUT finds what an interrupted run left by its name: files that its
-    commit moved are moved back, and the directory is reused (``resume``) or removed. If two runs to one OUT start at the
-    same moment, both may be refused.
+    commit moved are moved back, and the directory is reused (``resume``) or removed. If two runs to one OUT start at
+    the same moment, both may be refused.
 
     Nothing is synced to disk, like ``cp``: these outputs can be made again after a power failure.
 

@@ -26,6 +26,7 @@ from ckpttool.storage.safe_files import Directory
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -53,9 +54,14 @@ def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8",
     return CopyPlan((_source(source),), casts, (TargetFile("out", shift + SIZE - 10, literals, copies),))
 
 
+def _run_in(plan: CopyPlan, path: Path, *, jobs: int, advance: Callable[[int], None]) -> int:
+    with Directory.open(str(path)) as directory:
+        return local.run(plan, directory, jobs=jobs, advance=advance)
+
+
 def _run(plan: CopyPlan, directory: Path, jobs: int = 1) -> bytes:
     done: list[int] = []
-    local.run(plan, str(directory), jobs=jobs, advance=done.append)
+    _run_in(plan, directory, jobs=jobs, advance=done.append)
     assert sum(done) == plan.nbytes_written - sum(len(d) for f in plan.files for _, d in f.literals)
     return (directory / "out").read_bytes()
 
@@ -191,7 +197,7 @@ def test_files_are_written_at_once_and_each_by_one_thread(
 
     monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", together)
-    local.run(_two_files(source), str(tmp_path), jobs=4, advance=lambda _: None)
+    _run_in(_two_files(source), tmp_path, jobs=4, advance=lambda _: None)
     assert [len(threads) for threads in writers.values()] == [1, 1]
     expected = b"x" + source.read_bytes()[: SIZE // 10 * 10]
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b" / "c").read_bytes() == expected
@@ -217,7 +223,7 @@ def test_an_error_in_one_file_stops_the_others_in_the_middle(
     monkeypatch.setattr(local, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", fail_in_the_second)
     with pytest.raises(StorageError, match="c: no space left on the device"):
-        local.run(_two_files(source), str(tmp_path), jobs=2, advance=lambda _: None)
+        _run_in(_two_files(source), tmp_path, jobs=2, advance=lambda _: None)
     assert len(after) < 8  # of twenty and more
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
 
@@ -285,7 +291,7 @@ def test_two_casts_of_one_read_are_both_written(tmp_path: Path, monkeypatch: pyt
     for name, a, b, number in spans:
         files.append(TargetFile(name, 2 * (b - a), (), np.array([(0, 4 * a, b - a, 0, number)], dtype=COPY)))
     plan = CopyPlan((_source(tmp_path / "source"),), casts, tuple(files))
-    local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None)
+    _run_in(plan, tmp_path, jobs=2, advance=lambda _: None)
     assert (tmp_path / "masters").read_bytes() == values.tobytes()
     for name, a, b, number in spans:
         assert (tmp_path / name).read_bytes() == cast(values[a:b], casts[number][1]).tobytes(), name
@@ -343,7 +349,7 @@ def test_bytes_copied_and_cast_are_read_once(
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source")
     meter = Meter(plan.nbytes_written, None)
-    local.run(plan, str(tmp_path), jobs=jobs, advance=meter)
+    _run_in(plan, tmp_path, jobs=jobs, advance=meter)
     _check_masters_and_weights(tmp_path, values)
     assert sum(bytes_read) == local.nbytes_read(plan) == 4 * COUNT
     assert meter.done == plan.nbytes_written - 66  # all but the headers
@@ -353,7 +359,7 @@ def test_bytes_copied_and_cast_are_read_once(
 def test_overflows_of_shared_reads_are_counted(tmp_path: Path) -> None:
     values = _masters(tmp_path / "source")
     plan = _masters_and_weights(tmp_path / "source", "F16")
-    assert local.run(plan, str(tmp_path), jobs=2, advance=lambda _: None) == 2
+    assert _run_in(plan, tmp_path, jobs=2, advance=lambda _: None) == 2
     _check_masters_and_weights(tmp_path, values, "F16")
 
 

@@ -14,6 +14,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
+from ckpttool.storage.safe_files import Directory
 from ckpttool.targets.replicas import plan_replicas
 from ckpttool.targets.zero.shape import Shape
 from ckpttool.targets.zero.writer import plan_rank, plan_zero
@@ -43,7 +44,8 @@ class Windowed(RangeFile):
 
 def _written(plan: CopyPlan, directory: Path) -> dict[str, bytes]:
     directory.mkdir()
-    run(plan, str(directory), jobs=1, advance=lambda _: None)
+    with Directory.open(str(directory)) as into:
+        run(plan, into, jobs=1, advance=lambda _: None)
     return {file.name: (directory / file.name).read_bytes() for file in plan.files}
 
 

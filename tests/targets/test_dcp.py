@@ -15,6 +15,7 @@ from ckpttool import inspect
 from ckpttool.analysis.digest import digest
 from ckpttool.errors import PlanError
 from ckpttool.execution.local import run
+from ckpttool.storage.safe_files import Directory
 from ckpttool.targets.dcp import plan_dcp
 from tests.truth import HERE, REPRESENTATIVE, as_tensor, source, truth
 
@@ -29,7 +30,8 @@ SECONDS = 120
 
 def _write(checkpoint: Checkpoint, out: Path, **options: Any) -> Path:
     out.mkdir(parents=True)
-    run(plan_dcp(checkpoint, **options), str(out), jobs=None, advance=lambda _: None)
+    with Directory.open(str(out)) as directory:
+        run(plan_dcp(checkpoint, **options), directory, jobs=None, advance=lambda _: None)
     return out
 
 

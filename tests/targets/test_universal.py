@@ -16,6 +16,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.execution.local import run
 from ckpttool.model import MASTER, MODULE
+from ckpttool.storage.safe_files import Directory
 from ckpttool.targets.universal.losses import universal_losses
 from ckpttool.targets.universal.plan import plan_universal
 from tests.deepspeed_engines import Load, Loaded, load_all
@@ -43,7 +44,8 @@ TAG = "global_step3_universal"
 
 def _write(checkpoint: Checkpoint, out: Path) -> Path:
     out.mkdir(parents=True)
-    run(plan_universal(checkpoint, tag=TAG), str(out), jobs=None, advance=lambda _: None)
+    with Directory.open(str(out)) as directory:
+        run(plan_universal(checkpoint, tag=TAG), directory, jobs=None, advance=lambda _: None)
     return out
 
 
