@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.output.base import Output
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.plan import ConsistencyChecks, CopyPlan
+    from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
     from ckpttool.storage import Writer
     from ckpttool.units import Advance
+
+    Note = Callable[[TargetFile, int, memoryview], None]
 
 MEMORY = 256 << 20
 """Default number of bytes of parts in flight."""
@@ -47,6 +49,7 @@ def run(
     memory: int,
     advance: Advance,
     checks: ReadChecks | None = None,
+    note: Note | None = None,
 ) -> int:
     """Write every file of a plan.
 
@@ -57,6 +60,7 @@ def run(
         memory: Bytes of parts in flight; one part is always allowed.
         advance: Called with the number of bytes written since the last call.
         checks: Compares the bytes read with recorded checksums; None to copy without.
+        note: Called with each part that is written: its file, its first byte and its content.
 
     Returns:
         Number of finite elements cast to infinity.
@@ -68,7 +72,7 @@ def run(
     """
     with Sources(plan.sources, checks) as sources:
         budget = MemoryBudget(memory)
-        tasks = _tasks(plan, sources, output, budget, advance, checks)
+        tasks = _tasks(plan, sources, output, budget, advance, checks, note)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=True))) as results:
             overflowed = sum(results)
         sources.finish_checks(jobs=jobs)
@@ -77,8 +81,9 @@ def run(
 
 
 def _tasks(
-    plan: CopyPlan, sources: Sources, output: Output, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
-) -> Iterator[Callable[[], int]]:
+    plan: CopyPlan, sources: Sources, output: Output, budget: MemoryBudget, advance: Advance,
+    checks: ReadChecks | None, note: Note | None,
+) -> Iterator[Callable[[], int]]:  # fmt: skip
     if plan.consistency is not None:
         # First, but in parallel with the copies: the many small requests of the checks cost round trips.
         yield partial(_check_copies, plan.consistency, sources)
@@ -100,7 +105,9 @@ def _tasks(
                 # Acquired here, in order: a target that takes parts in order waits for earlier parts, and these must
                 # not wait for memory that later parts hold.
                 acquired = budget.acquire(assembler.cost(end - start))
-                yield partial(_write_part, assembler, target, start, end, partial(budget.release, acquired), advance)
+                release = partial(budget.release, acquired)
+                noted = None if note is None else partial(note, file, start)
+                yield partial(_write_part, assembler, target, start, end, release, advance, noted)
         if skipped and checks is not None:
             checks.require_all(ranges_read(plan, file))
 
@@ -117,10 +124,13 @@ def _open(target: Writer) -> int:
 
 
 def _write_part(
-    assembler: PartAssembler, target: Writer, start: int, end: int, release: Callable[[], None], advance: Advance
-) -> int:
+    assembler: PartAssembler, target: Writer, start: int, end: int, release: Callable[[], None], advance: Advance,
+    noted: Callable[[memoryview], None] | None,
+) -> int:  # fmt: skip
     try:
         data, overflowed = assembler.assemble(start, end)
+        if noted is not None:
+            noted(data)
         target.write(start, data)
     except BaseException as error:
         target.fail(error)
