@@ -320,7 +320,7 @@ class _Beside:
         self.begun.append(self._storage.writer(path, file.nbytes, new=True, mode=self._mode))
         return self.begun[-1]
 
-    def directory_on_nodes(self) -> None:
+    def shared_file(self) -> None:
         """Return None: this process writes all files."""
 
 

@@ -53,8 +53,8 @@ class TaskContext:
     """Source files of the plan."""
     casts: tuple[tuple[str, str], ...]
     """(source dtype, target dtype) pairs, as in ``CopyPlan``."""
-    directory: str | None
-    """Full path of the output directory; None for a bucket."""
+    shared: str | None
+    """Full path of a file in the output directory that all nodes must see; None for a bucket."""
     copies: bool
     """Whether sources and output are on local disk, so that bytes are copied from file to file without assembly."""
     jobs: int | None
@@ -148,12 +148,12 @@ def run(
         if plan.consistency is not None:
             for problem in failed_checks(plan.consistency, advance=lambda _: None, sources=sources):
                 raise problem
-        directory = output.directory_on_nodes()
+        shared = output.shared_file()
         context = TaskContext(
             tuple(map(_with_full_path, plan.sources)),
             plan.casts,
-            directory,
-            copies=directory is not None and not sources.remote,
+            shared,
+            copies=shared is not None and not sources.remote,
             jobs=jobs,
             memory=memory,
             checked=checks is not None,
@@ -252,8 +252,8 @@ def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
         StorageError: Reading or writing failed, a source changed meanwhile, or this node sees other files.
         ContainerError: A source is damaged.
     """
-    if context.directory is not None:
-        _check_directory(context.directory, node)
+    if context.shared is not None:
+        _check_directory(context.shared, node)
     plan = CopyPlan(context.sources, context.casts, ())
     checks = ReadChecks(context.sources) if context.checked else None
     with _NodeSources(context.sources, node, checks) as sources:
@@ -267,13 +267,13 @@ def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
         return TaskResult(task.number, results, overflowed, frozenset(sources.opened), fragments)
 
 
-def _check_directory(directory: str, node: str) -> None:
+def _check_directory(shared: str, node: str) -> None:
     for pause in (*PAUSES, 0.0):
-        if os.path.isdir(directory):
+        if os.path.exists(shared):
             return
         time.sleep(pause)
     problem = f"is not the same directory on node {node}" if node else "was removed while it was being written"
-    raise StorageError(directory, problem, SHARE_HINT if node else "try again")
+    raise StorageError(os.path.dirname(os.path.dirname(shared)), problem, SHARE_HINT if node else "try again")
 
 
 def _with_full_path(file: SourceFile) -> SourceFile:

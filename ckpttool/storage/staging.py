@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".partial"
 """Suffix of the staging directory, ``.OUT.RANDOM.partial``."""
+SHARED = ".ckpttool-shared"
+"""Name of a directory with a file of a random name, by which workers on other nodes recognise the staging directory."""
 ASIDE = ".ckpttool-replaced"
 """Name of the directory that holds replaced files of an existing OUT until the commit is done."""
 MOVES = ".ckpttool-moves"
@@ -33,7 +35,7 @@ KEPT = ".replaced"
 """Suffix of the name under which a replaced sidecar file is kept."""
 MAX_KEPT_BYTES = 1 << 28
 """Most bytes of a sidecar file that are compared and kept."""
-OWN = frozenset({MARK, WHOLE, JOURNAL, ASIDE, MOVES})
+OWN = frozenset({MARK, WHOLE, JOURNAL, SHARED, ASIDE, MOVES})
 """Names in the staging directory that are no part of the output."""
 _RANDOM = r"[0-9a-f]{16}"
 _INSIDE = re.compile(rf"\.{_RANDOM}{re.escape(SUFFIX)}")
@@ -319,8 +321,9 @@ def _commit(
     if not _is_at(staging, directory.fd):
         raise StorageError(staging, "was renamed by another process while it was being written", "try again")
     if not os.path.lexists(out):
-        with contextlib.suppress(FileNotFoundError):
-            directory.remove(JOURNAL)
+        for name in (JOURNAL, SHARED):
+            with contextlib.suppress(FileNotFoundError):
+                directory.remove(name)
         # Without any file of its own a later run would not know the directory if this one is killed before the rename.
         directory.rename(MARK, WHOLE)
         os.replace(staging, out)

@@ -103,6 +103,26 @@ def test_link_of_another_user_at_the_output_is_not_followed(tmp_path: Path) -> N
     assert command(*_consolidate(tmp_path / "out"), "--overwrite").code == 0  # one's own is followed
 
 
+@pytest.mark.parametrize("what", ["link", "directory"])
+@pytest.mark.parametrize("operation", ["create", "ftruncate", "pwrite"])
+def test_files_do_not_go_where_a_neighbour_puts_another_directory(operation: str, what: str, tmp_path: Path) -> None:
+    out, planted = tmp_path / "out", tmp_path / "planted"
+    planted.mkdir()
+
+    def swap(_: object) -> None:
+        (staging,) = staging_of(out)
+        staging.rename(tmp_path / "moved")
+        staging.symlink_to(planted) if what == "link" else planted.rename(staging)
+
+    with watching(Rule(Before(swap), operation, when=lambda call: "model.safetensors" in str(call.target))):
+        error = command(*_consolidate(out)).error
+    (staging,) = staging_of(out)
+    assert error == f"Error: {staging}: was renamed by another process while it was being written; try again"
+    assert remains(staging) == []
+    assert (tmp_path / "moved" / "model.safetensors").stat().st_size > 1000
+    assert not out.exists()
+
+
 def test_nobody_may_enter_the_directory_before_it_is_whole(tmp_path: Path) -> None:
     seen: set[int] = set()
 

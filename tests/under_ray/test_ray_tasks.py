@@ -23,8 +23,8 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
-from ckpttool.execution.output.directory import DirectoryOutput
 from ckpttool.integrations.ray import cluster as ray_tasks
+from ckpttool.storage.staging import SHARED
 from tests import damage
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process, staging_of
@@ -406,14 +406,16 @@ def test_a_source_that_changed_after_it_was_read_is_an_error(
 def test_a_directory_that_is_not_shared_is_an_error_that_names_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of one machine see the same files: that the second node sees others is put on by another name."""
+    """Nodes of one machine see the same files: that the second node sees others is put on by removing one."""
     _small_tasks(monkeypatch, 1000)
     monkeypatch.setattr(ray_tasks, "_own_node", lambda: "another")
-    out = DirectoryOutput.directory_on_nodes
-    monkeypatch.setattr(DirectoryOutput, "directory_on_nodes", lambda output: f"{out(output)}.elsewhere")
+
+    def hide(_: int, __: int) -> None:
+        (staging,) = staging_of(tmp_path / "out")
+        shutil.rmtree(staging / SHARED, ignore_errors=True)
 
     with pytest.raises(StorageError, match="is not the same directory on node") as error:
-        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", ray=True)
+        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", ray=True, progress=hide)
     assert f"on node {socket.gethostname()}; all nodes must see the same files" in str(error.value)
     assert _nothing_is_left(tmp_path / "out")
 

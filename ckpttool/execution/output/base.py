@@ -22,5 +22,9 @@ class Output(Protocol):
             StorageError: The file cannot be created.
         """
 
-    def directory_on_nodes(self) -> str | None:
-        """Return the full path of the directory that workers must share to write here; None if they need none."""
+    def shared_file(self) -> str | None:
+        """Return the full path of a file that workers must see to write here; None if they need none.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """

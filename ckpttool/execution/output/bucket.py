@@ -247,7 +247,7 @@ class BucketOutput:
     def _is_held_back(self, name: str) -> bool:
         return name in self.existing_names() or name in self._last
 
-    def directory_on_nodes(self) -> None:
+    def shared_file(self) -> None:
         """Return None: all nodes see the same bucket."""
 
     def complete(self) -> None:

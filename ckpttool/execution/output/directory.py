@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.storage.directory_writer import DirectoryWriter
+from ckpttool.storage.error_texts import translate_os_errors
+from ckpttool.storage.staging import SHARED
 
 if TYPE_CHECKING:
     from ckpttool.plan import TargetFile
@@ -49,6 +52,13 @@ class DirectoryOutput:
         self._begun.append(target)
         return target
 
-    def directory_on_nodes(self) -> str:
-        """Return the full path of the directory: its name is random, so a worker that sees it sees the same one."""
-        return os.path.abspath(self.directory.path)
+    def shared_file(self) -> str:
+        """Create a file with a random name, and return its path: a worker that sees it sees the same directory.
+
+        Raises:
+            StorageError: The file cannot be created.
+        """
+        name = f"{SHARED}/{secrets.token_hex(8)}"
+        with translate_os_errors(self.directory.path):
+            os.close(self.directory.create(name))
+        return os.path.join(os.path.abspath(self.directory.path), name)
