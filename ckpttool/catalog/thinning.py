@@ -14,27 +14,25 @@ Killed before the commit, the next run removes the new files; killed after it, t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import posixpath
 import secrets
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.retention import GRACE
-from ckpttool.checksums import of_bytes
+from ckpttool.checksums import chunk_bytes, crc32, cuts, of_pieces
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
-from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.permissions import mode_of
 from ckpttool.execution.read_checks import checks_for
-from ckpttool.execution.run import memory_bytes
-from ckpttool.execution.sources import Sources
+from ckpttool.execution.run import MEMORY, run
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import Location
 from ckpttool.formats.rank_states import is_rank_state
@@ -42,9 +40,9 @@ from ckpttool.formats.thin import SUFFIX
 from ckpttool.formats.weights import read_safetensors
 from ckpttool.formats.whole import open_whole
 from ckpttool.formats.zero.files import parse_name
-from ckpttool.saving.files import HashedFile, PlannedFile, write_files
+from ckpttool.saving.files import ALREADY
 from ckpttool.saving.two_phase import SPACE_FACTOR
-from ckpttool.storage import BESIDE, MANIFEST, THINNING, connect, is_linked, walk
+from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, walk
 from ckpttool.targets.thin import plan_thin
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Checksums
     from ckpttool.model import Checkpoint
-    from ckpttool.saving.files import OutgoingFile
+    from ckpttool.plan import TargetFile
     from ckpttool.storage import Storage, WritableStorage
     from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance
@@ -69,7 +67,7 @@ class ThinOptions:
     """Type of the weights: "bf16" or "fp32"."""
     jobs: int | None = None
     """Threads; None for the default of the storage."""
-    memory: int = field(default_factory=lambda: memory_bytes(None))
+    memory: int = field(default=MEMORY)
     """Bytes of parts in flight."""
     key: bytes | None = field(default=None, repr=False)
     """Key of signed manifests: the old one must have been signed with it, and the new one is."""
@@ -159,34 +157,43 @@ def thin(
     return _Work(storage, thinning, options, advance).run()
 
 
+@dataclass(frozen=True, slots=True)
 class _Work:
     """One replacement."""
 
-    def __init__(self, storage: WritableStorage, thinning: Thinning, options: ThinOptions, advance: Advance) -> None:
-        self._storage = storage
-        self._thinning = thinning
-        self._checkpoint = thinning.checkpoint
-        self._plan = thinning.plan
-        self._options = options
-        self._advance = advance
-        self._directory = thinning.checkpoint.location
-        self._token = secrets.token_hex(8)
+    storage: WritableStorage
+    thinning: Thinning
+    options: ThinOptions
+    advance: Advance
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.thinning.checkpoint
+
+    @property
+    def directory(self) -> str:
+        return self.checkpoint.location
 
     def run(self) -> str:
-        storage, directory = self._storage, self._directory
-        recover(storage, directory, grace=self._options.grace)
+        storage, directory = self.storage, self.directory
+        recover(storage, directory, grace=self.options.grace)
         storage.refresh([])
         names = dict(walk(storage, directory))
-        self._thinning.check_names(storage)
+        self.thinning.check_names(storage)
         manifest = self._old_manifest(names)
         self._check_space()
-        ALIVE.add(self._token)
+        ALIVE.add(self.token)
         try:
-            self._claim(old_files(self._checkpoint, names))
+            self._claim(old_files(self.checkpoint, names))
             try:
-                sums = self._write()
-                digest = self._compare(sums)
-                self._commit(replace(manifest, files=sums, thin=self._options.dtype), names)
+                sums = self._read_back(self._write())
+                weights = sorted(n for n in sums if n.endswith(SUFFIX))
+                location = Location(self.checkpoint.root, directory, self.checkpoint.tag)
+                written = read_safetensors(storage, location, weights)
+                selected = self.thinning.plan.selection.states
+                digest = same_weights(self.checkpoint, selected, written, self.options.jobs)
+                self._commit(replace(manifest, files=sums, thin=self.options.dtype), names)
             except BaseException:
                 # The answer to the commit may be lost: the manifest decides which files go.
                 with contextlib.suppress(CkptError):
@@ -195,14 +202,14 @@ class _Work:
                 raise
             _finish(storage, directory, _read_mark(storage, directory))
         finally:
-            ALIVE.discard(self._token)
+            ALIVE.discard(self.token)
         return digest
 
     def _old_manifest(self, names: Mapping[str, Any]) -> Manifest:
         """Return the manifest to replace, or one for a checkpoint that has none."""
         if MANIFEST in names:
-            return read_manifest(self._storage, self._directory)  # ``plan_thinning`` has compared its signature
-        c = self._checkpoint
+            return read_manifest(self.storage, self.directory)  # ``plan_thinning`` has compared its signature
+        c = self.checkpoint
         newest = max((entry.modified or 0.0 for entry in names.values()), default=0.0)
         return Manifest(
             tag=c.tag, step=c.step or 0, created=newest, attempt="", world_size=c.topology.world_size,
@@ -210,15 +217,15 @@ class _Work:
         )  # fmt: skip
 
     def _check_space(self) -> None:
-        needed, free = int(SPACE_FACTOR * self._plan.nbytes), self._storage.free_bytes(self._directory)
+        needed, free = int(SPACE_FACTOR * self.thinning.plan.nbytes), self.storage.free_bytes(self.directory)
         if free is not None and free < needed:
             problem = f"needs {needed:,} bytes for its weights before the old files go, but only {free:,} are free"
-            raise StorageError(self._directory, problem, "free some space, or remove a checkpoint first")
+            raise StorageError(self.directory, problem, "free some space, or remove a checkpoint first")
 
     def _claim(self, old: list[str]) -> None:
-        mark = {"key": self._token, "files": [file.name for file in self._plan.files], "old": old, **identity()}
-        if not self._storage.put_new(posixpath.join(self._directory, THINNING), json.dumps(mark).encode()):
-            raise TakenError(self._directory, "is being thinned by another process", "wait for it")
+        mark = {"key": self.token, "files": [file.name for file in self.thinning.plan.files], "old": old, **identity()}
+        if not self.storage.put_new(posixpath.join(self.directory, THINNING), json.dumps(mark).encode()):
+            raise TakenError(self.directory, "is being thinned by another process", "wait for it")
 
     def _check_ours(self) -> None:
         """Check that the marker is still ours: not if a save has replaced the checkpoint meanwhile.
@@ -226,59 +233,124 @@ class _Work:
         Raises:
             TakenError: It is not.
         """
-        self._storage.refresh([])
-        if _read_mark(self._storage, self._directory).get("key") != self._token:
-            raise TakenError(self._directory, "was taken over by another process while it was being thinned", TAKEN)
+        self.storage.refresh([])
+        if _read_mark(self.storage, self.directory).get("key") != self.token:
+            raise TakenError(self.directory, "was taken over by another process while it was being thinned", TAKEN)
 
     def _write(self) -> dict[str, Checksums]:
-        options = self._options
-        found: dict[str, Checksums] = {}
-        jobs = options.jobs or default_jobs(remote=self._checkpoint.storage.remote)
-        for plan in self._plan.plans:
-            checks = checks_for(plan.sources, self._checkpoint, "read")
-            with Sources(plan.sources, checks) as sources:
-                for problem in () if plan.consistency is None else failed_checks(
-                    plan.consistency, advance=lambda _: None, sources=sources
-                ):  # fmt: skip
-                    raise problem
-                make = partial(PlannedFile, plan, sources=sources, jobs=jobs, memory=options.memory)
-                files: list[OutgoingFile] = [make(file, advance=self._advance) for file in plan.files]
-                if options.key is not None:
-                    files = [HashedFile(file) for file in files]
-                sums = write_files(self._storage, self._directory, files, self._check_ours, mode_of(self._checkpoint))
-                sources.finish_checks(jobs=jobs)
-                sources.check_unchanged()
-            found |= {file.name: checksums for file, checksums in zip(files, sums, strict=True)}
-        return found
+        options, checkpoint = self.options, self.checkpoint
+        output = _Beside(self.storage, self.directory, mode_of(checkpoint))
+        jobs = options.jobs or default_jobs(remote=checkpoint.storage.remote)
+        try:
+            for plan in self.thinning.plan.plans:
+                checks = checks_for(plan.sources, checkpoint, "read")
+                run(plan, output, jobs=jobs, memory=options.memory, advance=self.advance, checks=checks)
+            for file in output.files:
+                self._check_ours()
+                file.commit()
+            self.storage.sync(self.directory)
+        except ExistsError as error:
+            raise TakenError(error.path, ALREADY, TAKEN) from error
+        finally:
+            for file in output.files:
+                with contextlib.suppress(CkptError):
+                    file.discard()
+        return {file.name: file.checksums for file in output.files}
 
-    def _compare(self, sums: Mapping[str, Checksums]) -> str:
-        """Read the written files back, and compare them; return the digest of the weights.
+    def _read_back(self, written: Mapping[str, Checksums]) -> dict[str, Checksums]:
+        """Compare the written files with their checksums; return these, with SHA-256 for a signature.
+
+        The values of weights are compared otherwise.
 
         Raises:
-            CkptError: They differ from the source.
+            CkptError: A file differs.
         """
-        storage, directory = self._storage, self._directory
-        storage.refresh([])
-        for name, expected in sums.items():
-            if name.endswith(SUFFIX):
+        found = dict(written)
+        self.storage.refresh([])
+        for name, sums in written.items():
+            if name.endswith(SUFFIX) and self.options.key is None:
                 continue
-            with storage.open(posixpath.join(directory, name)) as reader:
-                data = reader.read(0, reader.nbytes)
-            if of_bytes(data) != expected._replace(sha256=(), directory=None):
-                problem = "does not hold the bytes that were written"
-                raise ChecksumError(posixpath.join(directory, name), problem, "a disk may be failing: try again")
-        location = Location(self._checkpoint.root, directory, self._checkpoint.tag)
-        written = read_safetensors(storage, location, sorted(n for n in sums if n.endswith(SUFFIX)))
-        return same_weights(self._checkpoint, self._plan.selection.states, written, self._options.jobs)
+            path = posixpath.join(self.directory, name)
+            sha256 = []
+            with self.storage.open(path) as reader:
+                for (start, end), crc in zip(cuts(0, sums.nbytes, sums.chunk_bytes), sums.crcs, strict=True):
+                    data = reader.read(start, end)
+                    if crc32(data) != crc:
+                        problem = "does not hold the bytes that were written"
+                        raise ChecksumError(path, problem, "a disk may be failing: try again")
+                    sha256.append(hashlib.sha256(data).digest())
+            if self.options.key is not None:
+                found[name] = sums._replace(sha256=tuple(sha256))
+        return found
 
     def _commit(self, manifest: Manifest, names: Mapping[str, Any]) -> None:
         self._check_ours()
         old = names.get(MANIFEST)
-        data = manifest.to_json(self._options.key)
-        path = posixpath.join(self._directory, MANIFEST)
+        data = manifest.to_json(self.options.key)
+        path = posixpath.join(self.directory, MANIFEST)
         over = None if old is None else old.version
-        if not self._storage.put_new(path, data, over=over, mode=mode_of(self._checkpoint)):
+        if not self.storage.put_new(path, data, over=over, mode=mode_of(self.checkpoint)):
             raise TakenError(path, "was changed by another process while the checkpoint was being thinned", TAKEN)
+
+
+class _Beside:
+    """An ``Output`` of durable files in the directory of a checkpoint."""
+
+    any_offset = False
+
+    def __init__(self, storage: WritableStorage, directory: str, mode: int) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._mode = mode
+        self.files: list[_HashedFile] = []
+
+    def has(self, _: TargetFile) -> bool:
+        return False
+
+    def begin(self, file: TargetFile) -> Writer:
+        path = posixpath.join(self._directory, file.name)
+        writer = self._storage.writer(path, file.nbytes, new=True, mode=self._mode)
+        self.files.append(_HashedFile(file, writer))
+        return self.files[-1]
+
+    def shared_file(self) -> None:
+        """Return None: this process writes all files."""
+
+
+class _HashedFile(Writer):
+    """A file with the checksums of what is written to it."""
+
+    def __init__(self, file: TargetFile, writer: Writer) -> None:
+        self.name = file.name
+        self.path = writer.path
+        self.part_bytes = writer.part_bytes
+        self._nbytes = file.nbytes
+        self._writer = writer
+        self._hashed: list[tuple[int, int, int]] = []
+        self._committed = False
+
+    @property
+    def checksums(self) -> Checksums:
+        return of_pieces(self._nbytes, sorted(self._hashed))
+
+    def open(self) -> None:
+        self._writer.open()
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        pieces = cuts(start, start + len(data), chunk_bytes(self._nbytes))
+        self._hashed.extend([(a, b - a, crc32(data[a - start : b - start])) for a, b in pieces])
+        self._writer.write(start, data)
+
+    def fail(self, error: BaseException) -> None:
+        self._writer.fail(error)
+
+    def commit(self) -> None:
+        self._writer.commit()
+        self._committed = True
+
+    def discard(self) -> None:
+        if not self._committed:
+            self._writer.discard()
 
 
 # ------------------------------------------------------------------------------------------------- after a crash

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.local import SharedDirectory
     from ckpttool.execution.run import Output
     from ckpttool.plan import SourceFile, TargetFile
     from ckpttool.storage import PartWriter, Reader, Writer
@@ -52,8 +51,8 @@ class TaskContext:
     """Source files of the plan."""
     casts: tuple[tuple[str, str], ...]
     """(source dtype, target dtype) pairs, as in ``CopyPlan``."""
-    directory: SharedDirectory | None
-    """The output directory; None for a bucket."""
+    shared: str | None
+    """Full path of a file in the output directory that all nodes must see; None for a bucket."""
     copies: bool
     """Whether sources and output are on local disk, so that bytes are copied from file to file without assembly."""
     jobs: int | None
@@ -145,11 +144,11 @@ def run(
     """
     with Sources(plan.sources) as sources:
         check_copies(plan.consistency, sources)
-        directory = output.shared_directory()
+        shared = output.shared_file()
         context = TaskContext(
             tuple(map(_with_full_path, plan.sources)),
             plan.casts,
-            directory,
+            shared,
             copies=output.any_offset and not sources.remote,
             jobs=jobs,
             memory=memory,
@@ -246,8 +245,8 @@ def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
         StorageError: Reading or writing failed, a source changed meanwhile, or this node sees other files.
         ContainerError: A source is damaged.
     """
-    if context.directory is not None:
-        _check_directory(context.directory, node)
+    if context.shared is not None:
+        _check_directory(context.shared, node)
     plan = CopyPlan(context.sources, context.casts, ())
     checks = ReadChecks(context.sources) if context.checked else None
     with _NodeSources(context.sources, node, checks) as sources:
@@ -261,13 +260,13 @@ def run_task(context: TaskContext, task: Task, *, node: str = "") -> TaskResult:
         return TaskResult(task.number, results, overflowed, frozenset(sources.opened), fragments)
 
 
-def _check_directory(directory: SharedDirectory, node: str) -> None:
+def _check_directory(shared: str, node: str) -> None:
     for pause in (*PAUSES, 0.0):
-        if directory.is_here():
+        if os.path.exists(shared):
             return
         time.sleep(pause)
     problem = f"is not the same directory on node {node}" if node else "was removed while it was being written"
-    raise StorageError(directory.path, problem, SHARE_HINT if node else "try again")
+    raise StorageError(os.path.dirname(os.path.dirname(shared)), problem, SHARE_HINT if node else "try again")
 
 
 def _with_full_path(file: SourceFile) -> SourceFile:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.execution.output.local import SharedDirectory
     from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
     from ckpttool.storage import Writer
@@ -63,11 +62,11 @@ class Output(Protocol):
             StorageError: The file cannot be created.
         """
 
-    def shared_directory(self) -> SharedDirectory | None:
-        """Return the directory that workers must share to write here; None if they need none.
+    def shared_file(self) -> str | None:
+        """Return the path of a file that workers must see to write here; None if they need none.
 
         Raises:
-            StorageError: The directory cannot be written.
+            StorageError: The file cannot be created.
         """
 
 

@@ -33,7 +33,7 @@ from ckpttool.storage.confined import local_storage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.commit.checksummed import StructureStorage
+    from ckpttool.commit.checksummed import ChecksummedStorage
     from ckpttool.formats.reports import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
@@ -167,7 +167,7 @@ def _open(
     location = location._replace(trust_names=trust_names)
     for directory in {location.root, location.directory} if not unfinished else ():
         refuse_unfinished(storage, directory)
-    checked: StructureStorage | None = None
+    checked: ChecksummedStorage | None = None
     try:
         checked = _with_manifest(storage, location.directory)
     except CkptError as error:
@@ -196,7 +196,7 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
     return None
 
 
-def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report) -> Checkpoint:
+def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Report) -> Checkpoint:
     """Add the checksums of the manifest to the files of a checkpoint, and report files that it does not list.
 
     A file without checksums gets the manifest's; so does an archive whose ZIP directory the manifest does not cover.
@@ -219,7 +219,7 @@ def _as_saved(checkpoint: Checkpoint, checked: StructureStorage, report: Report)
     )  # fmt: skip
 
 
-def _with_manifest(storage: Storage, directory: str) -> StructureStorage | None:
+def _with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:
     """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest."""
     if not has_manifest(storage, directory):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpttool.commit import is_commit
-from ckpttool.commit.checksummed import checksummed
+from ckpttool.commit.checksummed import signed_storage
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import is_half_removed
@@ -25,7 +25,7 @@ def is_whole(storage: Storage, path: str) -> bool:
 
 
 def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False) -> Checkpoint:
-    """Open a complete checkpoint; later reads are compared with its manifest.
+    """Open a complete checkpoint; with a key, all later reads are compared with its signed manifest.
 
     Args:
         storage: Its storage.
@@ -42,4 +42,4 @@ def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committ
     if committed and not is_commit(storage, path):
         problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
         raise PlanError(path, problem, "choose another tag, or restore without require_committed")
-    return open_checkpoint(path, storage=checksummed(storage, path, key))
+    return open_checkpoint(path, storage=storage if key is None else signed_storage(storage, path, key))

@@ -1,4 +1,4 @@
-"""The files of one rank in a save: their bytes and checksums, from memory or from a plan, and how they are written."""
+"""The files of one rank in a save: their bytes and checksums, from memory, and how they are written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import posixpath
 import secrets
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,20 +15,15 @@ from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
 from ckpttool.commit.marks import TAKEN, TakenError
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
-from ckpttool.execution.copy import PartAssembler
 from ckpttool.storage import MANIFEST, MARK, ExistsError, aside_name, is_half_removed, walk
 from ckpttool.storage.streams import write_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
 
     from ckpttool.checksums import Checksums
-    from ckpttool.execution.sources import Sources
-    from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.ranges import ByteRange
     from ckpttool.storage import WritableStorage
-    from ckpttool.units import Advance
 
 
 READ_BYTES = 1 << 23
@@ -247,76 +241,6 @@ def _combined(hashed: Iterable[Hashed]) -> int:
 def _pieces(payload: Payload) -> Iterator[memoryview]:
     for start in range(0, payload.nbytes, READ_BYTES):
         yield payload.read(start, min(payload.nbytes, start + READ_BYTES))
-
-
-PART_BYTES = 1 << 23
-"""Bytes of the file that are assembled at once."""
-
-
-class PlannedFile:
-    """A file of a plan that ``saving.files`` writes; see ``OutgoingFile``.
-
-    Args:
-        plan: The plan.
-        file: One of its files.
-        sources: The source files of the plan; the caller closes them.
-        jobs: Parts that are assembled concurrently.
-        memory: Bytes of parts in flight; one part is always allowed.
-        advance: Called with the number of bytes streamed since the last call.
-    """
-
-    def __init__(
-        self, plan: CopyPlan, file: TargetFile, sources: Sources, *, jobs: int, memory: int, advance: Advance
-    ) -> None:
-        self.name = file.name
-        self.nbytes = file.nbytes
-        self._assembler = PartAssembler(plan, file, sources)
-        self._jobs = max(1, min(jobs, memory // self._assembler.cost(PART_BYTES)))
-        self._advance = advance
-        self._hashed: list[Hashed] = []
-        self.overflowed = 0
-        """Finite values that were cast to infinity; known when ``stream`` has ended."""
-
-    @property
-    def checksums(self) -> Checksums:
-        """Checksums of the file; known when ``stream`` has ended."""
-        return of_pieces(self.nbytes, self._hashed)
-
-    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """Yield all bytes of the file, in order.
-
-        Raises:
-            StorageError: Reading failed, or a source changed meanwhile.
-        """
-        size = chunk_bytes(self.nbytes)
-        self._hashed, self.overflowed = [], 0
-        for start, data in self._parts():
-            self._hashed += [
-                (a, b - a, crc32(data[a - start : b - start])) for a, b in cuts(start, start + len(data), size)
-            ]
-            yield data
-            self._advance(len(data))
-
-    def _parts(self) -> Iterator[tuple[int, memoryview]]:
-        """Assemble the parts in threads, a few ahead; yield them in order."""
-        waiting: deque[tuple[int, Future[tuple[memoryview, int]]]] = deque()
-        with ThreadPoolExecutor(self._jobs, thread_name_prefix="ckpttool-assemble") as pool:
-            try:
-                for start in range(0, self.nbytes, PART_BYTES):
-                    if len(waiting) > self._jobs:
-                        yield self._taken(*waiting.popleft())
-                    end = min(start + PART_BYTES, self.nbytes)
-                    waiting.append((start, pool.submit(self._assembler.assemble, start, end)))
-                while waiting:
-                    yield self._taken(*waiting.popleft())
-            finally:
-                for _, future in waiting:
-                    future.cancel()
-
-    def _taken(self, start: int, future: Future[tuple[memoryview, int]]) -> tuple[int, memoryview]:
-        data, overflowed = future.result()
-        self.overflowed += overflowed
-        return start, data
 
 
 ALREADY = "exists already: another process saves the same checkpoint"

@@ -17,13 +17,12 @@ from ckpttool.storage.base import WrappedReader, Writer
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.local import LocalReader
 from ckpttool.storage.posix import copy_range, reserve, write_at
-from ckpttool.storage.safe_files import opened
+from ckpttool.storage.safe_files import Directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckpttool.storage.base import PartWriter, Reader
-    from ckpttool.storage.safe_files import Directory
 
 PART_BYTES = 4 << 20
 """Bytes of one part, where parts are assembled in memory."""
@@ -191,7 +190,7 @@ class DirectoryPartWriter:
         Raises:
             StorageError: The file cannot be opened, or closing it reports a failed write.
         """
-        with translate_os_errors(self.path), opened(self.directory) as directory:
+        with translate_os_errors(self.path), Directory.open(self.directory) as directory:
             fd = directory.open_file(self.name, os.O_RDWR)
         try:
             yield OpenFile(self.path, fd)

@@ -1,7 +1,7 @@
-"""Create, open and remove files in directories that other users can write to.
+"""Create, open and remove files in a directory of this user, beside directories that other users can write to.
 
-Every lookup is relative to the descriptor of an open directory, one component at a time, and never follows a symbolic
-link, so that this module refuses links that another user has planted.
+Every lookup is relative to the descriptor of the open directory: another user may rename it, or put a link in its
+place, and the files stay where they are.
 
 Source: Linux, open(2): ``O_NOFOLLOW``, ``O_EXCL``, ``openat``; Linux, proc(5): ``fs.protected_symlinks``.
 """
@@ -13,19 +13,14 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.error_texts import translate_os_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from ckpttool.storage.posix import CREATE
 
 MOVE = "move it out of the way, or choose another OUT"
 """Hint for an existing file that blocks the output."""
 MAX_NAME_BYTES = 255
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _IS_LINK = {errno.ELOOP, errno.EMLINK}
 """Errors of opening a link with ``O_NOFOLLOW``."""
 _IS_DIRECTORY = {errno.EISDIR, errno.EPERM}
@@ -46,10 +41,9 @@ class Directory:
         """Open a directory; the last component of its path must not be a link.
 
         Raises:
-            StorageError: The last component is a link.
-            OSError: The directory cannot be opened.
+            OSError: The directory cannot be opened, or is a link.
         """
-        return cls(path, _open_directory(path, path))
+        return cls(path, os.open(path, _DIRECTORY))
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -74,11 +68,9 @@ class Directory:
         """Open a directory in this one.
 
         Raises:
-            StorageError: The name is a link.
-            OSError: The directory cannot be opened.
+            OSError: The directory cannot be opened, or is a link.
         """
-        path = os.path.join(self.path, name)
-        return Directory(path, _open_directory(name, path, self.fd))
+        return Directory(os.path.join(self.path, name), os.open(name, _DIRECTORY, dir_fd=self.fd))
 
     def names(self) -> list[str]:
         """Return all names in the directory."""
@@ -86,8 +78,8 @@ class Directory:
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return the stat of a name without following links; None if the name does not exist."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._parent_of(name) as (fd, last):
-            return os.stat(last, dir_fd=fd, follow_symlinks=False)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         return None
 
     def create(self, name: str, mode: int = 0o666) -> int:
@@ -101,8 +93,11 @@ class Directory:
             FileExistsError: The name exists.
             OSError: The file cannot be created.
         """
-        with self._parent_of(name, make=True) as (fd, last):
-            return os.open(last, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=fd)
+        for at, character in enumerate(name):
+            if character == "/":
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name[:at], 0o777, dir_fd=self.fd)
+        return os.open(name, CREATE, mode, dir_fd=self.fd)
 
     def open_file(self, name: str, flags: int) -> int:
         """Open an existing regular file; return its descriptor.
@@ -111,14 +106,13 @@ class Directory:
             StorageError: The name is a link, or not a regular file.
             OSError: The file cannot be opened.
         """
-        with self._parent_of(name) as (fd, last):
-            path = os.path.join(self.path, name)
-            try:
-                opened = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=fd)
-            except OSError as error:
-                if error.errno in _IS_LINK:
-                    raise StorageError(path, "is a link", MOVE) from error
-                raise
+        path = os.path.join(self.path, name)
+        try:
+            opened = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno in _IS_LINK:
+                raise StorageError(path, "is a link", MOVE) from error
+            raise
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             os.close(opened)
             raise StorageError(path, "is not a regular file", MOVE)
@@ -130,8 +124,17 @@ class Directory:
         Raises:
             OSError: The name cannot be removed.
         """
-        with self._parent_of(name) as (fd, last):
-            _remove(fd, last, os.path.join(self.path, name))
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in _IS_DIRECTORY:
+                raise
+        else:
+            return
+        with self.enter(name) as directory:
+            for inner in directory.names():
+                directory.remove(inner)
+        os.rmdir(name, dir_fd=self.fd)
 
     def move(self, name: str, to: Directory) -> None:
         """Move a file into another directory under the same name; replace a file there.
@@ -149,85 +152,6 @@ class Directory:
         """
         os.replace(name, to, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    @contextlib.contextmanager
-    def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the descriptor of the parent directory of a relative path, and the last component."""
-        *above, last = name.split("/")
-        fd, path = self.fd, self.path
-        try:
-            for part in above:
-                path = os.path.join(path, part)
-                if make:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o777, dir_fd=fd)
-                inner = _open_directory(part, path, fd)
-                if fd != self.fd:
-                    os.close(fd)
-                fd = inner
-            yield fd, last
-        finally:
-            if fd != self.fd:
-                os.close(fd)
-
-
-def _open_directory(name: str, path: str, at: int | None = None) -> int:
-    try:
-        return os.open(name, _DIRECTORY, dir_fd=at)
-    except OSError as error:
-        # For a link to a directory the kernel answers ENOTDIR: it checks O_DIRECTORY first.
-        linked = error.errno in _IS_LINK
-        with contextlib.suppress(OSError):
-            linked = linked or stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode)
-        if linked:
-            raise StorageError(path, "is a link", MOVE) from error
-        raise
-
-
-def _remove(at: int, name: str, path: str) -> None:
-    try:
-        os.unlink(name, dir_fd=at)
-    except OSError as error:
-        if error.errno not in _IS_DIRECTORY:
-            raise
-    else:
-        return
-    fd = _open_directory(name, path, at)
-    try:
-        for inner in os.listdir(fd):
-            _remove(fd, inner, os.path.join(path, inner))
-    finally:
-        os.close(fd)
-    os.rmdir(name, dir_fd=at)
-
-
-def check_own(directory: Directory) -> None:
-    """Refuse a directory that another user may have changed.
-
-    Raises:
-        StorageError: The directory belongs to another user, or other users can write to it.
-        OSError: The directory cannot be read.
-    """
-    info = os.fstat(directory.fd)
-    if info.st_uid == os.geteuid() and not info.st_mode & _OTHERS_WRITE:
-        return
-    # File systems without owners or modes (CIFS, a squashed NFS) give all files the same ones: compare a new file.
-    probe = _stat_of_new_file(directory)
-    if info.st_uid not in {os.geteuid(), probe.st_uid}:
-        raise StorageError(directory.path, f"belongs to another user (number {info.st_uid})", MOVE)
-    if info.st_mode & _OTHERS_WRITE & ~probe.st_mode:
-        raise StorageError(directory.path, "can be written by other users, who may have put files into it", MOVE)
-
-
-def _stat_of_new_file(directory: Directory) -> os.stat_result:
-    """Return the stat of a new file of this process in a directory; the file is removed."""
-    name = f".{os.urandom(8).hex()}.ckpttool"
-    fd = directory.create(name, 0o600)
-    try:
-        return os.fstat(fd)
-    finally:
-        os.close(fd)
-        directory.remove(name)
-
 
 def check_plain(directory: Directory) -> None:
     """Refuse a directory tree with entries other than regular files and directories of one owner.
@@ -236,26 +160,20 @@ def check_plain(directory: Directory) -> None:
         StorageError: The tree has a link, a device, a pipe, a file with a second name, or an entry of another user.
         OSError: The tree cannot be read.
     """
-    _check_plain(directory.fd, directory.path, os.fstat(directory.fd).st_uid)
-
-
-def _check_plain(fd: int, path: str, owner: int) -> None:
-    for name in os.listdir(fd):
-        inner = os.path.join(path, name)
-        info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        if info.st_uid != owner:
-            raise StorageError(inner, f"belongs to another user (number {info.st_uid})", MOVE)
-        if stat.S_ISDIR(info.st_mode):
-            below = _open_directory(name, inner, fd)
-            try:
-                _check_plain(below, inner, owner)
-            finally:
-                os.close(below)
-        elif not stat.S_ISREG(info.st_mode):
-            what = "a link" if stat.S_ISLNK(info.st_mode) else "not a regular file"
-            raise StorageError(inner, f"is {what}", MOVE)
-        elif info.st_nlink != 1:
-            raise StorageError(inner, "has a second name (a hard link)", MOVE)
+    owner = os.fstat(directory.fd).st_uid
+    for above, directories, files, fd in os.fwalk(".", dir_fd=directory.fd):
+        for name in [*directories, *files]:
+            path = os.path.normpath(os.path.join(directory.path, above, name))
+            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if info.st_uid != owner:
+                raise StorageError(path, f"belongs to another user (number {info.st_uid})", MOVE)
+            if stat.S_ISDIR(info.st_mode):
+                continue
+            if not stat.S_ISREG(info.st_mode):
+                what = "a link" if stat.S_ISLNK(info.st_mode) else "not a regular file"
+                raise StorageError(path, f"is {what}", MOVE)
+            if info.st_nlink != 1:
+                raise StorageError(path, "has a second name (a hard link)", MOVE)
 
 
 def check_link(path: str) -> None:
@@ -274,18 +192,6 @@ def check_link(path: str) -> None:
                 raise StorageError(path, f"is a link of another user (number {info.st_uid})", "choose another OUT")
     except OSError:
         return  # a later use of the path reports the error
-
-
-@contextlib.contextmanager
-def opened(directory: Directory | str) -> Iterator[Directory]:
-    """Open a directory for the body; an open ``Directory`` is yielded as it is and stays open."""
-    if isinstance(directory, Directory):
-        yield directory
-        return
-    with translate_os_errors(directory):
-        found = Directory.open(directory)
-    with found:
-        yield found
 
 
 def temporary_name(name: str, suffix: str) -> str:

@@ -7,6 +7,8 @@ import fcntl
 import itertools
 import json
 import os
+import re
+import secrets
 import stat
 from typing import TYPE_CHECKING
 
@@ -16,15 +18,15 @@ from ckpttool.storage.base import MARK, WHOLE
 from ckpttool.storage.error_texts import translate_os_errors
 from ckpttool.storage.journal import JOURNAL
 from ckpttool.storage.posix import write_at
-from ckpttool.storage.safe_files import MOVE, Directory, check_link, check_own, check_plain, umask
+from ckpttool.storage.safe_files import MOVE, Directory, check_link, check_plain, umask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 SUFFIX = ".partial"
-"""Suffix of the staging directory, ``OUT.partial``."""
+"""Suffix of the staging directory, ``.OUT.RANDOM.partial``."""
 SHARED = ".ckpttool-shared"
-"""Name of a file whose content identifies this directory to workers on other nodes."""
+"""Name of a directory with a file of a random name, by which workers on other nodes recognise the staging directory."""
 ASIDE = ".ckpttool-replaced"
 """Name of the directory that holds replaced files of an existing OUT until the commit is done."""
 MOVES = ".ckpttool-moves"
@@ -35,8 +37,11 @@ MAX_KEPT_BYTES = 1 << 28
 """Most bytes of a sidecar file that are compared and kept."""
 OWN = frozenset({MARK, WHOLE, JOURNAL, SHARED, ASIDE, MOVES})
 """Names in the staging directory that are no part of the output."""
-ATTEMPTS = 10
-"""Maximum number of attempts to lock the staging directory while other runs create and remove it."""
+_RANDOM = r"[0-9a-f]{16}"
+_INSIDE = re.compile(rf"\.{_RANDOM}{re.escape(SUFFIX)}")
+"""Name of a staging directory inside OUT."""
+_KIND = 0o170777
+"""Bits of a mode: the kind of file, and permissions without the set-group-ID bit that a new directory inherits."""
 
 
 def not_empty(out: str, *, overwrite: bool | None) -> StorageError:
@@ -62,17 +67,19 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
     if os.path.lexists(out) and not os.path.isdir(out):
         raise StorageError(out, "already exists and is not a directory", "choose another OUT")
     with translate_os_errors(out):
-        if os.path.isdir(out) and not overwrite and set(os.listdir(out)) - {SUFFIX} - _moved(_staging(out)):
+        found = _leftovers(out)
+        if os.path.isdir(out) and not overwrite and _names(os.listdir(out)).difference(*map(_moved, found)):
             raise not_empty(out, overwrite=overwrite)
-        aside = os.path.join(_staging(out), ASIDE)
-        if not overwrite and os.path.isdir(aside) and os.listdir(aside):
-            problem, hint = "holds files of OUT that a killed run set aside", "choose another OUT, or move them back"
-            raise (
-                StorageError(aside, problem, hint)
-                if overwrite is None
-                else StorageError(aside, problem, f"{hint}, or pass overwrite=True", ("overwrite",))
-            )
-    parent = _existing_parent(_staging(out))
+        for aside in () if overwrite else (os.path.join(path, ASIDE) for path in found):
+            if os.path.isdir(aside) and os.listdir(aside):
+                problem, hint = (
+                    "holds files of OUT that a killed run set aside",
+                    "choose another OUT, or move them back",
+                )
+                if overwrite is None:
+                    raise StorageError(aside, problem, hint)
+                raise StorageError(aside, problem, f"{hint}, or pass overwrite=True", ("overwrite",))
+    parent = _existing(_place(out)[0])
     if not os.path.isdir(parent):
         raise StorageError(parent, "is not a directory", "choose another OUT")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -80,20 +87,16 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
 
 
 def free_bytes(out: str) -> int:
-    """Return the bytes that an output can take: those that are free, and those of files that a killed run left.
+    """Return the bytes that an output can take: free ones, and those of leftovers, which are removed or reused first.
 
     Raises:
         StorageError: The file system cannot be asked.
     """
-    staging = _staging(out)
-    parent = _existing_parent(staging)
+    parent = _existing(_place(out)[0])
     with translate_os_errors(parent):
         info = os.statvfs(parent)
-        # The files of a killed run are removed first, or reused.
-        trees = [] if os.path.islink(staging) else os.walk(staging)
-        held = (os.path.join(place, name) for place, _, names in trees for name in names)
-        left = sum(512 * os.lstat(path).st_blocks for path in held)
-    return info.f_bavail * info.f_frsize + left
+        held = (os.path.join(p, name) for left in _leftovers(out) for p, _, names in os.walk(left) for name in names)
+        return info.f_bavail * info.f_frsize + sum(512 * os.lstat(path).st_blocks for path in held)
 
 
 def check_space(out: str, nbytes: int) -> None:
@@ -113,10 +116,10 @@ def check_apart(out: str, source: str) -> None:
     """Refuse to overwrite the source.
 
     Raises:
-        StorageError: OUT, or its staging directory, is the source or contains it.
+        StorageError: OUT, or a leftover of an interrupted run to OUT, is the source or contains it.
     """
     inside = os.path.realpath(source)
-    for path in (os.path.realpath(out), _staging(out)):
+    for path in (os.path.realpath(out), *_leftovers(out)):
         if os.path.commonpath([path, inside]) == path:
             raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
 
@@ -132,7 +135,10 @@ def staged(
     selected by ``replaces``, then ``last`` (an index, say). Meanwhile OUT holds an in-progress marker: no reader takes
     a mixture for a complete output. If a move fails, the commit restores the old files.
 
-    Only this user may enter the staging directory, so that no other user can put a link or a file into it.
+    The staging directory has a name that nobody can guess, and only this user may enter it: no other user can put a
+    link or a file into it. The next run to the same OUT finds what an interrupted run left by its name: files that its
+    commit moved are moved back, and the directory is reused (``resume``) or removed. If two runs to one OUT start at
+    the same moment, both may be refused.
 
     Nothing is synced to disk, like ``cp``: these outputs can be made again after a power failure.
 
@@ -151,76 +157,50 @@ def staged(
     """
     check_link(out)
     out = os.path.realpath(out)
-    staging = _staging(out)
-    existing = _existing_parent(out)
-    with translate_os_errors(staging):
+    existing = _existing(os.path.dirname(out))
+    with translate_os_errors(out):
         if not os.path.isdir(above := os.path.dirname(out)):
             os.makedirs(os.path.dirname(above), exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(above, parent_mode | 0o700)
     try:
-        directory = _open_staging(staging, out, mark if resume else None)
+        with _open_staging(out, mark, resume=resume) as directory:
+            keep = False
+            try:
+                try:
+                    yield directory
+                except BaseException:
+                    keep = resume
+                    raise
+                with translate_os_errors(out):
+                    _commit(directory, out, replaces, last, mode, overwrite=overwrite)
+            finally:
+                if not keep and _is_at(directory.path, directory.fd):  # not after the rename
+                    with contextlib.suppress(OSError):
+                        _recover(directory, out)
+                        _remove(directory)
     except BaseException:
         _remove_empty(os.path.dirname(out), existing)
         raise
-    keep = False
+
+
+def _put(directory: Directory, name: str, data: bytes) -> None:
+    """Write a new file, or none."""
+    fd = directory.create(name)
     try:
-        with translate_os_errors(staging):
-            _write_mark(directory, mark)
-        try:
-            yield directory
-        except BaseException:
-            keep = resume
-            raise
-        with translate_os_errors(out):
-            _commit(directory, out, replaces, last, mode, overwrite=overwrite)
-    except _NotRestoredError:
-        keep = True
+        write_at(fd, data, 0, os.path.join(directory.path, name))
+    except BaseException:
+        directory.remove(name)
         raise
-    finally:
-        # After the rename, another run may have created a directory of this name.
-        if not keep and _is_at(staging, directory.fd):
-            _remove_staging(directory)
-            _remove_empty(os.path.dirname(out), existing)
-        directory.close()
-
-
-def write_token(directory: Directory) -> str:
-    """Write the file SHARED with a new token, and return the token: a process that reads it sees this directory.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
-    token = os.urandom(16).hex()
-    path = os.path.join(directory.path, SHARED)
-    with translate_os_errors(path):
-        with contextlib.suppress(FileNotFoundError):  # left by an earlier run
-            directory.remove(SHARED)
-        fd = directory.create(SHARED)
-        try:
-            write_at(fd, token.encode(), 0, path)
-        finally:
-            os.close(fd)
-    return token
-
-
-def _write_mark(directory: Directory, mark: str) -> None:
-    fd = directory.open_file(MARK, os.O_WRONLY)
-    try:
-        os.ftruncate(fd, 0)
-        write_at(fd, mark.encode(), 0, os.path.join(directory.path, MARK))
     finally:
         os.close(fd)
 
 
-def _remove_staging(directory: Directory) -> None:
-    """Remove the files of the staging directory, then its marker and itself; the marker stays if a file stays."""
-    with contextlib.suppress(OSError, StorageError):
-        if directory.stat(WHOLE) is not None:  # the rename failed
-            directory.rename(WHOLE, MARK)
-        for name in sorted(directory.names(), key=lambda name: (name == MARK, name == MOVES)):
-            directory.remove(name)
-        os.rmdir(directory.path)
+def _remove(directory: Directory) -> None:
+    """Remove the files of a staging directory, then its marker and itself; the marker stays if a file stays."""
+    for name in sorted(directory.names(), key=lambda name: (name == MARK, name == MOVES)):
+        directory.remove(name)
+    os.rmdir(directory.path)
 
 
 def _remove_empty(path: str, existing: str) -> None:
@@ -231,19 +211,41 @@ def _remove_empty(path: str, existing: str) -> None:
             path = os.path.dirname(path)
 
 
-class _NotRestoredError(StorageError):
-    """Replacing files of OUT failed, and so did restoring them: the staging directory holds the only copies."""
+def _place(out: str) -> tuple[str, str]:
+    """Return the parent of OUT's staging directories, and how their names begin: siblings of OUT, for the rename.
 
-
-def _staging(out: str) -> str:
-    """Return the staging directory: a sibling of OUT, so that a rename commits it.
-
-    It lies inside OUT if OUT is a mount point, or its parent is not writable.
+    They lie inside OUT if OUT is a mount point, or its parent is not writable.
     """
     out = os.path.realpath(out)
-    if os.path.isdir(out) and (os.path.ismount(out) or not os.access(os.path.dirname(out), os.W_OK | os.X_OK)):
-        return os.path.join(out, SUFFIX)
-    return out + SUFFIX
+    above, name = os.path.split(out)
+    if os.path.isdir(out) and (os.path.ismount(out) or not os.access(above, os.W_OK | os.X_OK)):
+        return out, "."
+    return above, f".{name}."
+
+
+def _names(names: Iterable[str]) -> set[str]:
+    """Return the names in OUT without those of staging directories."""
+    return {name for name in names if not _INSIDE.fullmatch(name)}
+
+
+def _leftovers(out: str, new: os.stat_result | None = None) -> list[str]:
+    """Return the staging directories of all runs to OUT; those that another user may have changed are left out.
+
+    Args:
+        out: The output directory.
+        new: Stat of a new staging directory. File systems without owners or modes give all directories the same ones.
+    """
+    above, prefix = _place(out)
+    owner, mode = (os.geteuid(), stat.S_IFDIR | 0o700) if new is None else (new.st_uid, new.st_mode)
+    is_named = re.compile(re.escape(prefix) + _RANDOM + re.escape(SUFFIX)).fullmatch
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        for path in (os.path.join(above, name) for name in sorted(os.listdir(above)) if is_named(name)):
+            with contextlib.suppress(FileNotFoundError):
+                info = os.lstat(path)
+                if (info.st_uid, info.st_mode & _KIND) == (owner, mode & _KIND):
+                    found.append(path)
+    return found
 
 
 def _is_at(path: str, fd: int) -> bool:
@@ -253,88 +255,54 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-def _open_staging(staging: str, out: str, mark: str | None) -> Directory:
-    """Create and lock the staging directory, private and empty except for the files of a run with the same ``mark``.
+def _open_staging(out: str, mark: str, *, resume: bool) -> Directory:
+    """Create and lock a staging directory with the marker, or take over that of an interrupted run (``resume``).
 
-    Files of another killed run are removed. A directory without the in-progress marker, or one that another user may
-    have written to, is refused and left unchanged.
+    It is locked before the leftovers are looked for, so that of two runs at least one sees the other.
     """
-    for _ in range(ATTEMPTS):
-        with translate_os_errors(staging):
-            made = _create(staging)
+    above, prefix = _place(out)
+    path = os.path.join(above, f"{prefix}{secrets.token_hex(8)}{SUFFIX}")
+    with contextlib.ExitStack() as stack:
+        with translate_os_errors(path):
+            os.mkdir(path, 0o700)
+            stack.callback(_remove_empty, path, above)  # keeps it if it has the marker
+            new = found = stack.enter_context(_lock(path, out))
+            leftovers = [left for left in _leftovers(out, os.fstat(new.fd)) if left != path]
+        for left in leftovers:
+            with translate_os_errors(left):
+                directory = stack.enter_context(_lock(left, out))
+                if (names := directory.names()) and not {MARK, WHOLE}.intersection(names):
+                    raise StorageError(left, "was not made by ckpttool", MOVE)
+                _recover(directory, out)
+                if resume and names and found is new and _read(directory, MARK, len(mark) + 1) == mark.encode():
+                    check_plain(directory)
+                    found = directory
+                else:
+                    _remove(directory)
+        if found is new:
+            with translate_os_errors(path):
+                _put(new, MARK, mark.encode())
+        return Directory(found.path, os.dup(found.fd))  # with the lock
+
+
+def _lock(path: str, out: str) -> Directory:
+    """Open and lock a staging directory."""
+    taken = StorageError(out, "another run is writing it", "wait for that run, or choose another OUT")
+    try:
+        directory = Directory.open(path)
+    except FileNotFoundError as error:  # another run has just committed or removed it
+        raise taken from error
+    # A file system without locks cannot detect two runs at once.
+    with contextlib.suppress(OSError):
         try:
-            with translate_os_errors(staging):
-                directory = _lock(staging)
-        except BaseException:
-            if made:
-                _discard(staging)
-            raise
-        # Between opening and locking, the run that held the lock may have renamed the directory.
-        if _is_at(staging, directory.fd):
-            break
+            fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            directory.close()
+            raise taken from error
+    if not _is_at(path, directory.fd):
         directory.close()
-    else:
-        raise StorageError(staging, "other runs keep writing it", "wait for them, or choose another OUT")
-    try:
-        with translate_os_errors(staging):
-            check_own(directory)
-            _undo_commit(directory, out)
-            _take_over(directory, mark, made=made)
-    except BaseException:
-        if made:
-            _discard(staging)
-        directory.close()
-        raise
+        raise taken
     return directory
-
-
-def _discard(staging: str) -> None:
-    """Remove the staging directory that this run just created."""
-    with contextlib.suppress(OSError):
-        os.unlink(os.path.join(staging, MARK))
-    with contextlib.suppress(OSError):
-        os.rmdir(staging)
-
-
-def _create(staging: str) -> bool:
-    try:
-        os.mkdir(staging, 0o700)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _lock(staging: str) -> Directory:
-    directory = Directory.open(staging)
-    try:
-        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        directory.close()
-        raise StorageError(staging, "another run is writing it", "wait for that run, or choose another OUT") from error
-    except OSError:
-        pass  # a file system without locks cannot detect two runs at once
-    return directory
-
-
-def _take_over(directory: Directory, mark: str | None, *, made: bool) -> None:
-    if directory.stat(WHOLE) is not None:  # readers accept the directory without MARK: nothing may change before
-        directory.rename(WHOLE, MARK)
-    held = directory.names()
-    found = directory.stat(MARK)
-    if held and not made and found is None:
-        raise StorageError(directory.path, "was not made by ckpttool", MOVE)
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        raise StorageError(os.path.join(directory.path, MARK), "is not a regular file", MOVE)
-    os.fchmod(directory.fd, 0o700)
-    if found is not None and mark is not None and _read(directory, MARK, len(mark.encode()) + 1) == mark.encode():
-        check_plain(directory)
-        return
-    for name in held:
-        if name != MARK:
-            directory.remove(name)
-    if found is not None:
-        directory.remove(MARK)
-    os.close(directory.create(MARK))
 
 
 def _read(directory: Directory, name: str, nbytes: int) -> bytes:
@@ -369,9 +337,9 @@ def _commit(
     new = [n for n in directory.names() if n not in OWN]
     new.sort(key=lambda name: (order.get(name, -1), replaces(name), name))
     with Directory.open(out) as target:
-        if not overwrite and set(target.names()) - {SUFFIX}:
+        if not overwrite and _names(target.names()):
             raise not_empty(out, overwrite=overwrite)
-        old = [n for n in target.names() if (replaces(n) or n in new or n == WHOLE) and n != SUFFIX]
+        old = [n for n in target.names() if replaces(n) or n in new or n == WHOLE]
         old.sort(key=lambda name: (name not in last, not replaces(name), name))  # removed in the opposite order
         for name in old:
             found = target.stat(name)
@@ -381,14 +349,15 @@ def _commit(
             if name in new and not replaces(name):
                 _keep_other(directory, target, name)
         with directory.make(MOVES, 0o700) as moves:
-            for name in [*new, MARK]:
+            for name in new:
                 os.close(moves.create(name))
-            _write_mark(moves, json.dumps({"key": "", "files": [], "over": new}))
+            _put(moves, MARK, json.dumps({"key": "", "files": [], "over": new}).encode())
             with directory.make(ASIDE, 0o700) as aside:
                 # There is a marker if the staging directory of a killed commit was removed by hand.
                 older = [(target, aside, MARK)] if target.stat(MARK) is not None else []
                 files = [(target, aside, n) for n in old] + [(directory, target, n) for n in new]
-                _move(directory, [*older, (moves, target, MARK), *files, (target, moves, MARK)])
+                for source, to, name in [*older, (moves, target, MARK), *files, (target, moves, MARK)]:
+                    source.move(name, to)
 
 
 def _keep_other(directory: Directory, target: Directory, name: str) -> None:
@@ -396,11 +365,7 @@ def _keep_other(directory: Directory, target: Directory, name: str) -> None:
     held, new = (_read(place, name, MAX_KEPT_BYTES) for place in (target, directory))
     if held == new:
         return
-    fd = target.create(kept_name(name, target.names()), 0o666)
-    try:
-        write_at(fd, held, 0, os.path.join(target.path, name))
-    finally:
-        os.close(fd)
+    _put(target, kept_name(name, target.names()), held)
 
 
 def kept_name(name: str, taken: Collection[str]) -> str:
@@ -409,24 +374,33 @@ def kept_name(name: str, taken: Collection[str]) -> str:
     return next(kept for n in numbers if (kept := f"{name}{KEPT}{n}") not in taken)
 
 
-def _undo_commit(directory: Directory, out: str) -> None:
-    """Move back what the commit of a killed run has moved, unless it had moved everything: then OUT is complete."""
-    held = set(directory.names())
-    if MARK not in held:
-        return
+def _recover(directory: Directory, out: str) -> None:
+    """Move back what an interrupted commit has moved, unless it had moved everything: then OUT is complete.
+
+    Raises:
+        StorageError: Files of OUT cannot be moved back.
+        OSError: The directory cannot be changed.
+    """
+    if directory.stat(WHOLE) is not None:  # readers accept the directory without MARK: nothing may change before
+        directory.rename(WHOLE, MARK)
     if moved := _moved(directory.path):
-        os.makedirs(out, exist_ok=True)
-        with Directory.open(out) as target, directory.enter(ASIDE) as aside:
-            older = aside.names()
-            for source, to, names in ((target, directory, moved - {MARK}), (aside, target, older)):
-                for name in names:
+        try:
+            os.makedirs(out, exist_ok=True)
+            with Directory.open(out) as target, directory.enter(ASIDE) as aside:
+                older = aside.names()
+                for source, to, names in ((target, directory, moved - {MARK}), (aside, target, older)):
+                    for name in names:
+                        with contextlib.suppress(FileNotFoundError):
+                            source.move(name, to)
+                if MARK not in older:
                     with contextlib.suppress(FileNotFoundError):
-                        source.move(name, to)
-            if MARK not in older:
-                with contextlib.suppress(FileNotFoundError):
-                    target.remove(MARK)
+                        target.remove(MARK)
+        except OSError as error:
+            problem = "holds files of OUT that could be neither replaced nor restored"
+            hint = "check the disk, then run the command again, which moves them back"
+            raise StorageError(directory.path, problem, hint) from error
     for name in (ASIDE, MOVES):  # in this order: see ``_moved``
-        if name in held:
+        with contextlib.suppress(FileNotFoundError):
             directory.remove(name)
 
 
@@ -442,34 +416,8 @@ def _moved(staging: str) -> set[str]:
     return set() if MARK in names else {MARK, *names} - set(os.listdir(staging)).difference(OWN)
 
 
-def _move(directory: Directory, moves: Sequence[tuple[Directory, Directory, str]]) -> None:
-    """Rename files between directories, all or none."""
-    done: list[tuple[Directory, Directory, str]] = []
-    try:
-        for source, target, name in moves:
-            done.append((source, target, name))
-            source.move(name, target)
-    except BaseException:
-        _restore_moved(directory, done)
-        raise
-
-
-def _restore_moved(directory: Directory, done: Sequence[tuple[Directory, Directory, str]]) -> None:
-    try:
-        for source, target, name in reversed(done):
-            with contextlib.suppress(FileNotFoundError):  # the failed move
-                target.move(name, source)
-    except OSError as error:
-        # Without the in-progress marker no later run removes it.
-        with contextlib.suppress(OSError):
-            directory.remove(MARK)
-        problem = "holds files of OUT that could be neither replaced nor restored"
-        hint = f"move those in {ASIDE} back to OUT by hand, and remove {MARK} there"
-        raise _NotRestoredError(directory.path, problem, hint) from error
-
-
-def _existing_parent(out: str) -> str:
-    parent = os.path.dirname(os.path.realpath(out))
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    return parent
+def _existing(path: str) -> str:
+    """Return the path, or else the nearest directory above it that exists."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path

@@ -20,10 +20,9 @@ from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError
 from ckpttool.formats.zero.files import RUN_STATE
-from ckpttool.saving import files
-from ckpttool.saving import files as saving_files
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING
+from ckpttool.storage.local_writer import LocalWriter
 from tests import sampling
 from tests.faults.disks import CHANGES, READS, Fault, Machine, install
 from tests.faults.power_failure import PowerFailure, build
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 MODULE = "ckpttool.catalog.thinning"
 BF16 = ThinOptions(dtype="bf16", grace=0.0)
+IN_ORDER = ThinOptions(dtype="bf16", grace=0.0, jobs=1)
+"""In one thread, so that the operations have an order."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNNAMED = "pipeline-zero0-pp2-dp2-fp16"
 """Its optimizer holds fp32 master weights, and only numbers them."""
@@ -205,19 +206,17 @@ def test_what_was_written_wrong_is_noticed_before_anything_goes(
     location = Path(ckpttool.inspect(checkpoint_copy("zero2-dp2-bf16")).location)
     before = {p.name: p.read_bytes() for p in location.iterdir()}
     for victim in ("model.safetensors", RUN_STATE):
-        real = saving_files.write_files
+        real = LocalWriter.commit
 
-        def write(*given: Any, victim: str = victim, real: Any = real) -> Any:
-            sums = real(*given)
-            path = location / victim
-            if victim in {file.name for file in given[2]}:
-                data = bytearray(path.read_bytes())
+        def commit(writer: LocalWriter, victim: str = victim, real: Any = real) -> None:
+            real(writer)
+            if Path(writer.path).name == victim:
+                data = bytearray(Path(writer.path).read_bytes())
                 data[-100] ^= 64
-                path.write_bytes(data)
-            return sums
+                Path(writer.path).write_bytes(data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"{MODULE}.write_files", write)
+            patch.setattr(LocalWriter, "commit", commit)
             with pytest.raises(CkptError):
                 _thin(location)
         assert {p.name: p.read_bytes() for p in location.iterdir()} == before
@@ -310,7 +309,7 @@ def _faults(names: list[str]) -> Iterator[Fault]:
 def test_a_crash_at_every_operation_loses_nothing(
     committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(files, "PART_BYTES", 4096)
+    monkeypatch.setattr(LocalWriter, "part_bytes", 4096)
     base = tmp_path / "base"
     base.mkdir()
     original = _prepared(base, committed=committed)
@@ -321,7 +320,7 @@ def test_a_crash_at_every_operation_loses_nothing(
         machine.reset(*(fault.rule() for fault in faults))
         with monkeypatch.context() as patch:
             install(machine, patch)
-            (outcome,) = crew.Crew(1, machine, clock).do(lambda _: _thin(root / "step1"))
+            (outcome,) = crew.Crew(1, machine, clock).do(lambda _: _thin(root / "step1", IN_ORDER))
         return outcome
 
     def fresh(number: int) -> Path:
@@ -363,7 +362,7 @@ def test_a_crash_at_every_operation_loses_nothing(
 def test_a_power_failure_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(files, "PART_BYTES", 4096)
+    monkeypatch.setattr(LocalWriter, "part_bytes", 4096)
     original = _prepared(tmp_path / "base", committed=True)
     whole = {p.name: p.read_bytes() for p in original.iterdir()}
     root = Path(shutil.copytree(tmp_path / "base", tmp_path / "root"))
@@ -371,7 +370,7 @@ def test_a_power_failure_loses_nothing(
     machine, clock = Machine(), crew.Clock()
     with monkeypatch.context() as patch:
         install(machine, patch)
-        (outcome,) = crew.Crew(1, machine, clock).do(lambda _: _thin(root / "step1"))
+        (outcome,) = crew.Crew(1, machine, clock).do(lambda _: _thin(root / "step1", IN_ORDER))
     assert outcome.succeeded, outcome
     final = {p.name for p in (root / "step1").iterdir()}
     chance = random.Random("thin")  # noqa: S311

@@ -13,7 +13,6 @@ from safetensors.torch import load
 import ckpttool
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.errors import CkptError
-from ckpttool.saving import files
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import MANIFEST, THINNING, open_storage
 from tests import sampling
@@ -54,7 +53,6 @@ def test_a_death_at_every_request_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     crash_points: Callable[[int], None],
 ) -> None:
-    monkeypatch.setattr(files, "PART_BYTES", 4096)
     machine, clock = Machine(), crew.Clock()
     crew.install(clock, monkeypatch)
     url = bucket.url("run/step1")

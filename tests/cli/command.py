@@ -99,6 +99,19 @@ def without_privileges(call: Callable[[], Any]) -> Any:
     return json.loads(answer)
 
 
+def leftover(out: Path, mode: int = 0o700) -> Path:
+    """Make a directory such as an interrupted run leaves beside its output."""
+    path = out.with_name(f".{out.name}.0123456789abcdef.partial")
+    path.mkdir(parents=True)
+    path.chmod(mode)
+    return path
+
+
+def staging_of(out: Path) -> list[Path]:
+    """The directories in which runs to an output have begun to write."""
+    return list(out.parent.glob(f".{out.name}.*.partial"))
+
+
 def remains(directory: Path) -> list[str]:
     """Everything under a directory."""
     return sorted(str(p.relative_to(directory)) for p in directory.rglob("*"))

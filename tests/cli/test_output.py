@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,9 @@ import ckpttool as api
 from ckpttool.api.options import Options
 from ckpttool.errors import StorageError
 from ckpttool.storage import MARK, open_storage
+from ckpttool.storage.safe_files import MOVE
 from tests import damage
-from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, remains
+from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, leftover, remains
 from tests.truth import read_safetensors, source, truth
 
 if TYPE_CHECKING:
@@ -105,30 +107,37 @@ def test_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
 
 
 def test_foreign_files_next_to_the_output_are_not_removed(tmp_path: Path) -> None:
-    for kind in ("directory", "plain files", "file", "link"):
+    """Of these names, one that a run could have made is refused, and others are in no run's way."""
+    for kind in ("private", "directory", "plain files", "file", "link"):
         root = tmp_path / kind
-        (root / "out.partial/work").mkdir(parents=True)
-        if kind == "plain files":
-            (root / "out.partial/work").rmdir()
-            (root / "out.partial/thesis.txt").touch()
-        elif kind != "directory":
-            shutil.rmtree(root / "out.partial")
-            (root / "else").mkdir()
-            (root / "else/mine").touch()
-            (root / "out.partial").touch() if kind == "file" else (root / "out.partial").symlink_to("else")
+        path = leftover(root / "out", 0o700 if kind == "private" else 0o755)
+        (root / "out.partial").mkdir()
+        (root / "else").mkdir()
+        (root / "else/mine").touch()
+        if kind in {"file", "link"}:
+            path.rmdir()
+            path.touch() if kind == "file" else path.symlink_to("else")
+        else:
+            (path / "work").mkdir() if kind == "directory" else (path / "thesis.txt").touch()
         before = remains(root)
-        error = ckpttool(*consolidate(root / "out")).error
-        assert f"{root}/out.partial" in error
+        done = ckpttool(*consolidate(root / "out"))
+        if kind == "private":
+            assert done.error == f"Error: {path}: was not made by ckpttool; {MOVE}"
+        else:
+            assert done.code == 0
+            shutil.rmtree(root / "out")
         assert remains(root) == before
 
 
 def test_checkpoint_is_not_written_over(checkpoint_copy: Callable[[str], Path]) -> None:
-    """Neither by its own name nor by the name of the directory that OUT is staged in."""
+    """Neither by its own name nor by the name of a directory that OUT was staged in."""
     root = checkpoint_copy("zero2-dp2-bf16")
-    shutil.move(root / "global_step3", root / "x.partial")
+    src = leftover(root / "x")
+    for path in (root / "global_step3").iterdir():
+        shutil.move(path, src)
     before = remains(root.parent)
-    for out in (root, root / "x", root / "x.partial", root.parent):
-        done = ckpttool("consolidate", root / "x.partial", out, "--to", "safetensors", "--overwrite")
+    for out in (root, root / "x", src, root.parent):
+        done = ckpttool("consolidate", src, out, "--to", "safetensors", "--overwrite")
         assert f"{out}: would be written over the checkpoint in" in done.error
         assert remains(root.parent) == before
 
@@ -143,26 +152,38 @@ def test_directory_that_is_there_stays_the_same_one(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / MARK).touch()
-    (tmp_path / "out.partial/model-00001-of-00002.safetensors").write_bytes(b"x" * 1000)
+    path = leftover(tmp_path / "out")
+    (path / MARK).touch()
+    (path / "model-00001-of-00002.safetensors").write_bytes(b"x" * 1000)
+    leftover(tmp_path / "other")
     assert ckpttool(*consolidate(tmp_path / "out")).code == 0
-    assert remains(tmp_path) == ["out", "out/model.safetensors"]
+    assert remains(tmp_path) == [".other.0123456789abcdef.partial", "out", "out/model.safetensors"]
 
 
 def test_another_run_to_the_same_output_is_refused(tmp_path: Path) -> None:
     import fcntl
 
     out = tmp_path / "out"
-    (tmp_path / "out.partial").mkdir()
-    fd = os.open(tmp_path / "out.partial", os.O_RDONLY)
+    path = leftover(out)
+    fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         error = ckpttool(*consolidate(out)).error
     finally:
         os.close(fd)
-    assert error == f"Error: {out}.partial: another run is writing it; wait for that run, or choose another OUT"
-    assert remains(tmp_path) == ["out.partial"]
+    assert error == f"Error: {out}: another run is writing it; wait for that run, or choose another OUT"
+    assert remains(tmp_path) == [path.name]
+
+
+def test_of_several_runs_at_once_at_most_one_writes_the_output(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "ckpttool", *map(str, consolidate(out))]
+    runs = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    errors = [run.communicate(timeout=300)[1] for run in runs]
+    assert sum(run.returncode == 0 for run in runs) == out.exists()
+    for error in filter(None, errors):
+        assert "another run is writing it" in error or "is not empty" in error
+    assert remains(tmp_path) == (["out", "out/model.safetensors"] if out.exists() else [])
 
 
 # ------------------------------------------------------------------------------------------------- overwriting
@@ -237,7 +258,7 @@ def test_overwriting_that_is_refused_keeps_the_old_weights(
     assert error == f"Error: {out}/config.json: is a directory; move it out of the way"
     assert remains(tmp_path / "out") == ["config.json", "model.safetensors"]
     assert (out / "model.safetensors").read_bytes() == before
-    assert not (tmp_path / "out.partial").exists()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "out"]
 
 
 def test_dry_run_writes_nothing_and_tells_the_same(tmp_path: Path) -> None:
@@ -272,9 +293,9 @@ def test_output_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest
     assert error.startswith(f"Error: {tmp_path}/a/out: needs 12,455 bytes, but only 4,096 are free; free some space")
     assert remains(tmp_path) == []
     # What a killed run left there will be free.
-    (tmp_path / "a/out.partial").mkdir(parents=True)
-    (tmp_path / "a/out.partial" / MARK).touch()
-    (tmp_path / "a/out.partial/model.safetensors").write_bytes(b"x" * 12_288)
+    left = leftover(tmp_path / "a/out")
+    (left / MARK).touch()
+    (left / "model.safetensors").write_bytes(b"x" * 12_288)
     assert ckpttool(*consolidate(tmp_path / "a/out")).code == 0
 
 
@@ -434,11 +455,11 @@ def test_directory_made_by_somebody_else_is_enough(open_directory: Path) -> None
     out.parent.chmod(0o555)
     assert ckpttool_without_privileges(*consolidate(out)).code == 0
     assert remains(out) == ["model.safetensors"]
-    (out / ".partial").mkdir(mode=0o777)
-    (out / ".partial").chmod(0o777)
     (out / "model.safetensors").unlink()
-    assert f"{out}/.partial: belongs to another user" in ckpttool_without_privileges(*consolidate(out)).error
-    assert remains(out) == [".partial"]
+    planted = out / ".0123456789abcdef.partial"  # of another user
+    planted.mkdir(mode=0o700)
+    assert ckpttool_without_privileges(*consolidate(out)).code == 0
+    assert sorted(os.listdir(out)) == [planted.name, "model.safetensors"]
 
 
 def test_output_is_what_the_engine_held(tmp_path: Path) -> None:

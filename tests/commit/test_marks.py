@@ -15,6 +15,7 @@ from ckpttool.commit.manifest import commits
 from ckpttool.errors import CkptError
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK
+from tests.cli.command import staging_of
 from tests.faults.disks import watching
 from tests.faults.rules import Before, Rule
 from tests.faults.s3_faults import ACCESS_DENIED
@@ -41,7 +42,7 @@ def test_the_manifest_of_a_killed_copy_on_disk_commits_nothing(run: Path, tmp_pa
             ckpttool.cp(run, copy)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    left = copy / "step1.partial"
+    (left,) = staging_of(copy / "step1")
     assert {MANIFEST, MARK} <= set(os.listdir(left))
     assert commits(LOCAL, str(copy)) == []
     with pytest.raises(CkptError, match="half-written by a killed run"):

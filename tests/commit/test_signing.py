@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,16 +19,20 @@ from ckpttool.commit.signing import read_key, signature
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
+from ckpttool.integrations.torch.collectives import open_together
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import HashedFile, HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, connect
 from tests.cli.command import ckpttool as command
 from tests.saving.checkpoints import part, version
+from tests.storage.large import write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from ckpttool.model import Checkpoint
 
 KEY = b"canary-0123456789abcdef"
 OTHER = b"another-0123456789abcdef"
@@ -53,7 +58,10 @@ def _manifest(directory: Path, change: Callable[[dict[str, Any]], object], key: 
 
 
 def _read_all(directory: Path, key: bytes | None) -> None:
-    checkpoint = open_whole(LOCAL, str(directory), key=key)
+    _read_files(open_whole(LOCAL, str(directory), key=key))
+
+
+def _read_files(checkpoint: Checkpoint) -> None:
     for n in range(len(checkpoint.files)):
         with connect(checkpoint.storage).open(checkpoint.path(n)) as reader:
             reader.read(0, reader.nbytes)
@@ -123,6 +131,29 @@ def test_bytes_that_have_another_sha256_are_refused(signed: Path) -> None:
     with pytest.raises(CkptError, match="do not match their checksum"):
         _read_all(signed, KEY)
     assert [f for f in ckpttool.verify(signed, key=KEY).findings if f.path.endswith(changed)]
+
+
+def test_tensor_bytes_of_the_same_crc32_are_refused_on_the_ranks_of_a_restore(tmp_path: Path) -> None:
+    """Each rank has its own storage, and opening reads only the chunks with the structure of a file."""
+    weights = write_weights(tmp_path / "weights", {"weight": MIN_CHUNK_BYTES}) / "model.safetensors"
+    files = [PlainFile(weights.name, HostPayload(weights.read_bytes()))]
+    save(LOCAL, str(tmp_path), Alone(), Request("t", 1, 2, sign_key=KEY), files, timeout=5.0)
+    directory = str(tmp_path / "t")
+
+    def opened(key: bytes | None) -> Checkpoint:
+        return open_together(directory, LOCAL, lambda: open_whole(LOCAL, directory, key=key), Alone(), timeout=5.0)
+
+    _read_files(opened(KEY))
+    path = tmp_path / "t" / weights.name
+    data = bytearray(path.read_bytes())
+    before, at = zlib.crc32(data), 2 * MIN_CHUNK_BYTES
+    # CRC-32 is the remainder of a division: adding the divisor does not change it.
+    data[at : at + 5] = (int.from_bytes(data[at : at + 5], "little") ^ 0x1DB710641).to_bytes(5, "little")
+    assert zlib.crc32(data) == before
+    path.write_bytes(data)
+    _read_files(opened(None))
+    with pytest.raises(CkptError, match="do not match their checksum"):
+        _read_files(opened(KEY))
 
 
 def test_a_signed_checkpoint_under_another_name_is_refused(signed: Path) -> None:

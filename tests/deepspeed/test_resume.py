@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.checksums import of_bytes
+from ckpttool.commit.manifest import Manifest
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.model import MASTER
+from ckpttool.storage import MANIFEST
 from tests.damage import flip
 from tests.deepspeed_engines import Load, Loaded, load_all
 from tests.truth import source, truth
@@ -109,6 +113,8 @@ def _loads(directory: Path) -> list[Load]:
     loads.append(plain("flipped-native", root=flipped, resume={}))
     loads.append(plain("flipped-planned", root=flipped, stage=3, world_size=3, resume={}))
     loads.append(plain("flipped-unchecked", root=flipped, stage=3, world_size=3, resume={"check": "off"}))
+    committed = _flipped(directory / "committed", manifest=True)
+    loads.append(plain("flipped-committed", root=committed, stage=3, world_size=3, resume={"check": "off"}))
     loads.append(plain("flag", universal=True, resume={}))
     loads.append(plain("no-masters", zero_options={"load_from_fp32_weights": False}, stage=1, resume={}))
     loads.append(plain("sgd", optimizer="adagrad", config={"scheduler": None}, resume={}))
@@ -125,10 +131,18 @@ def _loads(directory: Path) -> list[Load]:
     return loads
 
 
-def _flipped(root: Path) -> str:
+def _flipped(root: Path, *, manifest: bool = False) -> str:
     """A copy of PLAIN in which one bit of a moment has flipped."""
     shutil.copytree(source(PLAIN), root)
     checkpoint = ckpttool.inspect(root)
+    if manifest:
+        directory = Path(checkpoint.location)
+        files = {}
+        for path in directory.iterdir():
+            data = path.read_bytes()
+            at = data.index(b"PK\1\2")  # opening compares only the archive's directory
+            files[path.name] = of_bytes(data)._replace(directory=(at, zlib.crc32(data[at:])))
+        (directory / MANIFEST).write_bytes(Manifest(checkpoint.tag, 3, 0.0, "", 2, 2, files=files).to_json())
     moment = next(p for p in checkpoint.parameters if p.name == "up.weight").states["exp_avg"].extents[0]
     flip(Path(checkpoint.path(int(moment["file"]))), int(moment["offset"]) + 3)
     return str(root)
@@ -282,7 +296,7 @@ def test_a_misfit_is_one_clear_error_and_changes_nothing(kind: str, told: str, l
     assert engine.facts["untouched"]
 
 
-@pytest.mark.parametrize("kind", ["flipped-native", "flipped-planned"])
+@pytest.mark.parametrize("kind", ["flipped-native", "flipped-planned", "flipped-committed"])
 def test_a_flipped_bit_is_found_before_the_engine_is_touched(kind: str, loaded: dict[str, Loaded]) -> None:
     engine = _plain(loaded, kind)
     assert engine.error.startswith("ChecksumError: ")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from ckpttool.execution.output.local import DirectoryOutput
 from ckpttool.execution.run import run
-from ckpttool.storage.safe_files import Directory, opened
+from ckpttool.storage.safe_files import Directory
 
 if TYPE_CHECKING:
     from ckpttool.plan import CopyPlan
@@ -23,5 +24,6 @@ def run_into(
     journal: Journal | None = None,
 ) -> int:
     """Write the files of a plan into an existing directory; return the number of elements cast to infinity."""
-    with opened(directory) as into, DirectoryOutput(into, journal) as output:
+    opened = Directory.open(directory) if isinstance(directory, str) else contextlib.nullcontext(directory)
+    with opened as into, DirectoryOutput(into, journal) as output:
         return run(plan, output, jobs=jobs, advance=advance)

@@ -255,7 +255,7 @@ def is_no_cleanup(_: object) -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module, name = frame.f_globals["__name__"], frame.f_code.co_name
-        if module == "shutil" or (module.startswith("ckpttool.") and name.startswith("_remove")):
+        if module == "shutil" or (module.startswith("ckpttool.") and name.lstrip("_").startswith("remove")):
             return False
         frame = frame.f_back
     return True

@@ -15,7 +15,7 @@ from ckpttool.cli._errors import INTERRUPTED
 from ckpttool.execution import copy
 from ckpttool.storage.base import WHOLE
 from tests import sampling
-from tests.cli.command import Outcome, ckpttool, remains
+from tests.cli.command import Outcome, ckpttool, remains, staging_of
 from tests.faults.disks import OF_COMMANDS, is_no_cleanup, watching
 from tests.faults.rules import Before, Fail, Nothing, Rule, interrupt
 from tests.truth import source
@@ -188,12 +188,17 @@ def test_old_output_that_cannot_be_put_back_is_kept_and_named(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "replace", fail_from_the_fourth_on)
     error = ckpttool(*arguments).error
-    assert "out.partial: holds files of OUT that could be neither replaced nor restored" in error
+    (left,) = staging_of(out)
+    assert f"{left}: holds files of OUT that could be neither replaced nor restored" in error
     assert "left half-written by a killed run" in ckpttool("inspect", out).error
-    assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
+    assert _contents(left / ".ckpttool-replaced") == old
+    assert "neither replaced nor restored" in ckpttool(*arguments).error
+    assert _contents(left / ".ckpttool-replaced") == old
     monkeypatch.undo()
-    assert "was not made by ckpttool; move it out of the way" in ckpttool(*arguments).error
-    assert _contents(tmp_path / "out.partial" / ".ckpttool-replaced") == old
+    with watching(Rule(Fail("ENOSPC"), "pwrite", nth=2)):
+        assert ckpttool(*arguments).error
+    assert _contents(out) == old
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def _read_whole(directory: Path) -> dict[str, bytes] | None:

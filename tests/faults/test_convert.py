@@ -13,6 +13,7 @@ from ckpttool import storage
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.storage.base import WHOLE
 from tests.cli.command import ckpttool as run
+from tests.cli.command import staging_of
 from tests.faults.disks import watching
 from tests.faults.rules import Before, Fail, Nothing, Rule, interrupt
 from tests.truth import source
@@ -48,7 +49,7 @@ def test_a_failure_leaves_nothing_unless_it_is_to_be_gone_on_with(tmp_path: Path
         ):
             _convert(out, resume=resume)
         assert not out.exists()
-        assert (tmp_path / f"out-{resume}.partial").exists() == resume
+        assert len(staging_of(out)) == resume
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
@@ -76,7 +77,7 @@ def test_a_consolidation_is_resumed_at_its_files(tmp_path: Path) -> None:
     for resume in (False, True):
         with watching(Rule(Before(interrupt), "pwrite", nth=half)), pytest.raises(KeyboardInterrupt):
             consolidate(tmp_path / "out", resume=resume)
-        assert (tmp_path / "out.partial").exists() == resume
+        assert len(staging_of(tmp_path / "out")) == resume
     rest = Rule(Nothing(), "pwrite")
     with watching(rest):
         consolidate(tmp_path / "out", resume=True)
@@ -125,7 +126,8 @@ def test_a_file_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with watching(Rule(Before(interrupt), "pwrite", nth=1 + int(0.9 * writes))), pytest.raises(KeyboardInterrupt):
         _convert(out, resume=True)
-    left = next((tmp_path / "out.partial").rglob("*_optim_states.pt"))
+    (staging,) = staging_of(out)
+    left = next(staging.rglob("*_optim_states.pt"))
     os.truncate(left, 100)
     _convert(out, resume=True)
     assert _bytes(out) == _bytes(tmp_path / "whole")

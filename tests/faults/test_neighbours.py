@@ -15,8 +15,9 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import MARK
 from ckpttool.storage.journal import JOURNAL
 from ckpttool.storage.safe_files import MOVE
+from ckpttool.storage.staging import ASIDE, MOVES
 from tests.cli.command import ckpttool as command
-from tests.cli.command import remains
+from tests.cli.command import leftover, remains, staging_of
 from tests.faults.disks import watching
 from tests.faults.rules import Before, Nothing, Rule, interrupt
 from tests.truth import source
@@ -43,41 +44,50 @@ def _consolidate(out: Path) -> tuple[object, ...]:
 
 
 def test_mark_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path) -> None:
-    planted = tmp_path / "out.partial"
-    planted.mkdir()
+    planted = leftover(tmp_path / "out")
     (planted / MARK).symlink_to(victim)
-    done = command(*_consolidate(tmp_path / "out"))
-    assert done.code == 1
-    assert done.error == f"Error: {planted}/{MARK}: is not a regular file; {MOVE}"
-    assert remains(tmp_path) == ["out.partial", f"out.partial/{MARK}", "victim"]
+    assert command(*_consolidate(tmp_path / "out"), "--resume").error == f"Error: {planted}/{MARK}: is a link; {MOVE}"
+    assert remains(tmp_path) == [planted.name, f"{planted.name}/{MARK}", "victim"]
+    assert command(*_consolidate(tmp_path / "out")).code == 0
+    assert remains(tmp_path) == ["out", "out/model.safetensors", "victim"]
 
 
-@pytest.mark.parametrize("content", ["", "empty mark"])
-def test_directory_that_others_may_write_into_is_not_adopted(content: str, tmp_path: Path) -> None:
-    planted = tmp_path / "out.partial"
-    planted.mkdir()
-    planted.chmod(0o777)
-    if content:
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("whose", ["open to others", "of another user"])
+def test_directory_that_others_may_have_changed_is_left_alone(whose: str, resume: bool, tmp_path: Path) -> None:
+    if resume:
+        _stopped(tmp_path / "out")
+        (planted,) = staging_of(tmp_path / "out")
+    else:
+        planted = leftover(tmp_path / "out")
         (planted / MARK).touch()
-    error = command(*_consolidate(tmp_path / "out")).error
-    assert error == (
-        f"Error: {planted}: can be written by other users, who may have put files into it; "
-        "move it out of the way, or choose another OUT"
-    )
-    assert not (tmp_path / "out").exists()
+    if whose == "open to others":
+        planted.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(planted, 12345, 12345)
+    else:
+        pytest.skip("only root can give a directory to another user")
+    before = _files(planted)
+    assert before
+    _convert(tmp_path / "out", resume=resume)
+    assert _files(planted) == before
+    if not resume:
+        _convert(tmp_path / "whole")
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
-@pytest.mark.parametrize("mode", [0o755, 0o777])
-def test_directory_of_another_user_is_not_adopted(mode: int, tmp_path: Path) -> None:
-    planted = tmp_path / "out.partial"
-    planted.mkdir()
+def test_files_that_a_neighbour_says_were_moved_are_not_overwritten(tmp_path: Path) -> None:
+    """A planted leftover of a commit, which would make an OUT with files look as if it were empty."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text(CONTENT)
+    planted = leftover(out, 0o777)
+    (planted / ASIDE).mkdir()
+    (planted / MOVES).mkdir()
     (planted / MARK).touch()
-    os.chown(planted, 12345, 12345)
-    planted.chmod(mode)
-    error = command(*_consolidate(tmp_path / "out")).error
-    assert f"{planted}: belongs to another user (number 12345)" in error
-    assert not (tmp_path / "out").exists()
+    (planted / MOVES / "notes.txt").touch()
+    assert "already exists and is not empty" in command(*_consolidate(out)).error
+    assert (out / "notes.txt").read_text() == CONTENT
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
@@ -93,11 +103,31 @@ def test_link_of_another_user_at_the_output_is_not_followed(tmp_path: Path) -> N
     assert command(*_consolidate(tmp_path / "out"), "--overwrite").code == 0  # one's own is followed
 
 
+@pytest.mark.parametrize("what", ["link", "directory"])
+@pytest.mark.parametrize("operation", ["create", "ftruncate", "pwrite"])
+def test_files_do_not_go_where_a_neighbour_puts_another_directory(operation: str, what: str, tmp_path: Path) -> None:
+    out, planted = tmp_path / "out", tmp_path / "planted"
+    planted.mkdir()
+
+    def swap(_: object) -> None:
+        (staging,) = staging_of(out)
+        staging.rename(tmp_path / "moved")
+        staging.symlink_to(planted) if what == "link" else planted.rename(staging)
+
+    with watching(Rule(Before(swap), operation, when=lambda call: "model.safetensors" in str(call.target))):
+        error = command(*_consolidate(out)).error
+    (staging,) = staging_of(out)
+    assert error == f"Error: {staging}: was renamed by another process while it was being written; try again"
+    assert remains(staging) == []
+    assert (tmp_path / "moved" / "model.safetensors").stat().st_size > 1000
+    assert not out.exists()
+
+
 def test_nobody_may_enter_the_directory_before_it_is_whole(tmp_path: Path) -> None:
     seen: set[int] = set()
 
     def look(_: int, __: int) -> None:
-        seen.add(stat.S_IMODE((tmp_path / "out.partial").stat().st_mode))
+        seen.update(stat.S_IMODE(path.stat().st_mode) for path in staging_of(tmp_path / "out"))
 
     ckpttool.consolidate(source(SRC), tmp_path / "out", to="safetensors", progress=look)
     assert seen == {0o700}
@@ -137,16 +167,22 @@ def _files(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
-@pytest.fixture
-def left(tmp_path: Path) -> Path:
-    """What a conversion leaves that was killed near its end."""
+def _stopped(out: Path) -> None:
+    """Run a conversion that is interrupted near its end."""
     writes = Rule(Nothing(), "pwrite")
     with watching(writes):
-        _convert(tmp_path / "whole", resume=False)
+        _convert(out.with_name("whole"), resume=False)
     at = int(0.9 * len(writes.matched))
     with watching(Rule(Before(interrupt), "pwrite", nth=at + 1)), pytest.raises(KeyboardInterrupt):
-        _convert(tmp_path / "out")
-    return tmp_path / "out.partial"
+        _convert(out)
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """What a conversion leaves that was interrupted near its end."""
+    _stopped(tmp_path / "out")
+    (path,) = staging_of(tmp_path / "out")
+    return path
 
 
 def _done(left: Path) -> list[str]:

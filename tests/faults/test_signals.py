@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.cli._errors import INTERRUPTED
-from tests.cli.command import ckpttool, ckpttool_process, remains
+from tests.cli.command import ckpttool, ckpttool_process, remains, staging_of
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -62,15 +62,18 @@ def _last_line(run: subprocess.Popen[str]) -> str:
     return err.splitlines()[-1]
 
 
-STAGED = ["out.partial", "out.partial/.ckpttool-staging", "out.partial/model.safetensors"]
-"""What is there while the output is being written."""
+def assert_staged(root: Path) -> None:
+    """Check what is there while the output is being written."""
+    (staging,) = root.iterdir()
+    assert staging_of(root / "out") == [staging]
+    assert remains(staging) == [".ckpttool-staging", "model.safetensors"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16", "--jobs", "3")], ids=["alone", "threads"])
 def test_an_interrupted_run_leaves_nothing(number: signal.Signals, options: tuple[str, ...], tmp_path: Path) -> None:
     with slow_run(tmp_path / "out", *options) as run:
-        assert remains(tmp_path) == STAGED
+        assert_staged(tmp_path)
         run.send_signal(number)
         assert _last_line(run) == "Error: interrupted; nothing was left half-written"
     assert run.returncode == INTERRUPTED
@@ -83,7 +86,7 @@ def test_run_that_is_killed_leaves_what_the_next_one_removes(tmp_path: Path) -> 
         run.kill()
         run.communicate()
     assert run.returncode == -signal.SIGKILL
-    assert remains(tmp_path) == STAGED
+    assert_staged(tmp_path)
     assert ckpttool_process("inspect", out).error.endswith("does not exist; check the path")
     assert ckpttool("consolidate", CHECKPOINT, out, "--to", "torch").code == 0
     assert remains(tmp_path) == ["out", "out/pytorch_model.bin"]
@@ -106,7 +109,7 @@ def test_a_second_run_to_the_same_output_is_refused_and_harms_nothing(tmp_path: 
         run.send_signal(signal.SIGSTOP)  # it must not be done before the others have met it
         for options in ([], ["--overwrite"]):
             error = ckpttool_process("consolidate", CHECKPOINT, out, "--to", "torch", *options).error
-            assert error == f"Error: {out}.partial: another run is writing it; wait for that run, or choose another OUT"
+            assert error == f"Error: {out}: another run is writing it; wait for that run, or choose another OUT"
         assert ckpttool("consolidate", CHECKPOINT, tmp_path / "other", "--to", "safetensors").code == 0
         run.send_signal(signal.SIGCONT)
         _, errors = run.communicate(timeout=300)

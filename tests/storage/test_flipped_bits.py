@@ -10,6 +10,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import ChecksumError
 from tests import damage
+from tests.cli.command import staging_of
 from tests.storage.places import files_in
 from tests.truth import HERE
 
@@ -58,5 +59,5 @@ def test_a_bucket_to_disk_and_back(name: str, s3: Bucket, flipped: Path, tmp_pat
     assert not s3.keys("out")
     assert not s3.uploads()
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
+    assert staging_of(tmp_path / "out") == []
     assert files_in(flipped)  # the source is as it was

@@ -15,7 +15,6 @@ import time
 import uuid
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -28,7 +27,7 @@ from ckpttool.integrations.ray import cluster as ray_tasks
 from ckpttool.storage.staging import SHARED
 from tests import damage
 from tests.cli.command import ckpttool as command
-from tests.cli.command import ckpttool_process
+from tests.cli.command import ckpttool_process, staging_of
 from tests.faults import s3_faults as faults
 from tests.faults.rules import Before
 from tests.faults.s3_proxy import Proxy
@@ -40,6 +39,7 @@ from tests.under_ray.driver import ENVIRONMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.faults.s3_faults import Request
 
@@ -317,7 +317,7 @@ def test_a_node_may_join_while_it_runs_and_be_lost_with_its_tasks(
 
 
 def _nothing_is_left(out: Path) -> bool:
-    return not out.exists() and not Path(f"{out}.partial").exists()
+    return not out.exists() and not staging_of(out)
 
 
 def _both(src: Any, out: Path, **given: Any) -> tuple[str, str]:
@@ -406,17 +406,16 @@ def test_a_source_that_changed_after_it_was_read_is_an_error(
 def test_a_directory_that_is_not_shared_is_an_error_that_names_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of one machine see the same files: that the second node sees others is put on by what is in the file."""
+    """Nodes of one machine see the same files: that the second node sees others is put on by removing one."""
     _small_tasks(monkeypatch, 1000)
     monkeypatch.setattr(ray_tasks, "_own_node", lambda: "another")
 
     def hide(_: int, __: int) -> None:
-        (tmp_path / "out.partial" / SHARED).write_text("another directory's")
+        (staging,) = staging_of(tmp_path / "out")
+        shutil.rmtree(staging / SHARED, ignore_errors=True)
 
     with pytest.raises(StorageError, match="is not the same directory on node") as error:
-        ckpttool.consolidate(
-            source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", ray=True, progress=hide
-        )  # fmt: skip
+        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", ray=True, progress=hide)
     assert f"on node {socket.gethostname()}; all nodes must see the same files" in str(error.value)
     assert _nothing_is_left(tmp_path / "out")
 
@@ -450,7 +449,7 @@ def test_a_conversion_that_failed_is_gone_on_with(tmp_path: Path, monkeypatch: p
 
     with pytest.raises(RuntimeError, match="stopped"):
         ckpttool.convert(src, tmp_path / "out", **given, ray=True, progress=stop)  # type: ignore[arg-type]
-    assert (tmp_path / "out.partial").is_dir()
+    assert staging_of(tmp_path / "out")
     first: list[int] = []
     ckpttool.convert(src, tmp_path / "out", **given, ray=True, progress=lambda n, _: first.append(n))  # type: ignore[arg-type]
     ckpttool.convert(src, tmp_path / "here", to="zero", world_size=4)
@@ -556,7 +555,7 @@ def test_an_interrupted_run_leaves_nothing(
     arguments += ["--ray", cluster.address, "--storage-option", f"endpoint_url={proxy.url}"]
     with subprocess.Popen([sys.executable, "-m", "ckpttool", *arguments], stderr=subprocess.PIPE, text=True) as run:
         assert asked.wait(60)
-        assert Path(tmp_path / "out.partial").is_dir()
+        assert staging_of(tmp_path / "out")
         run.send_signal(interrupt)
         _, said = run.communicate(timeout=60)
     assert (run.returncode, said) == (130, "\nError: interrupted; nothing was left half-written\n")

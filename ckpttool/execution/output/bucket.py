@@ -249,7 +249,7 @@ class BucketOutput:
     def _is_held_back(self, name: str) -> bool:
         return name in self.existing_names() or name in self._last
 
-    def shared_directory(self) -> None:
+    def shared_file(self) -> None:
         """Return None: all nodes see the same bucket."""
 
     def complete(self) -> None:

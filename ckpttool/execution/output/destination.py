@@ -308,7 +308,7 @@ class _Comparison:
     def begin(self, file: TargetFile) -> Writer:
         return _ComparedFile(self._storage, f"{self._out}/{file.name}")
 
-    def shared_directory(self) -> None:
+    def shared_file(self) -> None:
         """Return None: this process reads all files."""
 
 

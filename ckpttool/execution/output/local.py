@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import StorageError
 from ckpttool.storage.direct_io import SHARING, file_system_of
 from ckpttool.storage.directory_writer import DirectoryWriter
-from ckpttool.storage.safe_files import opened
-from ckpttool.storage.staging import SHARED, write_token
+from ckpttool.storage.error_texts import translate_os_errors
+from ckpttool.storage.staging import SHARED
 
 if TYPE_CHECKING:
     from ckpttool.plan import TargetFile
@@ -57,28 +56,13 @@ class DirectoryOutput:
         self._begun.append(writer)
         return writer
 
-    def shared_directory(self) -> SharedDirectory:
-        """Write the file SHARED into the directory, so that workers can tell that they see the same directory.
+    def shared_file(self) -> str:
+        """Create a file with a random name, and return its path: a worker that sees it sees the same directory.
 
         Raises:
-            StorageError: The file cannot be written.
+            StorageError: The file cannot be created.
         """
-        return SharedDirectory(os.path.abspath(self._directory.path), write_token(self._directory))
-
-
-@dataclass(frozen=True, slots=True)
-class SharedDirectory:
-    """A directory shared by all nodes."""
-
-    path: str
-    """Its full path."""
-    token: str
-    """Content of the file SHARED in it; another directory with the same path has other content, or no such file."""
-
-    def is_here(self) -> bool:
-        """Whether this process sees the shared directory."""
-        try:
-            with opened(self.path) as directory, open(directory.open_file(SHARED, os.O_RDONLY), "rb") as file:
-                return file.read() == self.token.encode()
-        except (OSError, StorageError):
-            return False
+        name = f"{SHARED}/{secrets.token_hex(8)}"
+        with translate_os_errors(self._directory.path):
+            os.close(self._directory.create(name))
+        return os.path.join(os.path.abspath(self._directory.path), name)

@@ -140,6 +140,7 @@ def read_partitions(
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
             for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
+                sources.finish_checks()  # which names a damaged file
                 raise problem
         if own:
             with VirtualFile(replica_plan, replica_plan.files[0], sources, memory=options.memory_bytes) as file:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.commit.checksummed import ChecksummedStorage
+from ckpttool.commit import has_manifest
 from ckpttool.errors import PlanError
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import has_optimizer
@@ -135,9 +135,9 @@ def thin_error(checkpoint: Checkpoint) -> PlanError:
 
 
 def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:
-    """Return the options without a second comparison of checksums, if the storage itself compares with a manifest."""
-    checked = isinstance(connect(checkpoint.storage), ChecksummedStorage)
-    return replace(options, check="off") if checked else options
+    """Return the options with all checksums to be compared, if a manifest records those of every byte."""
+    committed = has_manifest(connect(checkpoint.storage), checkpoint.location)
+    return replace(options, check="full") if committed else options
 
 
 def _parallel(live: LiveEngine) -> str:

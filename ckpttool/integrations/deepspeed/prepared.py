@@ -25,7 +25,7 @@ class LoadOptions:
     """Whether no tensor may be read, not even to identify names: the checkpoint is not saved yet."""
     memory: int | str | None = None
     check: Check = "read"
-    """The recorded CRC-32 to compare; a storage with a manifest compares by itself."""
+    """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.commit.checksummed import ChecksummedStorage, checksummed
+from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.execution.read_checks import FRAGMENT
 from ckpttool.execution.sources import Sources
@@ -33,7 +33,7 @@ def open_together(
 ) -> Checkpoint:
     """Open a checkpoint on the first rank and broadcast its layout, so that each file is opened once.
 
-    If it has a manifest, all reads are compared with its checksums.
+    If it was opened with the key of its signature, all reads are compared with the checksums that were signed.
 
     Args:
         path: The checkpoint's name in errors.
@@ -53,20 +53,20 @@ def open_together(
     def open_and_share(_: list[Any]) -> None:
         try:
             checkpoint = open_source()
-            checked = checksummed(connect(checkpoint.storage), checkpoint.location)
         except CkptError:
             raise
         except Exception as error:
             LOG.exception("a checkpoint could not be opened")
             raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
         # Without the options of rank 0: every rank uses its own storage.
-        shared[0] = replace(checkpoint, storage=LOCAL_SPEC), getattr(checked, "checksums", None)
+        checksums = getattr(connect(checkpoint.storage), "checksums", None)
+        shared[0] = replace(checkpoint, storage=LOCAL_SPEC), checksums
 
     ranks.agree(path, None, open_and_share, timeout=timeout)
     if ranks.size > 1:
         dist.broadcast_object_list(shared)  # all ranks are ready
-    checkpoint: Checkpoint = shared[0][0]
-    checksums = shared[0][1]
+    checkpoint: Checkpoint
+    checkpoint, checksums = shared[0]
     own = storage if checksums is None else ChecksummedStorage(storage, checksums)
     return replace(checkpoint, storage=own.spec)
 
