@@ -24,13 +24,14 @@ from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, has_optimizer, version
 from ckpttool.integrations.deepspeed.load_native import base_state, native_files, own_experts
+from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.load_native import OwnExpert
-    from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
+    from ckpttool.integrations.deepspeed.prepared import Replicas
 
 TAG = "checkpoint"
 """Tag of the scratch directory: DeepSpeed lists the directory."""
@@ -77,7 +78,7 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         raise NotImplementedError
 
 
-def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
+def hand_over(live: LiveEngine, prepared: NativeState | PlannedState) -> dict[str, Any]:
     """Load the prepared state into the engine; return the client state in DeepSpeed's form."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files, names = _files(live, prepared)
@@ -98,7 +99,7 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
             "checkpoint_engine": Handover(files),
             "load_universal_checkpoint": lambda: False,  # no conversion is needed
         }
-        if prepared.method == "planned":
+        if isinstance(prepared, PlannedState):
             replacements["zero_load_from_fp32_weights"] = lambda: True  # the 16-bit weights are updated below
             replacements["zero_elastic_checkpoint"] = lambda: False
         if live.partitions_states:
@@ -119,19 +120,18 @@ def hand_over(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
     _restore_rates(live, prepared)
     if left_out and live.stage in {1, 2}:
         live.optimizer.update_lp_params()
-    if prepared.method == "planned":
+    if isinstance(prepared, PlannedState):
         _update_weights(live)
         _broadcast_replicas(live, prepared.replicas)
     return dict(client_state or {})
 
 
-def _files(live: LiveEngine, prepared: Prepared) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+def _files(live: LiveEngine, prepared: NativeState | PlannedState) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the functions for ``Handover``, and the names of the files that DeepSpeed looks for on this rank."""
     checkpoint, engine = prepared.checkpoint, live.engine
     files: dict[str, Callable[[], Any]]
-    if prepared.read_file is not None:
-        read_file = prepared.read_file
-        contents = prepared.files
+    if isinstance(prepared, NativeState):
+        read_file, contents = prepared.read_file, prepared.files
         files, names = {}, []
         for file in checkpoint.files:
             if file.kind in {"model", "layer", "expert"} and file.rank in {None, live.rank}:
@@ -156,7 +156,7 @@ def _files(live: LiveEngine, prepared: Prepared) -> tuple[dict[str, Callable[[],
     return files, names
 
 
-def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any]]:
+def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[tuple[int, str, Any]]:
     """Take values out of the optimizer's states that torch's load would change.
 
     torch casts tensors to the type of their parameter, those in containers too, and builds other values than numbers
@@ -173,7 +173,7 @@ def _set_aside(live: LiveEngine, prepared: Prepared) -> list[tuple[int, str, Any
         return found
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     of_deepspeed = type(inner).__module__.partition(".")[0] == "deepspeed"
-    for content in [*prepared.files.values(), prepared.optimizer, prepared.model]:
+    for content in prepared.contents():
         base = base_state(content) or {}
         has_groups = isinstance(base.get("state"), dict) and "param_groups" in base
         numbers = [number for group in base["param_groups"] for number in group["params"]] if has_groups else []
@@ -216,7 +216,7 @@ def _move_tensors(value: Any, device: torch.device) -> None:
             _move_tensors(item, device)
 
 
-def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:
+def _restore_rates(live: LiveEngine, prepared: NativeState | PlannedState) -> None:
     """Set the learning rates of groups without saved hyper-parameters (elastic checkpoints) by the scheduler.
 
     Source: DeepSpeed 0.19.8, runtime/lr_schedules.py (``get_lr``: the rates since the last step).
@@ -237,7 +237,7 @@ def _restore_rates(live: LiveEngine, prepared: Prepared) -> None:
             group["lr"] = rates[number]
 
 
-def hand_over_weights(live: LiveEngine, prepared: Prepared) -> None:
+def hand_over_weights(live: LiveEngine, prepared: PlannedState) -> None:
     """Load only fp32 master weights, weights and buffers."""
     optimizer = live.optimizer
     if live.wrapper == OFFLOAD:
@@ -289,7 +289,7 @@ def _attributes_replaced(engine: Any, attributes: Mapping[str, Any]) -> Iterator
         engine.__dict__.update(saved)
 
 
-def _model_states(live: LiveEngine, prepared: Prepared) -> dict[str, Any]:
+def _model_states(live: LiveEngine, prepared: PlannedState) -> dict[str, Any]:
     """Return the model states, with the weights of the live module: DeepSpeed requires all names."""
     states = prepared.model
     module = live.engine.module.state_dict()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
+from ckpttool.execution.run import memory_bytes
 from ckpttool.formats import open_checkpoint, source_paths, source_storage
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
@@ -23,7 +24,7 @@ from ckpttool.integrations.deepspeed.engine import (
     warn_of,
 )
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
-from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.torch.collectives import (
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from ckpttool.execution.read_checks import Check
     from ckpttool.formats import Source
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import Prepared
     from ckpttool.model import Checkpoint
 
 TIMEOUT = 1800.0
@@ -97,23 +97,11 @@ def load(  # noqa: PLR0913  public API
     options = LoadOptions(
         strict=strict, weights_only=weights_only, dry_run=dry_run, memory=memory, check=check, allow=tuple(allow)
     )
-    return _load(engine, src, options, (tag, storage_options, trust_names), timeout)
-
-
-def _load(
-    engine: Any,
-    src: Source,
-    options: LoadOptions,
-    opening: tuple[str | None, Mapping[str, Any] | None, bool],
-    timeout: float,
-) -> LoadReport:
-    """Open a checkpoint on the first rank, and load it; ``opening`` is tag, storage_options and trust_names."""
     began = time.perf_counter()
-    tag, storage_options, trust_names = opening
     paths: list[str] = []
 
     def ready() -> None:
-        _ = options.memory_bytes
+        memory_bytes(memory)  # raises for a text that is no size
         paths.extend(source_paths(src))
         source_storage(paths, storage_options)
         inspect_engine(engine)
@@ -192,7 +180,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     """
     began = time.perf_counter()
     live: LiveEngine | None = None
-    prepared: Prepared | None = None
+    prepared: NativeState | PlannedState | None = None
     own: Any = None
     states: Sequence[Any] = ()
     error: BaseException | None = None
@@ -205,7 +193,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     agree(error)
     if error is not None or live is None or prepared is None:
         raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
-    if prepared.checks is not None:
+    if isinstance(prepared, PlannedState) and prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, agree)
     batch = [] if options.weights_only else batch_notes(engine, checkpoint)
     prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
@@ -219,7 +207,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
 
 
 def _inject(
-    live: LiveEngine, prepared: Prepared, client_state: Mapping[str, Any], options: LoadOptions
+    live: LiveEngine, prepared: NativeState | PlannedState, client_state: Mapping[str, Any], options: LoadOptions
 ) -> Mapping[str, Any]:
     """Load the prepared state into the engine; return the client state as DeepSpeed returns it.
 
@@ -229,7 +217,7 @@ def _inject(
     from ckpttool.integrations.deepspeed import inject
 
     try:
-        if options.weights_only:
+        if options.weights_only and isinstance(prepared, PlannedState):
             inject.hand_over_weights(live, prepared)
         else:
             returned = inject.hand_over(live, prepared)
@@ -251,7 +239,7 @@ def _pending(live: LiveEngine) -> list[str]:
 
 def _report(
     live: LiveEngine,
-    prepared: Prepared,
+    prepared: NativeState | PlannedState,
     client_state: Mapping[str, Any],
     options: LoadOptions,
     seconds: float,
@@ -266,7 +254,7 @@ def _report(
     scheduler = live.engine.lr_scheduler is not None and not options.weights_only
     if scheduler and checkpoint.scheduler is None:
         notes.append("the checkpoint has no scheduler state: the engine keeps its own")
-    scale = keeps_loss_scale(live, checkpoint) or prepared.method == "native"
+    scale = keeps_loss_scale(live, checkpoint) or isinstance(prepared, NativeState)
     if not options.weights_only and not scale and live.dtype == "F16":
         notes.append("the checkpoint has no loss scale for fp16: the engine keeps its own")
     if live.engine.load_universal_checkpoint():
@@ -276,7 +264,7 @@ def _report(
         path=checkpoint.location,
         tag=checkpoint.tag,
         step=checkpoint.step,
-        method=prepared.method,
+        method="native" if isinstance(prepared, NativeState) else "planned",
         dry_run=options.dry_run,
         weights_only=options.weights_only,
         source=checkpoint.topology,
@@ -285,7 +273,7 @@ def _report(
         target_stage=live.stage,
         parameters=len(restored),
         elements=sum(p.numel for p in restored),
-        buffers=len(checkpoint.buffers if fitted is None or prepared.method == "native" else fitted.buffers),
+        buffers=len(checkpoint.buffers if fitted is None or isinstance(prepared, NativeState) else fitted.buffers),
         states=() if options.weights_only else tuple(states),
         groups_restored=tuple(g for g in groups if g not in unrestored),
         groups_kept=unrestored if not options.weights_only else tuple(range(len(live.hyperparameters))),

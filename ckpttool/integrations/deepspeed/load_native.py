@@ -11,7 +11,7 @@ from ckpttool.errors import LayoutError, PlanError
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile
-from ckpttool.integrations.deepspeed.prepared import Prepared
+from ckpttool.integrations.deepspeed.prepared import NativeState
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.plan.builder import source_files
 
@@ -32,7 +32,7 @@ def read_native(
     checkpoint: Checkpoint,
     fitted: Fitted | None,
     options: LoadOptions,
-) -> Prepared:
+) -> NativeState:
     """Read the files for this rank.
 
     Raises:
@@ -79,8 +79,8 @@ def read_native(
             stage0.check_wrapper(live, checkpoint, content)
             stage0.check_places(live, checkpoint, content)
     notes = () if fitted is None else fitted.notes
-    return Prepared(
-        method="native", checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, read_file=read_file,
+    return NativeState(
+        checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, read_file=read_file,
         notes=(*notes, *map(str, checkpoint.notes), *checkpoint.remarks),
     )  # fmt: skip
 

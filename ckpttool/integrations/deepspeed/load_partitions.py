@@ -13,7 +13,7 @@ from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
-from ckpttool.integrations.deepspeed.prepared import Prepared, Replicas
+from ckpttool.integrations.deepspeed.prepared import PlannedState, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan import CopyPlan, TargetFile
@@ -92,7 +92,7 @@ def read_partitions(
     checkpoint: Checkpoint,
     fitted: Fitted,
     options: LoadOptions,
-) -> Prepared:
+) -> PlannedState:
     """Read the ranges of this rank's partitions from any source; without ZeRO, all of the optimizer's states.
 
     Raises:
@@ -124,8 +124,7 @@ def read_partitions(
     replicas = Replicas(tensors=tensors, nbytes=total, slice_bytes=slice_bytes, own=own)
     nbytes = plans[0].nbytes_read if has_states else 0
     nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in tensors)
-    prepared = Prepared(
-        method="planned",
+    prepared = PlannedState(
         checkpoint=checkpoint,
         fitted=fitted,
         notes=tuple(notes),
@@ -154,8 +153,8 @@ def read_partitions(
 
 
 def _with_partitions(
-    live: LiveEngine, prepared: Prepared, optimizer: dict[str, Any], model: dict[str, Any]
-) -> Prepared:
+    live: LiveEngine, prepared: PlannedState, optimizer: dict[str, Any], model: dict[str, Any]
+) -> PlannedState:
     """Add this rank's partitions, completed with the engine's values.
 
     Raises:

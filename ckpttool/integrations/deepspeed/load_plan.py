@@ -22,7 +22,7 @@ from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions, Prepared
+    from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
     from ckpttool.model import Checkpoint
 
 BUILD_ALIKE = "build the model with the shapes of the checkpoint"
@@ -33,7 +33,7 @@ def prepare(
     live: LiveEngine,
     checkpoint: Checkpoint,
     options: LoadOptions,
-) -> Prepared:
+) -> NativeState | PlannedState:
     """Match a checkpoint with an engine, choose the method, and read the state of this rank, without changes to it.
 
     Args:
@@ -79,7 +79,7 @@ def prepare(
 
 def _prepare_planned(
     live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions, why_not: str
-) -> Prepared:
+) -> PlannedState:
     """Read the state of this rank for an engine of another layout, if all of it can be partitioned anew."""
     if checkpoint.nonpartitionable and not options.weights_only:
         raise nonpartitionable_error(checkpoint)

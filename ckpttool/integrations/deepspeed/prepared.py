@@ -59,8 +59,6 @@ class Replicas:
 class Prepared:
     """The state of one rank, read but not yet loaded into the engine."""
 
-    method: str
-    """"native" or "planned"; see ``LoadReport.method``."""
     checkpoint: Checkpoint
     """The source."""
     fitted: Fitted | None
@@ -68,20 +66,43 @@ class Prepared:
     notes: tuple[str, ...]
     nbytes_read: int
     """Bytes read, or planned to be read."""
-    files: dict[str, Any] = field(default_factory=dict)
-    """Native: content of each file, by its name."""
-    read_file: Callable[[str], Any] | None = None
-    """Native: function that reads any other file."""
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    """Planned: this rank's optimizer states."""
-    model: dict[str, Any] = field(default_factory=dict)
-    """Planned: this rank's model states, without replicas and weights cast from the fp32 master weights."""
-    replicas: Replicas | None = None
-    checks: ReadChecks | None = None
-    """Planned: checksums of the bytes read by this rank, to compare after all ranks have read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NativeState(Prepared):
+    """The content of the files that DeepSpeed itself would load."""
+
+    files: dict[str, Any]
+    """Content of each file that is read ahead, by its name."""
+    read_file: Callable[[str], Any]
+    """Reads any other file."""
+
+    def contents(self) -> list[Any]:
+        """Return the contents read ahead."""
+        return [*self.files.values()]
 
     def release(self) -> None:
         """Free the state after the engine has loaded it."""
         self.files.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedState(Prepared):
+    """The partitions of this rank, from files of any layout."""
+
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """This rank's optimizer states."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """This rank's model states, without replicas and weights cast from the fp32 master weights."""
+    replicas: Replicas
+    checks: ReadChecks | None = None
+    """Checksums of the bytes read by this rank, to compare after all ranks have read."""
+
+    def contents(self) -> list[Any]:
+        """Return the contents read."""
+        return [self.optimizer, self.model]
+
+    def release(self) -> None:
+        """Free the state after the engine has loaded it."""
         self.optimizer.clear()
         self.model.clear()
