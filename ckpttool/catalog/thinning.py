@@ -22,12 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.same_digests import same_weights
-from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import of_bytes
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
-from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive
+from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive, is_old
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.check_copies import failed_checks

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ckpttool.messages import without_secrets
 from ckpttool.storage.base import (
     BESIDE,
+    LATEST,
+    LATEST_UNIVERSAL,
     MANIFEST,
     MARK,
     PIN,
@@ -31,6 +33,8 @@ from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, sch
 __all__ = [
     "BESIDE",
     "HALF_REMOVED",
+    "LATEST",
+    "LATEST_UNIVERSAL",
     "LOCAL",
     "LOCAL_SPEC",
     "MANIFEST",

@@ -10,12 +10,12 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.runs import run_commits, trainer_commits
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
-from ckpttool.catalog.trainer_runs import trainer_commits
-from ckpttool.commit.manifest import REPLACED, commits
-from ckpttool.commit.ray_runs import run_commits
+from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
+from ckpttool.formats.scan import commits, scan, trainer_folders
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
 from tests.saving.checkpoints import save_version
@@ -227,7 +227,7 @@ def test_all_agree_on_what_counts_as_a_checkpoint(state: str, tmp_path: Path) ->
     name = path.relative_to(root).as_posix()
     found = Answer(
         _listed(root, path),
-        commit=str(path) in commits(LOCAL, str(root)),
+        commit=str(path) in [one.path for one in commits(scan(LOCAL, str(root)))],
         resumes=name in [c.tag for c in candidates(LOCAL, str(root))],
         opens=_opens(path),
     )
@@ -285,8 +285,9 @@ def _in_run(base: Path, state: str) -> InRun:
         newest = open_checkpoint(str(run), report=lambda error: None).root == str(run / "checkpoint-2")
     except CkptError:
         newest = False
+    counted = trainer_commits(trainer_folders(scan(LOCAL, str(run), depth=1)))
     return InRun(
-        counts=str(run / "checkpoint-2") in [one.folder for one in trainer_commits(LOCAL, str(run))],
-        of_ray="ckpttool_02_b" in [one.name for one in run_commits(LOCAL, str(of_ray))],
+        counts=str(run / "checkpoint-2") in [one.name for one in counted],
+        of_ray=str(of_ray / "ckpttool_02_b") in [one.root for one in run_commits(LOCAL, str(of_ray))],
         newest=newest,
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.integrations.deepspeed.folders import Folders
+from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
+from ckpttool.integrations.deepspeed.folders import Folders, candidates_in
 from ckpttool.saving.coordination import Alone
+from ckpttool.storage import LOCAL
+from tests.saving.checkpoints import save_version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,3 +33,13 @@ def test_the_first_rank_waits_until_the_others_have_its_decision(tmp_path: Path)
     folders._met = ranks
     assert folders.on_first_rank(lambda: 7) == 7
     assert [options["last"] for options in ranks.options] == [True]
+
+
+def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(tmp_path: Path) -> None:
+    names = [f"checkpoint-{n}" for n in (3, 2, 1)]
+    for number, name in enumerate(names):
+        save_version(LOCAL, str(tmp_path / name), Alone(), "step", number)
+    options = ThinOptions(dtype="bf16", grace=0.0)
+    thin(LOCAL, plan_thinning(LOCAL, str(tmp_path / names[0] / "step"), options), options)
+    found = candidates_in(LOCAL, [str(tmp_path / name) for name in names])
+    assert found == [str(tmp_path / name / "step") for name in (names[1], names[2], names[0])]

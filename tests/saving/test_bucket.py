@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
@@ -23,16 +23,17 @@ from tests.faults.disks import Fault, Killed, Machine
 from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
 from tests.faults.s3_proxy import Proxy
 from tests.saving import crew
-from tests.saving.conftest import PART_BYTES
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
+from tests.saving.conftest import PART_BYTES
 from tests.storage import server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ckpttool.saving.coordination import Ranks
     from tests.faults.rules import Kill
     from tests.saving.crew import Outcome
+
 
 class _DeadError(Exception):
     """Raised in the threads of a killed rank."""
@@ -100,7 +101,7 @@ def _work(machine: Machine, clock: crew.Clock, url: str, save: Save, requests: l
         place = requests[ranks.rank].storage()
         save_version(place, url, ranks, save.tag, NEW, overwrite=save.overwrite, timeout=crew.TIMEOUT)
         if ranks.rank == 0:
-            tidy(place, url, None, grace=0)
+            maintain(place, url, None, grace=0)
         if ranks.rank in machine.dead:
             raise Killed
 
@@ -185,7 +186,7 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
     place = open_storage(url)
     tag = "step7" if before.keys() == {save.tag} else save.tag  # the only one cannot be replaced
     save_version(place, url, Alone(), tag, 9, overwrite=tag in before)
-    tidy(place, url, None, grace=0)
+    maintain(place, url, None, grace=0)
     found = chosen(url, open_remote(url, {}))
     assert found is not None
     assert (found[0], number_of(found[1], [9])) == (tag, 9)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ckpttool.commit import has_manifest
 from ckpttool.errors import LayoutError
-from ckpttool.formats.locate import LATEST
 from ckpttool.formats.reports import RESTORE, WEIGHTS_ALONE
 from ckpttool.formats.zero.file_set import read_zero_files
 from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
@@ -27,6 +26,7 @@ from ckpttool.model import (
     State,
     Topology,
 )
+from ckpttool.storage import LATEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

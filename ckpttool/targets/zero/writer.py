@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.errors import PlanError
-from ckpttool.formats.locate import LATEST
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
 from ckpttool.plan.copy_checks import sample_checks
+from ckpttool.storage import LATEST
 from ckpttool.targets.torch_file import plain_file
 from ckpttool.targets.zero.groups import TargetGroups
 from ckpttool.targets.zero.model_files import ModelFiles
