@@ -69,7 +69,7 @@ def maintain(
     """
     try:
         found = scan(storage, root)
-        unlinked = [one for one in found if not one.hidden and not one.linked]
+        unlinked = [one for one in found if not one.hidden and not one.link]
         finish_killed(storage, [one.path for one in unlinked], grace=grace)
         leftovers = left_over(found, grace=grace)
         decisions = [] if rules is None else _decisions(storage, root, found, rules)
@@ -213,7 +213,7 @@ def left_over(found: Iterable[Found], *, grace: float) -> dict[str, str]:
             if not _is_left_over(one.storage, one.path):
                 continue
             state = state_of(one.storage, one.path)
-            if one.linked:
+            if one.link:
                 LOG.warning("%s is reached through a link and is not removed", printable(one.path))
             elif _is_abandoned(one.storage, one.path, [one.path], grace):
                 states[one.path] = state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import posixpath
 import re
 from dataclasses import dataclass, replace
@@ -242,7 +241,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                     whole=not problems,
                     problem=str(problems[0]) if problems else None,
                     latest=one.tag == named,
-                    link=os.path.realpath(one.path) if one.linked else None,
+                    link=one.link,
                     metrics=manifest.metrics,
                     saved=manifest.created,
                     thin=manifest.thin or None,
@@ -349,7 +348,7 @@ def _read_entry(
 ) -> _Listed | None:  # fmt: skip
     storage, name, path = found.storage, found.tag, found.path
     state = "" if found.outside else state_of(storage, path)
-    link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
+    link = found.link
     if link is not None and found.outside:
         problem = "is a link that leaves the root: follow_links is not set"
         return _unread(found, problem, link=link, latest=latest, reported=reported)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.reports import WHOLE
-from ckpttool.formats.scan import Found, has_files_of_tag, named_tag, natural_order, scan, trainer_folders
+from ckpttool.formats.scan import has_files_of_tag, named_tag, natural_order, scan, trainer_folders
 from ckpttool.formats.zero.names import parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK, is_url, parent
 
 if TYPE_CHECKING:
+    from ckpttool.formats.scan import Found
     from ckpttool.storage import Entry, Storage
 
 MAX_TAG = 1024
@@ -219,15 +220,9 @@ def _is_name(tag: str) -> bool:
 
 
 def _is_there(storage: Storage, src: str, tag: str) -> bool:
+    """Return whether there is a tag, or a directory that may not be listed: reading it raises the error."""
     directory = posixpath.join(src, tag)
-    return _is_name(tag) and (Found(storage, src, tag).is_tag or _is_closed(storage, directory))
-
-
-def _is_closed(storage: Storage, directory: str) -> bool:
-    """Return whether the permissions forbid to list a directory; reading it raises the error."""
     try:
-        if storage.is_dir(directory):
-            storage.listing(directory)
+        return _is_name(tag) and storage.is_dir(directory) and has_files_of_tag(storage.listing(directory))
     except StorageError:
         return True
-    return False

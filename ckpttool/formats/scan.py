@@ -6,6 +6,7 @@ All that opens, lists, restores, rotates or removes checkpoints filters and sort
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from dataclasses import dataclass, replace
@@ -56,9 +57,9 @@ class Found:
         return leads_out(self.storage, self.path)
 
     @property
-    def linked(self) -> bool:
-        """Whether the directory is reached through a link below the root."""
-        return is_linked(self.storage, self.root, self.path)
+    def link(self) -> str | None:
+        """Resolved path of a directory that is reached through a link below the root; None for others."""
+        return os.path.realpath(self.path) if is_linked(self.storage, self.root, self.path) else None
 
     @property
     def entries(self) -> list[Entry]:
