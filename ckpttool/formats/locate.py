@@ -96,7 +96,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             problem = "is one file of a checkpoint, not a checkpoint"
             raise StorageError(src, problem, f"pass {parent(src)}")
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
-    entries, found = storage.listing(src), scan(storage, src, depth=1)
+    entries = storage.listing(src)
     if has_files_of_tag(entries):
         # "." has a name and a parent, too.
         whole = posixpath.abspath(src) if not is_url(src) and posixpath.basename(src) in {".", ".."} else src
@@ -104,6 +104,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         if tag is not None and tag != name:
             raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {root}")
         return Location(root, src, name)
+    found = scan(storage, src, depth=1)
     if tag is not None:
         if not _is_there(storage, src, tag):
             raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(_tags(found)))
@@ -120,7 +121,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         if not tags:
             if foreign := _foreign(src, entries):
                 raise NoCheckpointError(src, f"holds {foreign[0]}, not a checkpoint of DeepSpeed", foreign[1])
-            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(storage, src, entries))
+            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(found))
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
@@ -182,8 +183,8 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     src = src.rstrip("/") or src
     if not storage.is_dir(src) or any(storage.exists(posixpath.join(src, n)) for n in (LATEST, LATEST_UNIVERSAL)):
         return []
-    found = scan(storage, src, depth=1)
-    directories = _of_trainer(found) if not has_files_of_tag(storage.listing(src)) else []
+    found = scan(storage, src, depth=1) if not has_files_of_tag(storage.listing(src)) else []
+    directories = _of_trainer(found)
     return directories if len(directories) > 1 and not _tags(found) else []
 
 
@@ -198,11 +199,12 @@ def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
     return None
 
 
-def _look_elsewhere(storage: Storage, src: str, entries: list[Entry]) -> str:
-    directories = sorted((e.name for e in entries if e.is_dir), key=natural_order)
-    nested = [name for name in directories if name.startswith("checkpoint-")]
+def _look_elsewhere(found: list[Found]) -> str:
+    directories = sorted(found, key=lambda one: natural_order(one.tag))
+    nested = [one.tag for one in directories if one.tag.startswith("checkpoint-")]
     if not nested:  # a directory of runs
-        nested = [n for n in directories[:MAX_RUNS] if _is_file(storage, posixpath.join(src, n, LATEST))]
+        runs = directories[:MAX_RUNS]
+        nested = [one.tag for one in runs if _is_file(one.storage, posixpath.join(one.path, LATEST))]
     if nested:
         return f"pass one of its checkpoints: {', '.join(nested)}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"

@@ -40,6 +40,8 @@ class Found:
     """Path or URL of the root."""
     tag: str
     """Path of the directory relative to the root."""
+    modified: float | None = None
+    """Modification time of the directory in seconds since 1970; None if the storage does not report one."""
 
     @property
     def path(self) -> str:
@@ -126,7 +128,7 @@ def scan(storage: Storage, root: str, *, depth: int = MAX_PARTS, above: str = ""
     for entry in storage.listing(directory) if storage.is_dir(directory) else []:
         if not entry.is_dir:
             continue
-        found.append(one := Found(storage, root, posixpath.join(above, entry.name)))
+        found.append(one := Found(storage, root, posixpath.join(above, entry.name), entry.modified))
         if depth > 1 and not one.hidden and not one.outside and _has_only_directories(one):
             found += scan(storage, root, depth=depth - 1, above=one.tag)
     return found

@@ -317,7 +317,6 @@ class RayTrainCheckpoints:
         """Return the directories of killed workers, with the state of each."""
         storage, found = self._storage, {}
         storage.refresh([])
-        modified = {entry.name: entry.modified for entry in storage.listing(self._root)}
         for one in ray_folders(storage, self._root):
             if one.tag in self._whole:  # known to be complete, not checked after every save
                 continue
@@ -325,9 +324,9 @@ class RayTrainCheckpoints:
             if any(tag.committed for tag in scan(storage, directory, depth=1)):
                 self._whole.add(one.tag)
                 continue
-            times = [modified.get(one.tag), *(e.modified for _, e in walk(storage, directory))]
+            times = [one.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            alive = any(is_alive(read_mark(storage, one)) for one in unfinished_below(storage, directory))
+            alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished_below(storage, directory))
             if newest < math.inf and is_old(newest, self._grace) and not alive:
                 found[directory] = state
         return found

@@ -51,6 +51,13 @@ def test_leftovers_of_a_nested_tag_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == ["step1"]
 
 
+def test_a_killed_removal_of_a_nested_tag_is_finished(tmp_path: Path) -> None:
+    _save(tmp_path, ["run/step1", "run/step2"])
+    (tmp_path / "run" / "step1").rename(tmp_path / "run" / aside_name("step1"))
+    assert _tidied(tmp_path, Rules(last=1)) == {"run/step2"}
+    assert os.listdir(tmp_path / "run") == ["step2"]
+
+
 def test_a_long_name_can_be_removed(tmp_path: Path) -> None:
     long = "x" * 250
     _save(tmp_path, [long, "step2"])
