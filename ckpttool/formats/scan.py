@@ -50,7 +50,7 @@ class Found:
 
     @property
     def hidden(self) -> bool:
-        """Whether the name begins with a dot."""
+        """Whether the name begins with a dot, as that of a directory that a killed removal left."""
         return posixpath.basename(self.tag).startswith(".")
 
     @property

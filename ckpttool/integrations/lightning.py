@@ -181,7 +181,7 @@ def newest_checkpoint(
     root = absolute_path(checked_path("directory", directory))
     storage = open_storage(root, storage_options)
     found = []
-    for folder in (one.path for one in scan(storage, root, depth=1)):
+    for folder in (one.path for one in scan(storage, root, depth=1) if not one.hidden):
         commit = next((one for one in candidates(storage, folder) if one.committed), None)
         if commit is None:
             LOG.warning("%s was not committed and is passed over", folder)
