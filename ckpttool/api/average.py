@@ -325,7 +325,7 @@ def _plan_weights(mean: Average, newest: Checkpoint, request: _Request) -> _Plan
 
 
 def _plan_zero(mean: Average, newest: Checkpoint, request: _Request) -> _Planned:
-    from ckpttool.formats.locate import LATEST
+    from ckpttool.storage import LATEST
     from ckpttool.targets.zero.layout import shape_for, zero_losses
     from ckpttool.targets.zero.writer import plan_zero
 

@@ -194,7 +194,7 @@ def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint
 def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, str, list[str]]:
     """The plan, the name of the file that is committed last, and the state that the output does not keep."""
     if target.to == "zero":
-        from ckpttool.formats.locate import LATEST
+        from ckpttool.storage import LATEST
         from ckpttool.targets.zero.layout import shape_for, zero_losses
         from ckpttool.targets.zero.writer import plan_zero
 

@@ -78,10 +78,9 @@ def prune(  # noqa: PLR0913  public API
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
     """
     from ckpttool.api.options import Options
-    from ckpttool.catalog.cleanup import remove_left_over_files
+    from ckpttool.catalog.cleanup import finish_killed, remove_left_over_files
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Rules, decide
-    from ckpttool.catalog.upkeep import finish_killed
     from ckpttool.commit.signing import read_key
     from ckpttool.storage import open_storage
 

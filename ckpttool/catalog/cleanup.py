@@ -1,31 +1,51 @@
-"""Remove old checkpoints and leftovers of killed saves after a save."""
+"""Remove or thin old checkpoints after a save, and remove leftovers of killed processes."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import posixpath
 import re
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.entries import committed
 from ckpttool.catalog.retention import decide, parse_best
+from ckpttool.catalog.runs import trainer_commits
+from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import REPLACED, commits, directories
-from ckpttool.commit.marks import PARTIAL, below, is_alive, is_unfinished, state_of
+from ckpttool.commit.manifest import REPLACED
+from ckpttool.commit.marks import (
+    PARTIAL,
+    TakenError,
+    below,
+    is_alive,
+    is_old,
+    is_unfinished,
+    state_of,
+    unfinished_below,
+)
 from ckpttool.commit.pins import find_pin
-from ckpttool.errors import CkptError
-from ckpttool.formats.locate import LATEST, named_tag
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
 from ckpttool.formats.whole import is_whole, open_whole
 from ckpttool.messages import printable
-from ckpttool.storage import MARK, find_text, is_half_removed, is_linked, walk
+from ckpttool.storage import (
+    MARK,
+    THINNING,
+    is_gone,
+    is_half_removed,
+    is_linked,
+    link_into,
+    links_below,
+    walk,
+)
 from ckpttool.storage.base import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.storage import Storage, WritableStorage
@@ -35,29 +55,32 @@ SCRATCH = ".ckpttool-scratch-"
 """Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
-def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> list[Decision]:
-    """Remove checkpoints without a rule to keep them, and leftovers; log failures: the next save tries again.
+def maintain(
+    storage: WritableStorage, root: str, rules: Rules | None, *, grace: float, key: bytes | None = None
+) -> None:
+    """Remove and thin checkpoints after a save, and leftovers; log failures: the next save tries again.
 
     Args:
         storage: Storage of the checkpoints.
         root: The directory of all checkpoints.
         rules: Retention rules; None to keep all.
         grace: Age in seconds of leftovers to remove, counted from the newest of their files.
-
-    Returns:
-        The decisions about checkpoints to thin, for the caller to carry out.
+        key: Key that the manifests are signed with.
     """
     try:
-        leftovers = left_over(storage, root, grace=grace)
-        decisions = [] if rules is None else _decisions(storage, root, rules)
+        found = scan(storage, root)
+        unlinked = [one for one in found if not one.hidden and not one.link]
+        finish_killed(storage, [one.path for one in unlinked], grace=grace)
+        leftovers = left_over(found, grace=grace)
+        decisions = [] if rules is None else _decisions(storage, root, found, rules)
         doomed = {d.entry.path: d.entry.state for d in decisions if not d.keep and d.entry.path not in leftovers}
-        whole = [d for d in commits(storage, root) if not is_linked(storage, root, d)]
-        marks = (posixpath.join(d, MARK) for d in whole if "over" not in read_mark(storage, d))
+        whole = [one.path for one in unlinked if one.committed]
+        marks = (posixpath.join(path, MARK) for path in whole if "over" not in read_mark(storage, path))
         marks_left = [mark for mark in marks if storage.exists(mark)]
         marks_left += _left_over_files(storage, root, whole)
     except CkptError as error:
         LOG.warning("old checkpoints were not removed: %s", error)
-        return []
+        return
     removals: list[Callable[[], str | None]]
     removals = [partial(remove_unchanged, storage, path, state) for path, state in leftovers.items()]
     removals += [partial(remove_unchanged, storage, path, state, root) for path, state in doomed.items()]
@@ -68,7 +91,56 @@ def tidy(storage: WritableStorage, root: str, rules: Rules | None, *, grace: flo
             LOG.info("removed %s" if why is None else f"%s stays: {why}", printable(path))
         except CkptError as error:
             LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
-    return [d for d in decisions if d.thin is not None]
+    for decision in decisions:
+        if decision.thin is not None:
+            _thin(storage, root, decision, ThinOptions(dtype=decision.thin, jobs=1, key=key, grace=grace))
+
+
+def _thin(storage: WritableStorage, root: str, decision: Decision, options: ThinOptions) -> None:
+    path = decision.entry.path
+    try:
+        if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
+            LOG.info("%s stays whole: %s", printable(path), why)
+            return
+        thin(storage, plan_thinning(storage, path, options), options)
+        LOG.info("thinned %s: its weights are left, in %s", printable(path), options.dtype)
+    except CkptError as error:
+        LOG.warning("an old checkpoint was not thinned: %s", error)
+
+
+def finish_killed(
+    storage: WritableStorage, checkpoints: Iterable[str], *, grace: float
+) -> tuple[bool, dict[str, StorageError]]:  # fmt: skip
+    """Clear away what killed replacements have left; those that still run go on.
+
+    Args:
+        storage: Storage of the checkpoints.
+        checkpoints: Their directories, or directories above them.
+        grace: As for ``thinning.recover``.
+
+    Returns:
+        Whether a killed replacement was cleared away, and the failures by checkpoint; they are logged, and the next
+        call tries again.
+    """
+    found, failed = False, {}
+    for path in checkpoints:
+        try:
+            found = _finish_killed(storage, path, grace=grace) or found
+        except StorageError as error:
+            if not is_gone(storage, error):  # else another process has removed it
+                failed[path] = error
+                LOG.warning("what a killed run has left of a thin checkpoint was not removed: %s", error)
+    return found, failed
+
+
+def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool:
+    found = False
+    for directory in {directory for directory, _ in below(storage, path, THINNING)}:
+        try:
+            found = recover(storage, directory, grace=grace) or found
+        except TakenError as error:
+            LOG.info("%s", error)
+    return found
 
 
 def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str | None = None) -> str | None:
@@ -103,7 +175,7 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
     """
     storage.refresh([])
     if root is not None:
-        named = named_tag(find_text(storage, posixpath.join(root, LATEST)) or "")
+        named = named_tag(storage, root)
         if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
             return "latest names it meanwhile"
     if find_pin(storage, path) is not None:  # a link that leads nowhere is a pin, and no part of the state
@@ -111,9 +183,9 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
     return None if state_of(storage, path) == state else "changed meanwhile: saved again"
 
 
-def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decision]:
+def _decisions(storage: WritableStorage, root: str, found: Iterable[Found], rules: Rules) -> list[Decision]:
     """Return the decisions about checkpoints to remove or to thin; none while the newest one cannot be opened."""
-    entries = committed(storage, root)
+    entries = committed(storage, root, found)
     if rules.best is not None:
         metric = parse_best(rules.best)[0]
         if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
@@ -133,26 +205,22 @@ def _decisions(storage: WritableStorage, root: str, rules: Rules) -> list[Decisi
     return doomed
 
 
-def left_over(storage: WritableStorage, root: str, *, grace: float) -> dict[str, str]:
+def left_over(found: Iterable[Found], *, grace: float) -> dict[str, str]:
     """Return the directories left by killed saves and removals, with the state of each."""
-    found: dict[str, str] = {}
-    here = [posixpath.join(root, e.name) for e in storage.listing(root) if e.is_dir] if storage.is_dir(root) else []
-    for directory in dict.fromkeys([*here, *directories(storage, root)]):
-        if not _is_left_over(storage, directory):
-            continue
-        state = state_of(storage, directory)
-        if is_linked(storage, root, directory):
-            LOG.warning("%s is reached through a link and is not removed", printable(directory))
-            continue
-        newest = max((e.modified or 0.0 for _, e in walk(storage, directory)), default=0.0)
-        if is_old(newest, grace) and is_alive(read_mark(storage, directory)) is not True:
-            found[directory] = state
-    return found
-
-
-def is_old(modified: float, grace: float) -> bool:
-    """Return whether a modification time is at least ``grace`` seconds away from now, in the past or the future."""
-    return abs(time.time() - modified) >= grace
+    states: dict[str, str] = {}
+    for one in found:
+        try:
+            if not _is_left_over(one.storage, one.path):
+                continue
+            state = state_of(one.storage, one.path)
+            if one.link:
+                LOG.warning("%s is reached through a link and is not removed", printable(one.path))
+            elif _is_abandoned(one.storage, one.path, [one.path], grace):
+                states[one.path] = state
+        except StorageError as error:
+            if not is_gone(one.storage, error):  # else another process has removed it
+                raise
+    return states
 
 
 def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Iterable[str]) -> bool:
@@ -190,7 +258,13 @@ def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str]) ->
     return [*(posixpath.join(root, name) for name in partial), *marks]
 
 
-def _is_left_over(storage: WritableStorage, directory: str) -> bool:
+def _is_abandoned(storage: Storage, path: str, marked: Iterable[str], grace: float) -> bool:
+    """Return whether no file below a path is new, and no known process runs that marked one of some directories."""
+    newest = max((entry.modified or 0.0 for _, entry in walk(storage, path)), default=0.0)
+    return is_old(newest, grace) and not any(is_alive(read_mark(storage, directory)) for directory in marked)
+
+
+def _is_left_over(storage: Storage, directory: str) -> bool:
     if posixpath.basename(directory).startswith(SCRATCH) or is_half_removed(storage, directory):
         return True
     if directory.endswith(REPLACED):
@@ -198,3 +272,59 @@ def _is_left_over(storage: WritableStorage, directory: str) -> bool:
             storage, directory.removesuffix(REPLACED)
         )
     return is_unfinished(storage, directory)
+
+
+def rotate(
+    storage: WritableStorage, root: str, limit: int | None, *, keep: Collection[str], grace: float
+) -> list[str]:  # fmt: skip
+    """Remove the oldest checkpoints of a run, and what killed saves have left; return what was removed.
+
+    Unlike the Trainer's own rotation it counts whole checkpoints only, so that an incomplete one never takes the place
+    of a checkpoint that a run can resume from. Pinned and thin checkpoints stay, and are not counted.
+
+    Args:
+        storage: Storage of the run.
+        root: The output directory.
+        limit: Number of checkpoints to keep, pinned ones not counted; None or 0 for all.
+        keep: Names of folders that stay.
+        grace: Seconds after which the folder of a killed save is removed.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+    storage.refresh([])
+    found = scan(storage, root, depth=1)
+    folders = trainer_folders(found)
+    half = [one.path for one in found if one.hidden and is_half_removed(storage, one.path)]
+    seen = {}
+    for path in [*(folder.path for folder in folders), *half]:
+        with contextlib.suppress(StorageError):  # it stays; another process may be removing it
+            seen[path] = state_of(storage, path)
+    every = [one.name for one in trainer_commits(folders)]
+    counted = [path for path in every if find_pin(storage, path) is None]
+    spare = [path for path in counted if path != every[0] and posixpath.basename(path) not in keep]
+    surplus = max(0, len(counted) - limit) if limit else 0
+    doomed = spare[::-1][:surplus]
+    doomed += [one.path for one in folders if one.path not in every and _is_leftover(storage, one.path, grace)]
+    doomed += [path for path in half if path in seen]
+    removed = []
+    links = links_below(root) if doomed else []
+    for folder in doomed:
+        if is_linked(storage, root, folder) or link_into(links, root, folder) is not None:
+            continue
+        try:
+            why = remove_unchanged(storage, folder, seen.get(folder, ""))
+        except CkptError as error:
+            LOG.warning("an old checkpoint was not removed: %s", error)
+            continue
+        removed += [folder] if why is None else []
+        LOG.info("removed %s" if why is None else f"%s stays: {why}", folder)
+    return removed
+
+
+def _is_leftover(storage: Storage, folder: str, grace: float) -> bool:
+    """Return whether a folder has only an unfinished save of a process that does not run any more."""
+    if is_half_removed(storage, folder):
+        return True
+    unfinished = unfinished_below(storage, folder)
+    return bool(unfinished) and _is_abandoned(storage, folder, unfinished, grace)

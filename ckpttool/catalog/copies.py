@@ -17,12 +17,11 @@ from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutErro
 from ckpttool.execution.permissions import mode_of_file
 from ckpttool.execution.read_checks import archive_records
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import LATEST, natural_order
 from ckpttool.formats.registry import FORMATS
+from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
-from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import BESIDE, MANIFEST, connect, walk
+from ckpttool.storage import BESIDE, LATEST, MANIFEST, connect, walk
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.fsspec import RemoteStorage
 
@@ -86,11 +85,7 @@ def check_outside(checkpoint: Checkpoint, storage: Storage, dst: str) -> None:
             continue
         if f"{below.rstrip('/')}/".startswith(f"{above.rstrip('/')}/"):
             raise StorageError(dst, f"lies in the checkpoint {directory}", hint)
-    if (
-        is_tagged(checkpoint)
-        and storage.is_dir(dst)
-        and any(is_of_tag(e.name) for e in storage.listing(dst) if not e.is_dir)
-    ):
+    if is_tagged(checkpoint) and storage.is_dir(dst) and has_files_of_tag(storage.listing(dst)):
         raise StorageError(dst, "is the directory of a tag, not a root", hint)
 
 

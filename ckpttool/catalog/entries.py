@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import posixpath
 import re
 from dataclasses import dataclass, replace
@@ -12,33 +11,35 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
+from ckpttool.catalog.restore_order import Saved, last_after, latest_tag, newest_first
+from ckpttool.catalog.runs import is_checkpoint_name, listed_by_ray
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import Saved, commits, last_after, newest_first, read_manifest, size_problems
+from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import below, is_alive, state_of, unfinished_below
 from ckpttool.commit.pins import find_pin
-from ckpttool.commit.ray_runs import is_checkpoint_name, listed_by_ray
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import (
-    LATEST,
-    LATEST_UNIVERSAL,
-    MAX_TAG,
-    NoCheckpointError,
+from ckpttool.formats.locate import MAX_TAG, NoCheckpointError, refuse_unfinished
+from ckpttool.formats.scan import (
+    Found,
+    commits,
+    has_files_of_tag,
+    last_number,
     named_tag,
     natural_order,
-    refuse_unfinished,
+    scan,
+    step_of_folder,
 )
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
-from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import (
     HALF_REMOVED,
+    LATEST,
+    LATEST_UNIVERSAL,
     MARK,
-    find_text,
     is_gone,
     is_half_removed,
-    is_linked,
     is_url,
     local_path,
     open_storage,
@@ -46,10 +47,10 @@ from ckpttool.storage import (
     walk,
     without_credentials,
 )
-from ckpttool.storage.confined import leads_out, local_storage
+from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.commit.manifest import Manifest
     from ckpttool.commit.pins import Pin
@@ -66,12 +67,8 @@ UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomple
 """Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that holds checkpoints but is not one itself."""
-_TRAINERS = re.compile(r"checkpoint[-_]\d+|.*\.ckpt")
-"""Trainers' names of a checkpoint directory that holds the DeepSpeed checkpoint as a tag."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
-_OF_TRAINER = re.compile(r"checkpoint-(\d+)")
-"""The Hugging Face Trainer's names of checkpoint directories in its output folder."""
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
@@ -138,12 +135,10 @@ class CatalogEntry:
     @property
     def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
         """Sort key, older checkpoints first: by step, or by the last number in the name if the step is unknown."""
-        numbers = [int(value) for kind, value in natural_order(self.name) if kind == 0]
-        step = self.step if self.step is not None else numbers[-1] if numbers else -1
-        return step, natural_order(self.name)
+        return last_number(self.name) if self.step is None else self.step, natural_order(self.name)
 
 
-class _Found(NamedTuple):
+class _Listed(NamedTuple):
     """An entry, and what depends on the other entries of the root."""
 
     entry: CatalogEntry
@@ -189,18 +184,18 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         raise StorageError(root, problem, "pass a directory that holds checkpoints")
     refuse_unfinished(storage, root)
     storage.list_tree(root)
-    entries = storage.listing(root)
-    if any(is_of_tag(e.name) for e in entries if not e.is_dir):
-        root, names = parent(root), [posixpath.basename(root)]
+    if has_files_of_tag(storage.listing(root)):
+        root, directories = parent(root), [Found(storage, parent(root), posixpath.basename(root))]
     else:
-        names = [e.name for e in entries if e.is_dir]
+        directories = scan(storage, root, depth=1)
+    names = [one.tag for one in directories]
     named, problems = _named(storage, root, None if len(names) == 1 else names)
     try:
         reported = listed_by_ray(storage, root)
     except CkptError as error:
         reported = frozenset()
         problems.append(f"{posixpath.basename(error.path)} {error.problem}")
-    tasks = (partial(_present_entry, storage, root, name, name in named, name in reported, options) for name in names)
+    tasks = (partial(_present_entry, one, one.tag in named, one.tag in reported, options) for one in directories)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [one for one in results if one is not None]
@@ -210,33 +205,33 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
 
 
-def committed(storage: Storage, root: str) -> list[CatalogEntry]:
-    """List the committed checkpoints in a directory by their manifests, older ones first.
+def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[CatalogEntry]:
+    """Describe the commits of a root by their manifests, older ones first.
 
     Does not open their files: a checkpoint is not whole if a file has another size than in the manifest.
+
+    Args:
+        storage: Storage of the root.
+        root: The directory.
+        found: Its scan.
 
     Raises:
         CkptError: The directory cannot be read.
     """
-    latest = posixpath.join(root, LATEST)
-    try:
-        named = named_tag(find_text(storage, latest) or "")
-    except CkptError:
-        named = ""
-    found = []
-    for directory in commits(storage, root):
+    named = posixpath.normpath(latest_tag(storage, root))
+    listed = []
+    for one in commits(found):
         try:
-            state = state_of(storage, directory)
-            manifest = read_manifest(storage, directory)
+            state = state_of(storage, one.path)
+            manifest = read_manifest(storage, one.path)
         except CkptError:
             continue  # without metrics it has no rank: the rules neither count nor remove it
-        name = directory.removeprefix(f"{root.rstrip('/')}/")
-        problems = size_problems(storage, directory, manifest)
-        found.append(
-            _Found(
+        problems = size_problems(storage, one.path, manifest)
+        listed.append(
+            _Listed(
                 CatalogEntry(
-                    name=name,
-                    path=directory,
+                    name=one.tag,
+                    path=one.path,
                     format="thin" if manifest.thin else "zero",
                     stage=None if manifest.thin else manifest.stage,
                     world_size=manifest.world_size,
@@ -245,30 +240,30 @@ def committed(storage: Storage, root: str) -> list[CatalogEntry]:
                     modified=manifest.created,
                     whole=not problems,
                     problem=str(problems[0]) if problems else None,
-                    latest=name == posixpath.normpath(named),
-                    link=os.path.realpath(directory) if is_linked(storage, root, directory) else None,
+                    latest=one.tag == named,
+                    link=one.link,
                     metrics=manifest.metrics,
                     saved=manifest.created,
                     thin=manifest.thin or None,
-                    pin=find_pin(storage, directory),
+                    pin=find_pin(storage, one.path),
                     state=state,
                 ),
-                Saved.of(name, manifest, marked=storage.exists(posixpath.join(directory, MARK))),
+                Saved.of(one.tag, manifest.step, manifest, marked=one.marked),
             )
         )
-    return sorted((one.entry for one in _ranked(found)), key=lambda entry: entry.order)
+    return sorted((one.entry for one in _ranked(listed)), key=lambda entry: entry.order)
 
 
-def _ranked(found: Sequence[_Found]) -> list[_Found]:
+def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
     """Return the entries with their ranks."""
     ordered = sorted(found, key=lambda one: one.entry.order, reverse=True)
     saved = [one.saved for one in ordered]
     named = next((one.entry.name for one in ordered if one.entry.latest and one.entry.format != "universal"), "")
-    ranks = {name: rank for rank, name in enumerate(reversed(newest_first(saved, last_after(saved, named))), 1)}
+    ranks = {one.name: rank for rank, one in enumerate(reversed(newest_first(saved, last_after(saved, named))), 1)}
     return [one._replace(entry=replace(one.entry, rank=ranks[one.entry.name])) for one in ordered]
 
 
-def _with_best(storage: Storage, root: str, found: Sequence[_Found], problems: list[str]) -> list[CatalogEntry]:
+def _with_best(storage: Storage, root: str, found: Sequence[_Listed], problems: list[str]) -> list[CatalogEntry]:
     """Mark the checkpoints that the trainer's state names as the best: in the newest checkpoints, and in the root."""
     newest = max((one.entry.rank for one in found if one.entry.whole), default=0)
     recent = [one for one in found if one.entry.rank >= newest]
@@ -281,8 +276,7 @@ def _with_best(storage: Storage, root: str, found: Sequence[_Found], problems: l
         problems.append(f"{TRAINER_STATE} {error.problem}")
     names = {posixpath.basename(path.rstrip("/")) for path in paths}
     # In a directory of Ray Train checkpoints have other names than the trainer gave them.
-    missing = [match for name in names - {one.entry.name for one in found} if (match := _OF_TRAINER.fullmatch(name))]
-    steps = {int(match[1]) for match in missing}
+    steps = {step_of_folder(name, "-") for name in names - {one.entry.name for one in found}} - {None}
     return [replace(one.entry, best=one.entry.name in names or one.entry.step in steps) for one in found]
 
 
@@ -321,7 +315,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
         try:
             if not storage.exists(path):
                 continue
-            tag = named_tag(storage.read_text(path))
+            tag = named_tag(storage, root, latest)
         except CkptError as error:
             problems.append(f"{latest} cannot be read: {error.problem}")
             continue
@@ -337,28 +331,27 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
 
 
 def _present_entry(
-    storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
-) -> _Found | None:  # fmt: skip
+    found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None
+) -> _Listed | None:  # fmt: skip
     """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
-    path = posixpath.join(root, name)
     try:
-        return _read_entry(storage, root, name, latest, reported, options)
+        return _read_entry(found, latest, reported, options)
     except StorageError as error:
-        storage.refresh([])
-        if not storage.is_dir(path):
+        found.storage.refresh([])
+        if not found.storage.is_dir(found.path):
             return None
-        return _unread(name, path, _first([error], path), latest=latest, reported=reported)
+        return _unread(found, _first([error], found.path), latest=latest, reported=reported)
 
 
 def _read_entry(
-    storage: Storage, root: str, name: str, latest: bool, reported: bool, options: Mapping[str, Any] | None
-) -> _Found | None:
-    path = posixpath.join(root, name)
-    state = state_of(storage, path) if not leads_out(storage, path) else ""
-    link = os.path.realpath(path) if not storage.remote and os.path.islink(path) else None
-    if link is not None and leads_out(storage, path):
+    found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None
+) -> _Listed | None:  # fmt: skip
+    storage, name, path = found.storage, found.tag, found.path
+    state = "" if found.outside else state_of(storage, path)
+    link = found.link
+    if link is not None and found.outside:
         problem = "is a link that leaves the root: follow_links is not set"
-        return _unread(name, path, problem, link=link, latest=latest, reported=reported)
+        return _unread(found, problem, link=link, latest=latest, reported=reported)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
@@ -374,7 +367,7 @@ def _read_entry(
         if (
             checkpoint is not None
             and parent(checkpoint.root) == path
-            and _OF_TRAINER.fullmatch(posixpath.basename(checkpoint.root))
+            and step_of_folder(posixpath.basename(checkpoint.root), "-") is not None
         ):
             return None  # a Trainer's output folder: its checkpoints belong to another root
         if checkpoint is None or checkpoint.root == path:
@@ -421,14 +414,14 @@ def _read_entry(
         state=state,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
-    saved = Saved(name, one.order[0]) if manifest is None else Saved.of(name, manifest, marked=marked)
+    saved = Saved.of(name, one.order[0], manifest, marked=marked)
     best, problem = _best_of_lightning(checkpoint.client_state) if checkpoint else [], ""
     for above, _ in below(storage, path, TRAINER_STATE):
         try:
             best += _best_in(storage, posixpath.join(above, TRAINER_STATE))
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
-    return _Found(one, saved, tuple(best), problem)
+    return _Listed(one, saved, tuple(best), problem)
 
 
 def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str | None, bool]:
@@ -471,37 +464,32 @@ def _proves_loss(storage: Storage, error: CkptError) -> bool:
 
 
 def _unread(
-    name: str, path: str, problem: str, *, link: str | None = None, latest: bool, reported: bool
-) -> _Found:  # fmt: skip
+    found: Found, problem: str, *, link: str | None = None, latest: bool, reported: bool
+) -> _Listed:  # fmt: skip
     """Return the entry of a link that leaves the root, or of a directory that cannot be read."""
     entry = CatalogEntry(
-        name=name, path=path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None, whole=False,
-        problem=problem, latest=latest, link=link, metrics={}, reported=reported,
+        name=found.tag, path=found.path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None,
+        whole=False, problem=problem, latest=latest, link=link, metrics={}, reported=reported,
     )  # fmt: skip
-    return _Found(entry, Saved(name, -1))
+    return _Listed(entry, Saved(found.tag, -1))
 
 
 def _holds_one(name: str) -> bool:
-    return bool(_TRAINERS.fullmatch(name)) or is_checkpoint_name(name)
+    """Return whether trainers give such names to a directory that holds the DeepSpeed checkpoint as a tag."""
+    return step_of_folder(name) is not None or name.endswith(".ckpt") or is_checkpoint_name(name)
 
 
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
     """Return an error for a directory that holds checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
-    if any(is_of_tag(e.name) for e in entries if not e.is_dir):
+    if has_files_of_tag(entries):
         return []
-    tags = [e.name for e in entries if e.is_dir and _is_tag(storage, posixpath.join(path, e.name))]
+    tags = [one for one in scan(storage, path, depth=1) if one.is_tag]
     trainers = holds_one or any(e.name == TRAINER_STATE for e in entries)
     if not tags or (trainers and len(tags) == 1):
         return []
     what = "a checkpoint" if len(tags) == 1 else f"{len(tags)} checkpoints"
     return [LayoutError(path, f"{OWN_ROOT}, with {what}", "")]
-
-
-def _is_tag(storage: Storage, path: str) -> bool:
-    with contextlib.suppress(StorageError):
-        return any(is_of_tag(e.name) for e in storage.listing(path) if not e.is_dir)
-    return False
 
 
 def _first(errors: list[CkptError], path: str) -> str:

@@ -1,18 +1,14 @@
-"""Order the checkpoints of a root for a restore, the best candidate first; the error if none can be restored."""
+"""Order the checkpoints of a root, the newest first, and find those to resume from."""
 
 from __future__ import annotations
 
+import logging
 import posixpath
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import Saved, commits, is_thin, newest_first, read_manifest
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
-from ckpttool.formats.locate import LATEST, named_tag, natural_order
-from ckpttool.formats.zero.files import is_of_tag
+from ckpttool.formats.scan import Found, has_files_of_tag, named_tag, natural_order, scan
 from ckpttool.storage import MARK
-from ckpttool.storage.confined import leads_out
 from ckpttool.storage.error_texts import MISSING
 
 if TYPE_CHECKING:
@@ -21,23 +17,82 @@ if TYPE_CHECKING:
     from ckpttool.commit.manifest import Manifest
     from ckpttool.storage import Entry, Storage
 
+LOG = logging.getLogger(__name__)
 ATTEMPTS = 10
 """Maximum number of attempts to list checkpoints while another process replaces or removes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A directory that may be a checkpoint."""
+class Saved(NamedTuple):
+    """What orders one checkpoint of a run among the others."""
 
-    tag: str
-    """Directory relative to the root."""
-    path: str
-    """Path or URL of the directory."""
-    committed: bool
-    """Whether it has a manifest."""
+    name: str
+    """Any name that no other has."""
+    step: int
+    """Steps of the engine; -1 if unknown."""
+    number: int = 0
+    """``Manifest.number``; 0 without a manifest."""
+    attempt: str = ""
+    """``Manifest.attempt``."""
+    parent: str = ""
+    """``Manifest.parent``."""
+    marked: bool = False
+    """Whether it is committed and still has its in-progress marker."""
+
+    @classmethod
+    def of(cls, name: str, step: int, manifest: Manifest | None, *, marked: bool = False) -> Saved:
+        """Return what the manifest says; without one, there is only a step."""
+        if manifest is None:
+            return cls(name, step)
+        return cls(name, manifest.step, manifest.number, manifest.attempt, manifest.parent, marked)
 
 
-def candidates(storage: Storage, root: str) -> list[Candidate]:
+def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
+    """Order the checkpoints of a run, the newest first.
+
+    The newest is the one that ``latest`` names, or else the last commit. A later commit that still has its marker is
+    newer: its run was killed before it wrote ``latest``. The checkpoints that these were trained from follow, from
+    parent to parent; then others by step, from which they may have been trained; then the commits of later steps than
+    the last parent's, which a run has abandoned when it went back. Modification times of files do not count.
+
+    Args:
+        found: The checkpoints; those that nothing else orders stay in this order.
+        named: The one that ``latest`` names; "" without one.
+    """
+    if not found:
+        return []
+    latest = next((one for one in found if one.name == named), None)
+    head = latest or max(found, key=lambda one: (one.number, one.step))
+    order: list[Saved] = []
+    if latest is not None:
+        later = [one for one in found if one.marked and one.name != named]
+        order = [one for one in later if not one.number or one.parent == latest.attempt]
+    tail = head
+    by_attempt = {one.attempt: one for one in found if one.attempt}
+    while tail not in order:
+        order.append(tail)
+        tail = by_attempt.get(tail.parent, tail)
+    rest = [one for one in found if one not in order]
+    abandoned = {one.name for one in rest if one.number and one.step > tail.step}
+    rest.sort(key=lambda one: (one.name not in abandoned, one.step, one.number), reverse=True)
+    return [*order, *rest]
+
+
+def last_after(found: Sequence[Saved], named: str) -> str:
+    """Return the last checkpoint that was trained from the one that ``latest`` names; that one itself without any.
+
+    A user may have set ``latest`` back: until a run saves again, nothing has been abandoned.
+    """
+    current = next((one for one in found if one.name == named), None)
+    passed = set()
+    while current is not None and current.attempt and current.name not in passed:
+        passed.add(current.name)
+        after = [one for one in found if one.parent == current.attempt]
+        current = max(after, key=lambda one: (one.number, one.step), default=None)
+        named = named if current is None else current.name
+    return named
+
+
+def candidates(storage: Storage, root: str) -> list[Found]:
     """Return the checkpoints from which a run can resume, best first.
 
     The order is that of ``newest_first``. Unfinished saves, and links not followed by the storage, are omitted.
@@ -70,44 +125,67 @@ def _entries(storage: Storage, root: str) -> list[Entry]:
     return storage.listing(root) if storage.is_dir(root) else []
 
 
-def _candidates(storage: Storage, root: str) -> list[Candidate]:
-    entries = _entries(storage, root)
-    found: dict[str, Candidate] = {}
+def _candidates(storage: Storage, root: str) -> list[Found]:
+    named = latest_tag(storage, root)
+    # A nested directory is a checkpoint only if it is a commit, or if ``latest`` names it.
+    found = {one.tag: one for one in scan(storage, root) if not one.hidden and ("/" not in one.tag or one.committed)}
+    if "/" in named and storage.is_dir(posixpath.join(root, named)):
+        found.setdefault(named, Found(storage, root, named))
     saved: list[Saved] = []
-    named = _named(storage, root) if any(e.name == LATEST and not e.is_dir for e in entries) else ""
-    names = [e.name for e in entries if e.is_dir and not e.name.startswith(".")]
-    names += [c.removeprefix(f"{root}/") for c in commits(storage, root) if posixpath.dirname(c) != root.rstrip("/")]
-    if "/" in named and named not in names and storage.is_dir(posixpath.join(root, named)):
-        names.append(named)
-    outside = [name for name in names if leads_out(storage, posixpath.join(root, name))]
-    if named in outside:
-        storage.listing(posixpath.join(root, named))  # raises the LinkError
-    for name in sorted(names, key=natural_order, reverse=True):
-        path = posixpath.join(root, name)
-        if name in outside:
+    for tag in sorted(found, key=natural_order, reverse=True):
+        one = found[tag]
+        if one.outside:
+            if tag == named:
+                storage.listing(one.path)  # raises the LinkError
             continue
-        committed, inside = is_commit(storage, path), storage.listing(path)
-        is_marked = _is_marked(inside)
-        if not committed and (is_marked or not any(is_of_tag(e.name) for e in inside if not e.is_dir)):
-            continue
-        manifest = _manifest(storage, path) if committed else None
-        found[name] = Candidate(name, path, committed)
-        step = step_of(storage, path, name)
-        saved.append(Saved(name, step) if manifest is None else Saved.of(name, manifest, marked=is_marked))
-    return [found[name] for name in newest_first(saved, named)]
+        committed, inside = one.committed, one.entries
+        marked = any(entry.name == MARK for entry in inside)
+        if committed or (not marked and has_files_of_tag(inside)):
+            saved.append(Saved.of(tag, one.step, one.manifest, marked=marked))
+    return [found[one.name] for one in newest_first(saved, named)]
 
 
-def whole_first(storage: Storage, found: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
-    """Put thin checkpoints behind all others: a run cannot go on from one, only take its weights."""
-    return sorted(found, key=lambda one: one[2] and is_thin(storage, one[1]))
+def latest_tag(storage: Storage, root: str) -> str:
+    """Return the tag that ``latest`` names; "" if it cannot be read.
+
+    Raises:
+        LinkError: It is a link that the storage does not follow.
+    """
+    try:
+        return named_tag(storage, root)
+    except LinkError:
+        raise
+    except CkptError:
+        return ""
 
 
-def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> str:
+def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
+    """Return the checkpoints to try, best first.
+
+    Raises:
+        CkptError: The root cannot be read, or holds no checkpoint of that tag.
+    """
+    storage.refresh([])
+    if storage.exists(root) and not storage.is_dir(root):
+        raise StorageError(root, "is a file", "pass a directory")
+    if tag is None:
+        found = candidates(storage, root)
+        if problem := contradiction(storage, root, found):
+            LOG.warning("%s: %s; resuming from %s", root, problem, found[0].tag)
+        return found
+    chosen = Found(storage, root, tag)
+    if not storage.is_dir(chosen.path):
+        names = ", ".join(one.tag for one in candidates(storage, root)) or "none"
+        raise LayoutError(root, f"holds no checkpoint of tag {tag!r}", f"choose one of: {names}")
+    return [chosen]
+
+
+def contradiction(storage: Storage, root: str, found: Sequence[Found]) -> str:
     """Describe a contradiction between ``latest`` and the steps of the candidates; "" without one."""
     if not found:
         return ""
-    steps = {c.tag: step_of(storage, c.path, c.tag) for c in found}
-    first, named = found[0].tag, _named(storage, root) if storage.exists(posixpath.join(root, LATEST)) else ""
+    steps = {one.tag: one.step for one in found}
+    first, named = found[0].tag, latest_tag(storage, root)
     if named != first:
         # Without a valid latest the candidate of the last step is first.
         return f"latest names {named}, but {first} was committed after it" if named in steps else ""
@@ -115,48 +193,3 @@ def contradiction(storage: Storage, root: str, found: Sequence[Candidate]) -> st
     if steps[best] > steps[first]:
         return f"latest names {first} of step {steps[first]}, but {best} has step {steps[best]}"
     return ""
-
-
-def _manifest(storage: Storage, path: str) -> Manifest | None:
-    try:
-        return read_manifest(storage, path)
-    except CkptError:
-        return None
-
-
-def _named(storage: Storage, root: str) -> str:
-    path = posixpath.join(root, LATEST)
-    try:
-        return named_tag(storage.read_text(path))
-    except LinkError:
-        raise
-    except CkptError:
-        return ""  # an unreadable latest counts as missing
-
-
-def _is_marked(inside: list[Entry]) -> bool:
-    return any(e.name == MARK for e in inside)
-
-
-def step_of(storage: Storage, path: str, name: str) -> int:
-    """Return the step from the manifest, or else the last number in the name; -1 without a number."""
-    try:
-        return read_manifest(storage, path).step
-    except CkptError:
-        numbers = [int(value) for kind, value in natural_order(name) if kind == 0]
-        return numbers[-1] if numbers else -1
-
-
-def none_restored(root: str, count: int, newest: CkptError, *, thin: bool) -> LayoutError:
-    """Return the error of a restore that went through all checkpoints.
-
-    Args:
-        root: The root.
-        count: Number of checkpoints there.
-        newest: Why the newest cannot be restored.
-        thin: Whether any of them is thin.
-    """
-    held = f"{count} checkpoints" if count > 1 else "a checkpoint"
-    problem = f"holds {held}, and none can be restored; of the newest: {newest.problem}"
-    weights = "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
-    return LayoutError(root, problem, f"restore one from a copy, {weights}or choose another root to begin anew")

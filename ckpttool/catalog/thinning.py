@@ -22,12 +22,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.digest import same_weights
-from ckpttool.catalog.cleanup import is_old
 from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import chunk_bytes, crc32, cuts, of_pieces
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
-from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive
+from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive, is_old
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.permissions import mode_of

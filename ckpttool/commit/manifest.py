@@ -8,20 +8,19 @@ import posixpath
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
-from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, is_commit
+from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
-from ckpttool.errors import CkptError, LayoutError, PlanError, StorageError
+from ckpttool.errors import LayoutError, PlanError, StorageError
 from ckpttool.messages import brief
-from ckpttool.storage import MANIFEST, is_gone, walk
-from ckpttool.storage.confined import leads_out
+from ckpttool.storage import MANIFEST, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection
 
     from ckpttool.storage import Storage
 
@@ -43,8 +42,6 @@ MEMORY_OF_JSON = 24
 """Most bytes of memory per byte of JSON."""
 REPLACED = ".replaced"
 """Suffix of the previous checkpoint while a new one of the same tag is saved."""
-MAX_PARTS = 4
-"""Most components of a tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,103 +127,6 @@ def _entry(file: Checksums) -> dict[str, Any]:
 
 def _shallow(manifest: Manifest) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
-
-
-class Saved(NamedTuple):
-    """What orders one checkpoint of a run among the others."""
-
-    name: str
-    """Any name that no other has."""
-    step: int
-    """Steps of the engine; -1 if unknown."""
-    number: int = 0
-    """``Manifest.number``; 0 without a manifest."""
-    attempt: str = ""
-    """``Manifest.attempt``."""
-    parent: str = ""
-    """``Manifest.parent``."""
-    marked: bool = False
-    """Whether it is committed and still has its in-progress marker."""
-    modified: float = 0.0
-    """Time of the manifest; decides between manifests of old releases, which have no numbers."""
-
-    @classmethod
-    def of(cls, name: str, manifest: Manifest, *, marked: bool = False, modified: float = 0.0) -> Saved:
-        """Return what a manifest says."""
-        return cls(name, manifest.step, manifest.number, manifest.attempt, manifest.parent, marked, modified)
-
-
-def newest_first(found: Sequence[Saved], named: str = "") -> list[str]:
-    """Order the checkpoints of a run; return their names, the newest first.
-
-    The newest is the one that ``latest`` names, or else the last commit. A later commit that still has its marker is
-    newer: its run was killed before it wrote ``latest``. The checkpoints that these were trained from follow, from
-    parent to parent; then others by step, from which they may have been trained; then the commits of later steps than
-    the last parent's, which a run has abandoned when it went back. Modification times of files do not count.
-
-    Args:
-        found: The checkpoints; those that nothing else orders stay in this order.
-        named: The one that ``latest`` names; "" without one.
-    """
-    if not found:
-        return []
-    latest = next((one for one in found if one.name == named), None)
-    head = latest or max(found, key=lambda one: (one.number, one.step, one.modified))
-    order = []
-    if latest is not None:
-        later = [one for one in found if one.marked and one.name != named]
-        order = [one for one in later if not one.number or one.parent == latest.attempt]
-    tail = head
-    by_attempt = {one.attempt: one for one in found if one.attempt}
-    while tail not in order:
-        order.append(tail)
-        tail = by_attempt.get(tail.parent, tail)
-    rest = [one for one in found if one not in order]
-    abandoned = {one.name for one in rest if one.number and one.step > tail.step}
-    rest.sort(key=lambda one: (one.name not in abandoned, one.step, one.number, one.modified), reverse=True)
-    return [one.name for one in (*order, *rest)]
-
-
-def last_after(found: Sequence[Saved], named: str) -> str:
-    """Return the last checkpoint that was trained from the one that ``latest`` names; that one itself without any.
-
-    A user may have set ``latest`` back: until a run saves again, nothing has been abandoned.
-    """
-    current = next((one for one in found if one.name == named), None)
-    passed = set()
-    while current is not None and current.attempt and current.name not in passed:
-        passed.add(current.name)
-        after = [one for one in found if one.parent == current.attempt]
-        current = max(after, key=lambda one: (one.number, one.step), default=None)
-        named = named if current is None else current.name
-    return named
-
-
-def commits(storage: Storage, root: str) -> list[str]:
-    """Return the directories below a root that are commits; for a tag "a/b" the directory ``a/b``."""
-    return [directory for directory in directories(storage, root) if is_commit(storage, directory)]
-
-
-def directories(storage: Storage, root: str, depth: int = MAX_PARTS) -> Iterator[str]:
-    """Yield the directories below a root that may be tags; descends into directories without files.
-
-    Passes over a directory that another process removes meanwhile.
-    """
-    for entry in storage.listing(root) if depth and storage.is_dir(root) else []:
-        if not entry.is_dir or entry.name.startswith("."):
-            continue
-        directory = posixpath.join(root, entry.name)
-        if leads_out(storage, directory):
-            continue
-        try:
-            inside = storage.listing(directory)
-        except StorageError as error:
-            if not is_gone(storage, error):
-                raise
-            continue
-        yield directory
-        if inside and all(e.is_dir for e in inside):
-            yield from directories(storage, directory, depth - 1)
 
 
 def read_manifest(storage: Storage, directory: str, key: bytes | None = None) -> Manifest:
@@ -380,14 +280,6 @@ def _checksums(values: Mapping[str, Any]) -> Checksums:
 
 def _packed(crcs: tuple[int, ...]) -> str:
     return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
-
-
-def is_thin(storage: Storage, directory: str) -> bool:
-    """Return whether a directory has a manifest of a thin checkpoint; False for one that cannot be read."""
-    try:
-        return is_commit(storage, directory) and bool(read_manifest(storage, directory).thin)
-    except CkptError:
-        return False
 
 
 def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[StorageError]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import time
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
@@ -111,6 +112,11 @@ def is_alive(mark: Mapping[str, Any]) -> bool | None:
     if process == os.getpid() and began == _began(os.getpid()):
         return str(mark.get("key", "")).removeprefix("save ") in ALIVE
     return isinstance(process, int) and bool(began) and _began(process) == began
+
+
+def is_old(modified: float, grace: float) -> bool:
+    """Return whether a modification time is at least ``grace`` seconds away from now, in the past or the future."""
+    return abs(time.time() - modified) >= grace
 
 
 def _machine() -> str:

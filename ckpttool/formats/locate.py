@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.reports import WHOLE
-from ckpttool.formats.zero.files import is_of_tag, parse_name
+from ckpttool.formats.scan import has_files_of_tag, named_tag, natural_order, scan, trainer_folders
+from ckpttool.formats.zero.files import parse_name
 from ckpttool.messages import brief
-from ckpttool.storage import MANIFEST, MARK, is_url, parent
+from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK, is_url, parent
 
 if TYPE_CHECKING:
+    from ckpttool.formats.scan import Found
     from ckpttool.storage import Entry, Storage
-
-LATEST = "latest"
-"""The file in a root that names the newest tag."""
-LATEST_UNIVERSAL = "latest_universal"
-"""The same for universal checkpoints; it is read if there is no ``latest``."""
 
 MAX_TAG = 1024
 """Most characters of a tag: S3 has no longer names, and a ``latest`` with more is no ``latest``."""
@@ -100,31 +97,31 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             raise StorageError(src, problem, f"pass {parent(src)}")
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     entries = storage.listing(src)
-    if any(is_of_tag(e.name) for e in entries if not e.is_dir):
+    if has_files_of_tag(entries):
         # "." has a name and a parent, too.
         whole = posixpath.abspath(src) if not is_url(src) and posixpath.basename(src) in {".", ".."} else src
         root, name = parent(whole), posixpath.basename(whole)
         if tag is not None and tag != name:
             raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {root}")
         return Location(root, src, name)
+    found = scan(storage, src, depth=1)
     if tag is not None:
         if not _is_there(storage, src, tag):
-            raise LayoutError(
-                src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(_tags(storage, src, entries))
-            )
+            raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(_tags(found)))
     elif latest := next((n for n in (LATEST, LATEST_UNIVERSAL) if _is_file(storage, posixpath.join(src, n))), None):
-        tag = _read_latest(storage, src, entries, latest)
+        tag = _read_latest(storage, src, found, latest)
     else:
-        tags = _tags(storage, src, entries)
+        tags = _tags(found)
         inner = next((e.name for e in entries if e.is_dir and e.name in RAY_INNER), None)
         if not tags and inner is not None:
             return locate(storage, posixpath.join(src, inner), None)
-        if not tags and (newest := _newest_of_trainer(storage, src, entries)) is not None:
-            return newest
+        for directory in _of_trainer(found) if not tags else ():
+            with contextlib.suppress(LayoutError):
+                return locate(storage, directory, None)
         if not tags:
-            if found := _foreign(src, entries):
-                raise NoCheckpointError(src, f"holds {found[0]}, not a checkpoint of DeepSpeed", found[1])
-            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(storage, src, entries))
+            if foreign := _foreign(src, entries):
+                raise NoCheckpointError(src, f"holds {foreign[0]}, not a checkpoint of DeepSpeed", foreign[1])
+            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(found))
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
@@ -137,8 +134,9 @@ def holds_checkpoint(storage: Storage, path: str) -> bool:
     Raises:
         StorageError: The directory cannot be read.
     """
-    names = [e.name for e in storage.listing(path) if not e.is_dir] if storage.is_dir(path) else []
-    return any(is_of_tag(name) or name in {LATEST, LATEST_UNIVERSAL, MANIFEST} for name in names)
+    entries = storage.listing(path) if storage.is_dir(path) else []
+    names = {entry.name for entry in entries if not entry.is_dir}
+    return has_files_of_tag(entries) or not names.isdisjoint({LATEST, LATEST_UNIVERSAL, MANIFEST})
 
 
 def refuse_unfinished(storage: Storage, directory: str) -> None:
@@ -156,46 +154,24 @@ def _is_file(storage: Storage, path: str) -> bool:
     return storage.exists(path) and not storage.is_dir(path)
 
 
-def named_tag(text: str) -> str:
-    """Return the tag that the content of a ``latest`` file names, which may be none that exists; "" without one.
-
-    DeepSpeed joins the text to the root, so that "./TAG/" means TAG; some editors prepend a byte order mark.
-    """
-    text = text.strip().removeprefix("\ufeff").strip()
-    return "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
-
-
-def _read_latest(storage: Storage, src: str, entries: list[Entry], latest: str) -> str:
-    path = posixpath.join(src, latest)
-    tag = named_tag(storage.read_text(path))
+def _read_latest(storage: Storage, src: str, found: list[Found], latest: str) -> str:
+    path, tag = posixpath.join(src, latest), named_tag(storage, src, latest)
     if not _is_name(tag):
-        raise LayoutError(path, "does not name a tag", *_choose(_tags(storage, src, entries)))
+        raise LayoutError(path, "does not name a tag", *_choose(_tags(found)))
     if not _is_there(storage, src, tag):
-        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(_tags(storage, src, entries)))
+        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(_tags(found)))
     return tag
 
 
-def _tags(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
-    """List all tags in a directory. Slow for many tags; called only without a tag."""
-    names = (e.name for e in entries if e.is_dir)
-    return sorted((n for n in names if _is_tag(storage, posixpath.join(src, n))), key=natural_order)
+def _tags(found: list[Found]) -> list[str]:
+    """Return the directories that are tags. Slow for many tags; called only without a tag."""
+    return sorted((one.tag for one in found if one.is_tag), key=natural_order)
 
 
-def _newest_of_trainer(storage: Storage, src: str, entries: list[Entry]) -> Location | None:
-    """Return the newest checkpoint of a Hugging Face Trainer's output directory that has ``latest``, written last.
-
-    Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``).
-    """
-    for directory in _of_trainer(storage, src, entries):
-        with contextlib.suppress(LayoutError):
-            return locate(storage, directory, None)
-    return None
-
-
-def _of_trainer(storage: Storage, src: str, entries: list[Entry]) -> list[str]:
-    names = (e.name for e in entries if e.is_dir and re.fullmatch(r"checkpoint-\d+", e.name))
-    directories = (posixpath.join(src, name) for name in sorted(names, key=natural_order, reverse=True))
-    return [directory for directory in directories if _is_file(storage, posixpath.join(directory, LATEST))]
+def _of_trainer(found: list[Found]) -> list[str]:
+    """Return the checkpoints of a Hugging Face Trainer that have ``latest``, written last; the newest first."""
+    folders = trainer_folders(found, "-")
+    return [one.path for one in folders if _is_file(one.storage, posixpath.join(one.path, LATEST))]
 
 
 def trainer_directories(storage: Storage, src: str) -> list[str]:
@@ -207,9 +183,9 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     src = src.rstrip("/") or src
     if not storage.is_dir(src) or any(storage.exists(posixpath.join(src, n)) for n in (LATEST, LATEST_UNIVERSAL)):
         return []
-    entries = storage.listing(src)
-    found = _of_trainer(storage, src, entries) if not any(is_of_tag(e.name) for e in entries if not e.is_dir) else []
-    return found if len(found) > 1 and not _tags(storage, src, entries) else []
+    found = scan(storage, src, depth=1) if not has_files_of_tag(storage.listing(src)) else []
+    directories = _of_trainer(found)
+    return directories if len(directories) > 1 and not _tags(found) else []
 
 
 def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
@@ -223,11 +199,12 @@ def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
     return None
 
 
-def _look_elsewhere(storage: Storage, src: str, entries: list[Entry]) -> str:
-    directories = sorted((e.name for e in entries if e.is_dir), key=natural_order)
-    nested = [name for name in directories if name.startswith("checkpoint-")]
+def _look_elsewhere(found: list[Found]) -> str:
+    directories = sorted(found, key=lambda one: natural_order(one.tag))
+    nested = [one.tag for one in directories if one.tag.startswith("checkpoint-")]
     if not nested:  # a directory of runs
-        nested = [n for n in directories[:MAX_RUNS] if _is_file(storage, posixpath.join(src, n, LATEST))]
+        runs = directories[:MAX_RUNS]
+        nested = [one.tag for one in runs if _is_file(one.storage, posixpath.join(one.path, LATEST))]
     if nested:
         return f"pass one of its checkpoints: {', '.join(nested)}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"
@@ -245,37 +222,9 @@ def _is_name(tag: str) -> bool:
 
 
 def _is_there(storage: Storage, src: str, tag: str) -> bool:
+    """Return whether there is a tag, or a directory that may not be listed: reading it raises the error."""
     directory = posixpath.join(src, tag)
-    return _is_name(tag) and (_is_tag(storage, directory) or _is_closed(storage, directory))
-
-
-def _is_tag(storage: Storage, directory: str) -> bool:
     try:
-        return any(is_of_tag(e.name) for e in storage.listing(directory) if not e.is_dir)
-    except StorageError:
-        return False  # a directory without permission to list; the user did not name it
-
-
-def _is_closed(storage: Storage, directory: str) -> bool:
-    """Return whether the permissions forbid to list a directory; reading it raises the error."""
-    try:
-        if storage.is_dir(directory):
-            storage.listing(directory)
+        return _is_name(tag) and storage.is_dir(directory) and has_files_of_tag(storage.listing(directory))
     except StorageError:
         return True
-    return False
-
-
-def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a sort key that puts global_step9 before global_step10."""
-    parts: list[tuple[int, int | str]] = []
-    digits = ""
-    for c in name + "\0":
-        if c.isdecimal():
-            digits += c
-            continue
-        if digits:
-            parts.append((0, int(digits)))
-            digits = ""
-        parts.append((1, c))
-    return tuple(parts)

@@ -7,6 +7,8 @@ import posixpath
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.storage import LATEST, LATEST_UNIVERSAL
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,7 +32,7 @@ POSITION = ("dl_state_dict*.bin",)
 """Positions of Accelerate's data loaders, counted in batches of all ranks."""
 STEPS_OF_RANKS = "scheduler.bin"
 """State of Accelerate's scheduler: one step per rank (``AcceleratedScheduler.step``), unless it splits batches."""
-OWN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", ".*")
+OWN = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py", ".*")
 """Files of DeepSpeed or of the system, from which no framework resumes."""
 MAX_BYTES = 1 << 28
 """Maximum size of a sidecar file in bytes."""

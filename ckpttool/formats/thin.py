@@ -17,11 +17,11 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import Fields
-from ckpttool.formats.locate import LATEST
 from ckpttool.formats.weights import read_safetensors
 from ckpttool.formats.zero.files import RUN_STATE, parse_name
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, CheckpointFile, Parameter, State, Topology
 from ckpttool.model.places import Contiguous
+from ckpttool.storage import LATEST
 
 if TYPE_CHECKING:
     from ckpttool.containers.torch_file import TorchFile

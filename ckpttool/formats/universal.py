@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
-from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.reports import RESTORE
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.experts import Experts, with_experts
@@ -53,6 +52,7 @@ from ckpttool.model import (
     State,
     Topology,
 )
+from ckpttool.storage import LATEST_UNIVERSAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

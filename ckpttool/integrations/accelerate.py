@@ -27,10 +27,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.utils.data import BatchSampler, RandomSampler
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import Candidate, whole_first
+from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
-from ckpttool.catalog.trainer_runs import folders, rotate, step_of_folder
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.formats.scan import folder_name, scan, step_of_folder, trainer_folders
 from ckpttool.integrations.deepspeed.folders import (
     Folders,
     FoldersByStorage,
@@ -146,7 +146,7 @@ class AcceleratorSaves:
         accelerator, engine = self._accelerator, self._engine()
         config = accelerator.project_configuration
         if config.automatic_checkpoint_naming:
-            folder = posixpath.join(self._automatic_root(), f"checkpoint_{accelerator.save_iteration}")
+            folder = posixpath.join(self._automatic_root(), folder_name(accelerator.save_iteration, "_"))
         elif output_dir is None:
             raise ArgumentError("output_dir", "is missing, and automatic_checkpoint_naming is off", "pass a folder")
         else:
@@ -201,21 +201,21 @@ class AcceleratorSaves:
         )
         saves = self._folders.at(posixpath.join(root, "checkpoint"))
         saves.wait()
-        found = [Candidate(*one) for one in saves.on_first_rank(lambda: _find(saves, root, newest=input_dir is None))]
+        found: list[str] = saves.on_first_rank(lambda: _find(saves, root, newest=input_dir is None))
         first: CkptError | None = None
-        for candidate in found:
+        for path in found:
             try:
-                self._load(saves, candidate, load_kwargs, options)
+                self._load(saves, path, load_kwargs, options)
             except (PlanError, LinkError, RankError):
                 raise
             except CkptError as error:
                 if input_dir is not None:
                     raise
                 if saves.ranks.rank == 0:
-                    LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                    LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
                 first = first or error
                 continue
-            self._continue(saves, posixpath.dirname(candidate.path), automatic=input_dir is None)
+            self._continue(saves, posixpath.dirname(path), automatic=input_dir is None)
             return
         problem = "holds no whole checkpoint" if first is None else f"holds checkpoints, all damaged: {first.problem}"
         raise LayoutError(root, problem, "pass another folder, or begin anew without load_state")
@@ -227,12 +227,12 @@ class AcceleratorSaves:
             self._accelerator.project_configuration.iteration = step + 1
         saves.report_restored(folder, {})
 
-    def _load(self, saves: Folders, candidate: Candidate, load_kwargs: Any, options: dict[str, Any]) -> None:
+    def _load(self, saves: Folders, path: str, load_kwargs: Any, options: dict[str, Any]) -> None:
         accelerator, engine = self._accelerator, self._engine()
         reports: list[LoadReport] = []
         load_natively = engine.load_checkpoint
         with scratch_directory() as directory:
-            checkpoint = saves.open(candidate)
+            checkpoint = saves.open(path)
             saves.write_files(checkpoint, directory)
             own, first = (RANDOM.format(n) for n in (accelerator.process_index, 0))
             states = read_files(directory)
@@ -314,14 +314,15 @@ def prepare(
     return saves
 
 
-def _find(saves: Folders, root: str, *, newest: bool) -> list[tuple[str, str, bool]]:
+def _find(saves: Folders, root: str, *, newest: bool) -> list[str]:
     """Return the checkpoints to try, best first, on the first rank."""
     storage = saves.source(root)
     if not newest:
         if not storage.is_dir(root):
             raise LayoutError(root, "does not exist", "pass a folder that save_state has written")
-        return candidates_in(storage, root)
-    return whole_first(storage, [one for _, f in folders(storage, root) for one in candidates_in(storage, f)])
+        return candidates_in(storage, [root])
+    storage.refresh([])
+    return candidates_in(storage, [one.path for one in trainer_folders(scan(storage, root, depth=1))])
 
 
 def _is_within_epoch(accelerator: Any) -> bool:

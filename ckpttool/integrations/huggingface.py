@@ -33,10 +33,10 @@ from transformers import TrainerCallback
 from transformers import trainer as trainer_module
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import Candidate, whole_first
+from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
-from ckpttool.catalog.trainer_runs import folder_name, folders, rotate
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.formats.scan import folder_name, scan, trainer_folders
 from ckpttool.integrations.deepspeed.folders import (
     Folders,
     candidates_in,
@@ -51,7 +51,7 @@ from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
 from ckpttool.integrations.frameworks import check_signatures, make_folder, remove_files, replaced, scratch_directory
 from ckpttool.integrations.ray.train_run import current_run
 from ckpttool.saving.coordination import RankError
-from ckpttool.storage import LOCAL, absolute_path, is_url
+from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -376,7 +376,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         with scratch_directory() as scratch:
             best = None if state.best_global_step is None else folder_name(int(state.best_global_step))
-            if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, "latest")):
+            if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, LATEST)):
                 best = name if best == name else None
             run = functools.partial(original, model, trial)
             frozen = write_small_files(trainer, run, scratch, name=name, best=best)
@@ -489,7 +489,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
             raise ArgumentError("output_dir", problem, "pass a local directory, and the URL to CkptCallback")
         saves, given = self._folders(trainer), resume_from_checkpoint
-        found = [Candidate(*one) for one in saves.on_first_rank(lambda: self._find(saves, given))]
+        found: list[str] = saves.on_first_rank(lambda: self._find(saves, given))
         if given is True and not found:
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
         token = LOADER.set(functools.partial(self._load, saves))
@@ -502,14 +502,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             LOADER.reset(token)
             self._resume = None
 
-    def _train_from(self, trainer: Any, saves: Folders, found: list[Candidate], run: Callable[[str], Any]) -> Any:
+    def _train_from(self, trainer: Any, saves: Folders, found: list[str], run: Callable[[str], Any]) -> Any:
         """Train from the first checkpoint that can be restored."""
         first: CkptError | None = None
-        for candidate in found:
+        for path in found:
             self._resume = None
             with scratch_directory() as directory:
                 try:
-                    checkpoint = saves.open(candidate)
+                    checkpoint = saves.open(path)
                     saves.write_files(checkpoint, directory)
                     best = adapt_state(directory, trainer.args, functools.partial(self._is_whole, saves))
                     self._resume = _Resume(checkpoint, directory, best)
@@ -520,7 +520,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     if self._resume is not None and error is not self._resume.failed:
                         raise  # of the training
                     if saves.ranks.rank == 0:
-                        LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                        LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
                     first = first or error
                     trainer.model_wrapped = trainer.model  # for a new engine
         problem = f"holds {len(found)} checkpoints, and none can be restored"
@@ -529,29 +529,30 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     @staticmethod
     def _is_whole(saves: Folders, name: str) -> bool:
-        return saves.storage.exists(posixpath.join(saves.root, name, "latest"))
+        return saves.storage.exists(posixpath.join(saves.root, name, LATEST))
 
-    def _find(self, saves: Folders, given: Any) -> list[tuple[str, str, bool]]:
+    def _find(self, saves: Folders, given: Any) -> list[str]:
         """Return the checkpoints to try, best first, on the first rank."""
         newest = given is True or (not given and self._auto_resume)
         if not newest and not given:
             return []
         storage = saves.source(saves.root)
-        listed = folders(storage, saves.root)
+        storage.refresh([])
+        listed = [one.path for one in trainer_folders(scan(storage, saves.root, depth=1))]
         if not newest:
             folder = _given_folder(saves, os.fspath(given), self._output_dir)
-            if not listed or folder != listed[0][1]:
-                found = candidates_in(saves.source(folder), folder)
+            if not listed or folder != listed[0]:
+                found = candidates_in(saves.source(folder), [folder])
                 if not found:
                     raise LayoutError(folder, "holds no whole checkpoint", "pass resume_from_checkpoint=True")
                 return found
             # a script that looked for the newest
-        found = whole_first(storage, [one for _, folder in listed for one in candidates_in(storage, folder)])
+        found = candidates_in(storage, listed)
         if listed and not found and given:
             problem = f"holds {len(listed)} checkpoints, and none was committed"
             raise LayoutError(saves.root, problem, "train from the beginning, without resume_from_checkpoint")
         if not found:
-            check_no_foreign(storage, [folder for _, folder in listed])
+            check_no_foreign(storage, listed)
         return found
 
     def _load(self, saves: Folders, engine: Any, path: str, strict: bool) -> None:
@@ -569,10 +570,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         self.wait()  # the best model at the end
         folder = posixpath.join(saves.root, posixpath.basename(path.rstrip("/")))
-        found = saves.on_first_rank(lambda: candidates_in(saves.source(folder), folder))
+        found = saves.on_first_rank(lambda: candidates_in(saves.source(folder), [folder]))
         if not found:
             raise LayoutError(folder, "holds no whole checkpoint", "was the best checkpoint removed?")
-        saves.restore(engine, saves.open(Candidate(*found[0])), strict=strict, weights_only=True)
+        saves.restore(engine, saves.open(found[0]), strict=strict, weights_only=True)
         self._current = folder, int(engine.global_steps)
 
     def load_rng_state(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:

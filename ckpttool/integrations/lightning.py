@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import posixpath
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -25,9 +24,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import Candidate, candidates
+from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
+from ckpttool.formats.scan import scan
 from ckpttool.integrations.deepspeed.folders import Folders, FoldersByStorage, candidates_in, set_rng_of
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.frameworks import check_signatures
@@ -123,7 +123,7 @@ class CkptSaves:
         saves = self._folders.at(folder)
         saves.wait()
         found = saves.on_first_rank(lambda: _find(saves, folder))
-        checkpoint = saves.open(Candidate(*found[0]))
+        checkpoint = saves.open(found[0])
         module = strategy.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         report = saves.restore(
@@ -181,10 +181,7 @@ def newest_checkpoint(
     root = absolute_path(checked_path("directory", directory))
     storage = open_storage(root, storage_options)
     found = []
-    for entry in storage.listing(root) if storage.is_dir(root) else []:
-        folder = posixpath.join(root, entry.name)
-        if not entry.is_dir:
-            continue
+    for folder in (one.path for one in scan(storage, root, depth=1) if not one.hidden):
         commit = next((one for one in candidates(storage, folder) if one.committed), None)
         if commit is None:
             LOG.warning("%s was not committed and is passed over", folder)
@@ -220,10 +217,10 @@ def check_strategy() -> None:
     check_signatures(DeepSpeedStrategy, PARAMETERS, release=release, known="lightning 2.5 or 2.6", overrides=True)
 
 
-def _find(saves: Folders, folder: str) -> list[tuple[str, str, bool]]:
+def _find(saves: Folders, folder: str) -> list[str]:
     if not saves.source(folder).is_dir(folder):
         raise LayoutError(folder, "does not exist", "pass newest_checkpoint(DIRECTORY) as ckpt_path")
-    found = candidates_in(saves.source(folder), folder)
+    found = candidates_in(saves.source(folder), [folder])
     if not found:
         raise LayoutError(folder, "holds no whole checkpoint", "pass newest_checkpoint(DIRECTORY) as ckpt_path")
     return found

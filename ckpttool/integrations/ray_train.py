@@ -26,18 +26,18 @@ import posixpath
 import secrets
 import weakref
 from collections.abc import Mapping
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import ray.train
 
-from ckpttool.catalog.cleanup import is_old, remove_unchanged
-from ckpttool.catalog.restore_order import Candidate, candidates, step_of
+from ckpttool.catalog.cleanup import remove_unchanged
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.runs import PREFIX, directory_name, last_commit, latest_of_ray, ray_folders, run_commits
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
-from ckpttool.commit.marks import is_alive, state_of, unfinished_below
-from ckpttool.commit.ray_runs import PREFIX, directory_name, last_commit, latest_of_ray, own_directories, run_commits
+from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
 from ckpttool.errors import CkptError, PlanError
+from ckpttool.formats.scan import scan
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.ray.train_run import storage_of, url_of
@@ -266,14 +266,14 @@ class RayTrainCheckpoints:
         self.restored = manager.restored
         return state
 
-    def _found(self) -> list[Any]:
-        """Return the candidates to resume from, newest first."""
+    def _found(self) -> list[str]:
+        """Return the checkpoints to resume from, newest first."""
         known = ray.train.get_checkpoint()
         return _run_candidates(
             self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path)
         )
 
-    def _report_unknown(self, found: list[Candidate], restored: str) -> None:
+    def _report_unknown(self, found: list[str], restored: str) -> None:
         """Report the restored checkpoint if Ray does not know it: a worker died between commit and report.
 
         Earlier commits unknown to Ray are reported too, in order, so that Ray's rules apply to them; except those older
@@ -283,20 +283,20 @@ class RayTrainCheckpoints:
             self._whole.add(name)
             self._report(name, metrics)
 
-    def _unreported(self, found: list[Candidate], restored: str) -> list[tuple[str, dict[str, float]]]:
+    def _unreported(self, found: list[str], restored: str) -> list[tuple[str, dict[str, float]]]:
         storage, unheard = self._storage, []
         reported = ray.train.get_all_reported_checkpoints(
             consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
         )
         known = {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in reported}
-        for candidate in found[[c.path for c in found].index(restored) :]:
-            root = posixpath.dirname(candidate.path)
+        for path in found[found.index(restored) :]:
+            root, tag = posixpath.split(path)
             name = posixpath.basename(root)
-            if name in known or not candidate.committed:
+            if name in known or not is_commit(storage, path):
                 break
-            manifest = read_manifest(storage, candidate.path)
-            if not size_problems(storage, candidate.path, manifest):
-                settle(self._storage, root, candidate.tag)
+            manifest = read_manifest(storage, path)
+            if not size_problems(storage, path, manifest):
+                settle(self._storage, root, tag)
                 unheard.append((name, dict(manifest.metrics)))
         return unheard[::-1]
 
@@ -317,17 +317,16 @@ class RayTrainCheckpoints:
         """Return the directories of killed workers, with the state of each."""
         storage, found = self._storage, {}
         storage.refresh([])
-        for _, entry in own_directories(storage, self._root):
-            if entry.name in self._whole:  # known to be complete, not checked after every save
+        for one in ray_folders(storage, self._root):
+            if one.tag in self._whole:  # known to be complete, not checked after every save
                 continue
-            directory = posixpath.join(self._root, entry.name)
-            state = state_of(storage, directory)
-            if any(is_commit(storage, f"{directory}/{e.name}") for e in storage.listing(directory) if e.is_dir):
-                self._whole.add(entry.name)
+            directory, state = one.path, state_of(storage, one.path)
+            if any(tag.committed for tag in scan(storage, directory, depth=1)):
+                self._whole.add(one.tag)
                 continue
-            times = [entry.modified, *(e.modified for _, e in walk(storage, directory))]
+            times = [one.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            alive = any(is_alive(read_mark(storage, one)) for one in unfinished_below(storage, directory))
+            alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished_below(storage, directory))
             if newest < math.inf and is_old(newest, self._grace) and not alive:
                 found[directory] = state
         return found
@@ -347,24 +346,21 @@ class RayTrainCheckpoints:
         return bool(new)
 
 
-def _run_candidates(storage: Storage, run: str, reported: str) -> list[Any]:
-    """Return the candidates of a run, newest first: commits, and the last checkpoint reported without ckpttool."""
+def _run_candidates(storage: Storage, run: str, reported: str) -> list[str]:
+    """Return the checkpoints of a run, newest first: commits, and the last one reported without ckpttool."""
     commits = run_commits(storage, run)
-    found = [[c.tag, c.path, True] for c in commits]
+    found = [one.path for one in commits]
     if reported and not posixpath.basename(reported).startswith(PREFIX):
         for other in reversed(candidates(storage, reported)):
-            step = step_of(storage, other.path, other.tag)
-            at = next((n for n, c in enumerate(commits) if c.step < step), len(commits))
-            found.insert(at, list(astuple(other)))
+            found.insert(next((n for n, c in enumerate(commits) if c.step < other.step), len(commits)), other.path)
     return found
 
 
-def _candidates(storage: Storage, root: str) -> list[Any]:
-    """Return the candidates at a path of the user: a run, a root of checkpoints, or one checkpoint of any format."""
+def _candidates(storage: Storage, root: str) -> list[str]:
+    """Return the checkpoints at a path of the user: a run, a root of checkpoints, or one checkpoint of any format."""
     latest = latest_of_ray(storage, root)
     found = _run_candidates(storage, root, posixpath.join(root, latest) if latest else "")
-    found = found or [list(astuple(c)) for c in candidates(storage, root)]
-    return found or [list(astuple(Candidate("", root, committed=False)))]
+    return found or [one.path for one in candidates(storage, root)] or [root]
 
 
 def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:

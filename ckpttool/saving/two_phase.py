@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import Checksums
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import REPLACED, Manifest, commits, read_manifest
+from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats.locate import LATEST, named_tag
+from ckpttool.formats.scan import commits, scan, tag_in
 from ckpttool.formats.whole import is_whole
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.coordination import RankError
 from ckpttool.saving.files import HashedFile, put_new, take_over
-from ckpttool.storage import MANIFEST, MARK, find_text, is_linked, walk
+from ckpttool.storage import LATEST, MANIFEST, MARK, find_text, is_linked, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -293,7 +293,7 @@ def _directory_state(storage: WritableStorage, directory: str, request: Request)
     if not request.overwrite:
         what = "is saved already" if is_commit(storage, directory) else "holds other files"
         raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
-    if commits(storage, directory):
+    if commits(scan(storage, directory)):
         raise StorageError(directory, "holds other checkpoints", "choose another tag")
     return "replaced"
 
@@ -315,7 +315,7 @@ def _rename_replaced(storage: WritableStorage, root: str, directory: str) -> Non
             _try_each([partial(_restore_replaced, storage, directory)])
         raise
     if not moved:
-        if not any(c != directory for c in commits(storage, root)):
+        if not any(one.path != directory for one in commits(scan(storage, root))):
             problem = "is the only whole checkpoint, and this storage cannot keep it until the new one is committed"
             raise StorageError(directory, problem, "choose another tag")
         storage.remove_tree(directory)
@@ -419,7 +419,7 @@ def _parent_fields(storage: Storage, root: str, named: str | None, request: Requ
     """Return the fields of the manifest that name the previous commit."""
     if request.before is not None:
         return {"parent": request.before[0], "number": request.before[1] + 1}
-    before = named_tag(named or "")
+    before = tag_in(named or "")
     for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
         try:
             if (before != request.tag or directory.endswith(REPLACED)) and is_commit(storage, directory):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ckpttool.messages import without_secrets
 from ckpttool.storage.base import (
     BESIDE,
+    LATEST,
+    LATEST_UNIVERSAL,
     MANIFEST,
     MARK,
     PIN,
@@ -38,6 +40,8 @@ from ckpttool.storage.specs import connect
 __all__ = [
     "BESIDE",
     "HALF_REMOVED",
+    "LATEST",
+    "LATEST_UNIVERSAL",
     "LOCAL",
     "LOCAL_SPEC",
     "MANIFEST",

@@ -14,16 +14,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LinkError, StorageError
-from ckpttool.storage.base import FOLLOW_LINKS
+from ckpttool.storage.base import FOLLOW_LINKS, LATEST, LATEST_UNIVERSAL
 from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.storage.base import Entry, Storage
-
-LATEST = ("latest", "latest_universal")
-"""Files that identify the root of a checkpoint."""
 
 
 def local_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> LocalStorage:
@@ -120,7 +117,7 @@ class ConfinedStorage(LocalStorage):
             above = os.path.dirname(base)
             if _is_within(full, base):
                 found += _link_targets(base)
-                if any(os.path.isfile(os.path.join(above, name)) for name in LATEST):
+                if any(os.path.isfile(os.path.join(above, name)) for name in (LATEST, LATEST_UNIVERSAL)):
                     found.append(os.path.realpath(above))
         # The parent of a tag's directory holds sidecar files and other tags.
         return found or _link_targets(os.path.dirname(full))

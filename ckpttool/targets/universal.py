@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef
 from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
-from ckpttool.formats.locate import LATEST_UNIVERSAL
 from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, ScalarState, State
 from ckpttool.model.places import Contiguous
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
+from ckpttool.storage import LATEST_UNIVERSAL
 from ckpttool.targets.torch import (
     TorchFileBuilder,
     copy_embedded,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog.trainer_runs import rotate
+from ckpttool.catalog.cleanup import rotate
 from ckpttool.errors import PruneError
 from ckpttool.storage import LOCAL, aside_name
 from tests.cli.command import ckpttool, ckpttool_without_privileges, without_privileges

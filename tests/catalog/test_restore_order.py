@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.runs import directory_name, last_commit, run_commits
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
-from ckpttool.commit.ray_runs import directory_name, last_commit, run_commits
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, open_storage
@@ -95,10 +95,10 @@ def test_leftovers_with_future_times_are_removed_and_a_live_save_stays(tmp_path:
         began = {"process": process, "began": marks._began(process)}
         (tmp_path / name / MARK).write_text(json.dumps({**mark, **began}))
         os.utime(tmp_path / name / MARK, (time.time() + 1e8,) * 2)
-    tidy(LOCAL, str(tmp_path), None, grace=900)
+    maintain(LOCAL, str(tmp_path), None, grace=900)
     assert os.listdir(tmp_path) == ["live"]
     os.utime(tmp_path / "live" / MARK, (1, 1))
-    tidy(LOCAL, str(tmp_path), None, grace=900)
+    maintain(LOCAL, str(tmp_path), None, grace=900)
     assert os.listdir(tmp_path) == ["live"]
 
 
@@ -137,7 +137,7 @@ def test_the_newest_saves_are_kept_and_not_the_last_steps(how: str, last: int, k
     if how == "prune":
         ckpttool.prune(rewound, keep_last=last)
     else:
-        tidy(LOCAL, str(rewound), Rules(last=last), grace=0)
+        maintain(LOCAL, str(rewound), Rules(last=last), grace=0)
     assert {p.name for p in rewound.iterdir() if p.is_dir()} == {f"step{step}" for step in kept}
 
 

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain, rotate
 from ckpttool.catalog.retention import Rules
-from ckpttool.catalog.trainer_runs import rotate
-from ckpttool.catalog.upkeep import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import settle
@@ -30,7 +28,7 @@ def _save(root: Path, tags: list[str], metric: float = 0.5) -> None:
 
 
 def _tidied(root: Path, rules: Rules) -> set[str]:
-    tidy(LOCAL, str(root), rules, grace=0)
+    maintain(LOCAL, str(root), rules, grace=0)
     return set(whole(str(root)))
 
 
@@ -51,6 +49,13 @@ def test_leftovers_of_a_nested_tag_are_removed(tmp_path: Path) -> None:
     (tmp_path / "run" / "step2" / ".ckpttool-staging").write_text("{}")
     assert _tidied(tmp_path, Rules(last=1)) == {"run/step1"}
     assert os.listdir(tmp_path / "run") == ["step1"]
+
+
+def test_a_killed_removal_of_a_nested_tag_is_finished(tmp_path: Path) -> None:
+    _save(tmp_path, ["run/step1", "run/step2"])
+    (tmp_path / "run" / "step1").rename(tmp_path / "run" / aside_name("step1"))
+    assert _tidied(tmp_path, Rules(last=1)) == {"run/step2"}
+    assert os.listdir(tmp_path / "run") == ["step2"]
 
 
 def test_a_long_name_can_be_removed(tmp_path: Path) -> None:
@@ -78,7 +83,7 @@ def _cut_short(root: Path, tag: str) -> None:
 
 def test_the_replaced_checkpoint_stays_while_the_new_one_is_damaged(tmp_path: Path) -> None:
     _cut_short(tmp_path, "step1")
-    tidy(LOCAL, str(tmp_path), None, grace=0)
+    maintain(LOCAL, str(tmp_path), None, grace=0)
     assert whole(str(tmp_path))["step1.replaced"] == version(1)
 
 
@@ -119,7 +124,7 @@ def test_nothing_outside_the_root_is_cleared_away(tmp_path: Path, caplog: pytest
     before = sorted(str(p) for p in elsewhere.rglob("*"))
     for name in ("step1", "step2", "nested"):
         (root / name).symlink_to(elsewhere / name)
-    tidy(LOCAL, str(root), Rules(last=1), grace=0)
+    maintain(LOCAL, str(root), Rules(last=1), grace=0)
     assert sorted(str(p) for p in elsewhere.rglob("*")) == before
     assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["nested", "step1", "step2", "step9"]
     assert f"{root}/step2 is reached through a link and is not removed" in caplog.text

@@ -16,18 +16,17 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.digest import same_weights
-from ckpttool.catalog import cleanup, entries, retention, thinning, upkeep
-from ckpttool.catalog.cleanup import remove_left_over_files
+from ckpttool.catalog import cleanup, entries, retention, thinning
+from ckpttool.catalog.cleanup import maintain, remove_left_over_files, rotate
 from ckpttool.catalog.entries import CatalogEntry
-from ckpttool.catalog.restore_order import candidates, whole_first
+from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Decision, Rules, decide
-from ckpttool.catalog.trainer_runs import rotate
-from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import identity
 from ckpttool.commit.pins import Pin, find_pin
 from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
 from ckpttool.formats import open_checkpoint
+from ckpttool.formats.scan import scan
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
@@ -267,7 +266,7 @@ def test_all_read_latest_alike(text: str, root: Path) -> None:
     found = api.ls(root)
     assert found.problems == ()
     assert [e.name for e in found.entries if e.latest] == ["step2"]
-    assert [e.name for e in entries.committed(LOCAL, str(root)) if e.latest] == ["step2"]
+    assert [e.name for e in entries.committed(LOCAL, str(root), scan(LOCAL, str(root))) if e.latest] == ["step2"]
     assert cleanup.changed_since(LOCAL, str(root / "step2"), "", str(root)) == "latest names it meanwhile"
     assert candidates(LOCAL, str(root))[0].tag == "step2"
     maintain(LOCAL, str(root), Rules(last=1), grace=0)
@@ -488,8 +487,8 @@ def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(
     def refuse(*_: object, **__: object) -> bool:
         raise StorageError("step1/file", "permission denied", "check who may read and write it")
 
-    monkeypatch.setattr(upkeep, "recover", refuse)
-    monkeypatch.setattr(upkeep, "is_gone", lambda *_: False)
+    monkeypatch.setattr(cleanup, "recover", refuse)
+    monkeypatch.setattr(cleanup, "is_gone", lambda *_: False)
     assert [d.keep for d in api.prune(root, keep_last=2)] == [False, False, True, True]
     assert "step1/file: permission denied" in caplog.text
 
@@ -517,14 +516,6 @@ def test_torn_checkpoints_of_other_formats_and_with_weights_stay(tmp_path: Path)
     found = {d.entry.name: d for d in api.prune(tmp_path / "run", torn=True)}["global_step1_universal"]
     assert found.keep
     assert not found.entry.whole
-
-
-def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(root: Path) -> None:
-
-    api.prune(root, keep_last=2, thin="bf16")
-    api.pin(root / "step2", why="not asked for here")
-    found = [(f"step{n}", f"{root}/step{n}", True) for n in (2, 4, 1, 3)] + [("plain", f"{root}/nowhere", False)]
-    assert [tag for tag, _, _ in whole_first(LOCAL, found)] == ["step4", "step3", "plain", "step2", "step1"]
 
 
 def test_a_checkpoint_that_is_not_understood_is_not_torn(tmp_path: Path) -> None:

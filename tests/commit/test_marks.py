@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import commits
 from ckpttool.errors import CkptError
+from ckpttool.formats.scan import commits, scan
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.cli.command import staging_of
@@ -44,11 +44,11 @@ def test_the_manifest_of_a_killed_copy_on_disk_commits_nothing(run: Path, tmp_pa
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     (left,) = staging_of(copy / "step1")
     assert {MANIFEST, MARK} <= set(os.listdir(left))
-    assert commits(LOCAL, str(copy)) == []
+    assert commits(scan(LOCAL, str(copy))) == []
     with pytest.raises(CkptError, match="half-written by a killed run"):
         ckpttool.inspect(left)
     ckpttool.cp(run, copy, prove=True)
-    assert commits(LOCAL, str(copy)) == [str(copy / "step1")]
+    assert [one.path for one in commits(scan(LOCAL, str(copy)))] == [str(copy / "step1")]
 
 
 def test_the_manifest_of_a_killed_copy_in_a_bucket_commits_nothing(
@@ -76,7 +76,7 @@ def test_upkeep_leaves_a_checkpoint_into_which_a_command_was_writing(manifest: b
         (directory / MANIFEST).unlink()
     (directory / MARK).write_text('{"key": "", "files": ["model.safetensors"], "over": []}')
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    assert tidy(LOCAL, str(run), None, grace=0) == []
+    maintain(LOCAL, str(run), None, grace=0)
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     assert is_commit(LOCAL, str(directory)) == manifest
 

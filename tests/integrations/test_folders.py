@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.integrations.deepspeed.folders import Folders
+import pytest
+
+from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
+from ckpttool.integrations.deepspeed.folders import Folders, candidates_in
 from ckpttool.saving.coordination import Alone
+from ckpttool.storage import LOCAL, aside_name
+from tests.saving.checkpoints import save_version
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,3 +35,22 @@ def test_the_first_rank_waits_until_the_others_have_its_decision(tmp_path: Path)
     folders._met = ranks
     assert folders.on_first_rank(lambda: 7) == 7
     assert [options["last"] for options in ranks.options] == [True]
+
+
+def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(tmp_path: Path) -> None:
+    names = [f"checkpoint-{n}" for n in (3, 2, 1)]
+    for number, name in enumerate(names):
+        save_version(LOCAL, str(tmp_path / name), Alone(), "step", number)
+    options = ThinOptions(dtype="bf16", grace=0.0)
+    thin(LOCAL, plan_thinning(LOCAL, str(tmp_path / names[0] / "step"), options), options)
+    found = candidates_in(LOCAL, [str(tmp_path / name) for name in names])
+    assert found == [str(tmp_path / name / "step") for name in (names[1], names[2], names[0])]
+
+
+def test_lightning_resumes_from_no_checkpoint_that_was_being_removed(tmp_path: Path) -> None:
+    strategy = pytest.importorskip("ckpttool.integrations.lightning", reason="lightning is not installed")
+    for number in (1, 2):
+        save_version(LOCAL, str(tmp_path / f"step={number}.ckpt"), Alone(), "checkpoint", number)
+    assert strategy.newest_checkpoint(tmp_path) == str(tmp_path / "step=2.ckpt")
+    (tmp_path / "step=2.ckpt").rename(tmp_path / aside_name("step=2.ckpt"))
+    assert strategy.newest_checkpoint(tmp_path) == str(tmp_path / "step=1.ckpt")

@@ -8,9 +8,10 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.catalog.cleanup import left_over, tidy
+from ckpttool.catalog.cleanup import left_over, maintain
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import is_commit
+from ckpttool.formats.scan import scan
 from ckpttool.formats.whole import open_whole
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.faults import disks
@@ -164,7 +165,7 @@ class Bench:
                         timeout=crew.TIMEOUT,
                     )  # fmt: skip
                 elif isinstance(step, Tidy) and ranks.rank == 0:
-                    tidy(LOCAL, f"{base}/root", None if step.last is None else Rules(step.last), grace=0)
+                    maintain(LOCAL, f"{base}/root", None if step.last is None else Rules(step.last), grace=0)
                 heard[ranks.rank] = number
 
         outcomes = crew.Crew(size, self.machine, self.clock).do(work)
@@ -205,7 +206,7 @@ class Bench:
         found = chosen(root)
         assert found is not None
         assert (found[0], number_of(found[1], [9])) == (last.tag, 9)
-        assert left_over(LOCAL, root, grace=0) == {}
+        assert left_over(scan(LOCAL, root), grace=0) == {}
         assert debris(root) == []
         after = whole(root)
         gone = before.keys() - after.keys() - {f"{last.tag}.replaced"}

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError
@@ -136,7 +136,7 @@ class History(RuleBasedStateMachine):
     def prune(self, last: int) -> None:
         here, found = whole(self.root), chosen(self.root)
         commits = {t for t in here if os.path.exists(f"{self.root}/{t}/{MANIFEST}")}
-        tidy(LOCAL, self.root, Rules(last), grace=0)
+        maintain(LOCAL, self.root, Rules(last), grace=0)
         after = whole(self.root)
         # Whatever goes, what would be restored stays, unless it was only set aside for one that is there now.
         if found is not None and not found[0].endswith(".replaced") and not self.rotten:
@@ -151,7 +151,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def tidy(self) -> None:
         before = whole(self.root)
-        tidy(LOCAL, self.root, None, grace=0)
+        maintain(LOCAL, self.root, None, grace=0)
         after = whole(self.root)
         gone = before.keys() - after.keys()
         assert all(tag.endswith(".replaced") and tag.removesuffix(".replaced") in after for tag in gone), gone

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import HostPayload, PlainFile, write_files
@@ -100,7 +100,7 @@ def _work(machine: Machine, clock: crew.Clock, url: str, save: Save, requests: l
         place = requests[ranks.rank].storage()
         save_version(place, url, ranks, save.tag, NEW, overwrite=save.overwrite, timeout=crew.TIMEOUT)
         if ranks.rank == 0:
-            tidy(place, url, None, grace=0)
+            maintain(place, url, None, grace=0)
         if ranks.rank in machine.dead:
             raise Killed
 
@@ -185,7 +185,7 @@ def _assert_survived(url: str, save: Save, *, succeeded: bool) -> None:
     place = open_storage(url)
     tag = "step7" if before.keys() == {save.tag} else save.tag  # the only one cannot be replaced
     save_version(place, url, Alone(), tag, 9, overwrite=tag in before)
-    tidy(place, url, None, grace=0)
+    maintain(place, url, None, grace=0)
     found = chosen(url, open_remote(url, {}))
     assert found is not None
     assert (found[0], number_of(found[1], [9])) == (tag, 9)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ckpttool.catalog.cleanup import tidy
+from ckpttool.catalog.cleanup import maintain
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL
 from tests.faults.disks import CHANGES
@@ -111,7 +111,7 @@ def test_killed_processes(store: str, everything: list[Ended], crash_points: Cal
         assert found is not None
         number_of(found[1], [2] if other is not None and not failed else [1, 2])
         save_version(LOCAL, ended.root, Alone(), "step3", 3)
-        tidy(LOCAL, ended.root, None, grace=0)
+        maintain(LOCAL, ended.root, None, grace=0)
         assert debris(ended.root) == []
         found = chosen(ended.root)
         assert found is not None

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog.cleanup import left_over, tidy
+from ckpttool.catalog.cleanup import left_over, maintain
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Rules
 from ckpttool.checksums import crc32
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.errors import CkptError, ContainerError, StorageError
+from ckpttool.formats.scan import scan
 from ckpttool.formats.whole import open_whole
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone, RankError, Ranks
@@ -398,18 +399,18 @@ def test_damage_is_found(root: str, damage: str) -> None:
 def test_the_best_stay(root: str) -> None:
     for number, loss in enumerate([0.9, 0.2, 0.5, 0.1, 0.7], 1):
         put(root, f"step{number}", number, metrics={"loss": loss})
-    tidy(LOCAL, root, Rules(best="loss:min:2"), grace=0)
+    maintain(LOCAL, root, Rules(best="loss:min:2"), grace=0)
     assert whole(root).keys() == {"step2", "step4", "step5"}  # the newest in any case
-    tidy(LOCAL, root, Rules(best="loss:max"), grace=0)
+    maintain(LOCAL, root, Rules(best="loss:max"), grace=0)
     assert whole(root).keys() == {"step5"}
 
 
 def test_no_metric_is_no_reason_to_remove(root: str) -> None:
     put(root, "step1", 1)
     put(root, "step2", 2)
-    tidy(LOCAL, root, Rules(best="loss"), grace=0)
+    maintain(LOCAL, root, Rules(best="loss"), grace=0)
     assert whole(root).keys() == {"step1", "step2"}
-    tidy(LOCAL, root, Rules(last=1, best="loss"), grace=0)
+    maintain(LOCAL, root, Rules(last=1, best="loss"), grace=0)
     assert whole(root).keys() == {"step2"}
 
 
@@ -417,7 +418,7 @@ def test_damaged_manifest_does_not_end_retention(root: str) -> None:
     for number in (1, 2, 3, 4):
         put(root, f"step{number}", number)
     os.truncate(f"{root}/step2/{MANIFEST}", 10)
-    tidy(LOCAL, root, Rules(last=1), grace=0)
+    maintain(LOCAL, root, Rules(last=1), grace=0)
     assert sorted(d for d in os.listdir(root) if d.startswith("step")) == ["step2", "step4"]
 
 
@@ -425,12 +426,12 @@ def test_a_recent_directory_may_belong_to_a_running_save(root: str) -> None:
     put(root, "step1", 1)
     os.makedirs(f"{root}/step2")
     open(f"{root}/step2/{MARK}", "w").close()
-    tidy(LOCAL, root, None, grace=3600)
+    maintain(LOCAL, root, None, grace=3600)
     assert os.path.exists(f"{root}/step2")
-    assert left_over(LOCAL, root, grace=3600) == {}
+    assert left_over(scan(LOCAL, root), grace=3600) == {}
     aged(root, f"step2/{MARK}")
-    assert list(left_over(LOCAL, root, grace=3600)) == [f"{root}/step2"]
-    tidy(LOCAL, root, None, grace=3600)
+    assert list(left_over(scan(LOCAL, root), grace=3600)) == [f"{root}/step2"]
+    maintain(LOCAL, root, None, grace=3600)
     assert not os.path.exists(f"{root}/step2")
 
 
@@ -438,14 +439,14 @@ def test_the_marker_of_a_committed_checkpoint_is_cleared(root: str) -> None:
     put(root, "step1", 1)
     open(f"{root}/step1/{MARK}", "w").close()
     assert whole(root) == {"step1": version(1)}
-    tidy(LOCAL, root, None, grace=3600)
+    maintain(LOCAL, root, None, grace=3600)
     assert not os.path.exists(f"{root}/step1/{MARK}")
 
 
 def test_a_replaced_checkpoint_stays_until_the_commit(root: str) -> None:
     put(root, "step1", 1)
     shutil.copytree(f"{root}/step1", f"{root}/step2.replaced")
-    tidy(LOCAL, root, None, grace=0)
+    maintain(LOCAL, root, None, grace=0)
     assert os.path.exists(f"{root}/step2.replaced")
     put(root, "step2", 2)
     assert not os.path.exists(f"{root}/step2.replaced")
@@ -476,7 +477,7 @@ def test_a_torn_checkpoint_pushes_no_whole_one_out(root: str) -> None:
     put(root, "step2", 2)
     path = f"{root}/step2/{min(version(2))}"
     os.truncate(path, os.path.getsize(path) // 2)
-    tidy(LOCAL, root, Rules(last=1), grace=0)
+    maintain(LOCAL, root, Rules(last=1), grace=0)
     assert chosen(root) == ("step1", version(1))
 
 
@@ -486,7 +487,7 @@ def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: s
     put(root, "step3", 3)
     path = f"{root}/step1/{min(version(1))}"
     os.truncate(path, os.path.getsize(path) // 2)
-    tidy(LOCAL, root, Rules(last=1, best="loss"), grace=0)
+    maintain(LOCAL, root, Rules(last=1, best="loss"), grace=0)
     assert whole(root).keys() == {"step3"}
 
 

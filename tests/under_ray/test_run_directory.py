@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.checksums import of_bytes
-from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
-from ckpttool.commit.ray_runs import (
+from ckpttool.catalog.runs import (
     SNAPSHOT,
     directory_name,
     is_checkpoint_name,
@@ -21,6 +19,8 @@ from ckpttool.commit.ray_runs import (
     listed_by_ray,
     run_commits,
 )
+from ckpttool.checksums import of_bytes
+from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.truth import HERE, source
@@ -65,7 +65,7 @@ def test_the_newest_commit_comes_first_and_of_one_step_the_later(tmp_path: Path)
     (torn / MARK).write_text("{}")
     _save(tmp_path, OF_RAY)
     (tmp_path / ".validate_storage_marker").touch()
-    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == [names[2], names[1], names[0]]
+    assert [os.path.basename(c.root) for c in run_commits(LOCAL, str(tmp_path))] == [names[2], names[1], names[0]]
     assert run_commits(LOCAL, str(tmp_path / "nowhere")) == []
 
 
@@ -74,7 +74,7 @@ def test_commits_of_one_step_are_in_the_order_of_commits_whatever_the_clock_says
     for name, seconds in zip(names, (3e6, 2e6, 1e6), strict=True):
         for path in (tmp_path / name).rglob("*"):
             os.utime(path, (seconds, seconds))
-    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == names[::-1]
+    assert [os.path.basename(c.root) for c in run_commits(LOCAL, str(tmp_path))] == names[::-1]
     assert last_commit(LOCAL, str(tmp_path)) == ("bb", 3)
     assert last_commit(LOCAL, str(tmp_path / "nowhere")) == ("", 0)
 
@@ -90,7 +90,7 @@ def test_checkpoints_removed_by_ray_meanwhile_are_left_out(tmp_path: Path, monke
         return found
 
     monkeypatch.setattr(LOCAL, "listing", removing)
-    assert [c.name for c in run_commits(LOCAL, str(tmp_path))] == [stays]
+    assert [os.path.basename(c.root) for c in run_commits(LOCAL, str(tmp_path))] == [stays]
 
 
 @pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_123456789_0a1b2c3d"])

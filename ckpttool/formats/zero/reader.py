@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit import has_manifest
 from ckpttool.errors import LayoutError
-from ckpttool.formats.locate import LATEST
 from ckpttool.formats.reports import RESTORE, WEIGHTS_ALONE
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero import stage3, stage12
@@ -40,6 +39,7 @@ from ckpttool.model import (
     State,
     Topology,
 )
+from ckpttool.storage import LATEST
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

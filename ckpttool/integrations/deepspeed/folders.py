@@ -13,16 +13,16 @@ import logging
 import os
 import posixpath
 import re
-from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.catalog.restore_order import Candidate, candidates
-from ckpttool.catalog.trainer_runs import trainer_commits
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.runs import trainer_commits
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError
+from ckpttool.formats.scan import scan, trainer_folders
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.load import restore_engine
@@ -39,8 +39,9 @@ from ckpttool.storage import connect, local_path, open_storage, scheme_of
 from ckpttool.storage.confined import confined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from ckpttool.formats.scan import Found
     from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
@@ -188,15 +189,14 @@ class Folders:
         # The first rank waits for the others: it may be the end of its process, which may hold their store.
         return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
 
-    def open(self, candidate: Candidate) -> Checkpoint:
-        """Open a checkpoint, on every rank.
+    def open(self, path: str) -> Checkpoint:
+        """Open the checkpoint in the directory of a tag, on every rank.
 
         Raises:
             CkptError: It is incomplete or damaged; the same on every rank.
         """
-        storage = self.source(posixpath.dirname(candidate.path))
-        opener = partial(open_whole, storage, candidate.path)
-        return open_together(candidate.path, storage, opener, self.ranks, timeout=self._timeout)
+        storage = self.source(posixpath.dirname(path))
+        return open_together(path, storage, partial(open_whole, storage, path), self.ranks, timeout=self._timeout)
 
     def write_files(self, checkpoint: Checkpoint, directory: str) -> None:
         """Write the framework's files for this rank into a local directory, on every rank.
@@ -259,14 +259,14 @@ class Folders:
     def _begin(self, folder: str) -> list[Any]:
         storage = self.storage
         storage.refresh([])
-        found = trainer_commits(storage, posixpath.dirname(folder))
+        found = trainer_commits(trainer_folders(scan(storage, posixpath.dirname(folder), depth=1)))
         if storage.is_dir(folder):
-            if storage.remote and any(one.folder != folder for one in found):
+            if storage.remote and any(one.name != folder for one in found):
                 storage.remove_tree(folder)  # a bucket cannot replace a commit as a whole
             else:  # weights of an abandoned run
                 names = [e.name for e in storage.listing(folder) if not e.is_dir and is_weights(e.name)]
                 storage.delete([posixpath.join(folder, name) for name in names])
-        return [found[-1].attempt, found[-1].number] if found else ["", 0]
+        return [found[0].attempt, found[0].number] if found else ["", 0]
 
 
 class FoldersByStorage:
@@ -317,16 +317,20 @@ def was_within_epoch(report: LoadReport) -> bool:
     return isinstance(state, dict) and state.get(WITHIN_EPOCH) is True
 
 
-def candidates_in(storage: Storage, folder: str) -> list[tuple[str, str, bool]]:
-    """Return the checkpoints in a folder, best first, as JSON data; warn of a folder that has none.
+def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
+    """Return the directories of the checkpoints in some folders, best first; warn of a folder that has none.
+
+    Thin checkpoints come after all others: a run cannot go on from one, only take its weights.
 
     Raises:
-        StorageError: The folder cannot be read.
+        StorageError: A folder cannot be read.
     """
-    found = [astuple(one) for one in candidates(storage, folder)]
-    if not found:
-        LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is passed over"))
-    return [(tag, path, committed) for tag, path, committed in found]
+    found: list[Found] = []
+    for folder in folders:
+        found += (inside := candidates(storage, folder))
+        if not inside:
+            LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is passed over"))
+    return [one.path for one in sorted(found, key=lambda one: one.thin)]
 
 
 def why_not(storage: Storage, folder: str) -> str:

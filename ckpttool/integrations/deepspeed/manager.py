@@ -7,16 +7,16 @@ import logging
 import posixpath
 import time
 import weakref
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import Candidate, none_restored
+from ckpttool.catalog.cleanup import maintain
+from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules
-from ckpttool.catalog.upkeep import maintain
 from ckpttool.commit.signing import read_key
-from ckpttool.errors import ArgumentError, CkptError, LinkError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -343,10 +343,8 @@ class CheckpointManager:
         self, engine: Any, tag: str | None, options: LoadOptions, *, committed: bool, signed: bool
     ) -> dict[str, Any] | None:
         self.wait()
-        from ckpttool.integrations.deepspeed.newest import find
-
         found = self.begin_restore(
-            engine, lambda: [astuple(c) for c in find(self.source, self.root, tag)], options,
+            engine, lambda: [one.path for one in find(self.source, self.root, tag)], options,
             root=self.root, tag=tag, committed=committed, signed=signed,
         )  # fmt: skip
         opener = self.opener(committed=committed, signed=signed)
@@ -369,13 +367,13 @@ class CheckpointManager:
         return partial(open_whole, key=self._key if signed else None, committed=committed)
 
     def begin_restore(
-        self, engine: Any, search: Callable[[], Any], options: LoadOptions, **arguments: Any
-    ) -> list[Candidate]:
-        """Search for candidates on the first rank, when all ranks are ready to restore with the same arguments."""
+        self, engine: Any, search: Callable[[], list[str]], options: LoadOptions, **arguments: Any
+    ) -> list[str]:
+        """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments."""
         from ckpttool.integrations.deepspeed.engine import inspect_engine
 
         arguments |= {"strict": options.strict, "weights_only": options.weights_only, "dry_run": options.dry_run}
-        found = agree_to_begin(
+        found: list[str] = agree_to_begin(
             self._agreeing_ranks(),
             self.root,
             arguments,
@@ -383,10 +381,10 @@ class CheckpointManager:
             timeout=self._timeout,
             decide=search,
         )
-        return [Candidate(*one) for one in found]
+        return found
 
     def restore_first(
-        self, found: Sequence[Candidate], engine: Any, options: LoadOptions, *, fall_back: bool,
+        self, found: Sequence[str], engine: Any, options: LoadOptions, *, fall_back: bool,
         open_: Opener = open_whole,
     ) -> dict[str, Any] | None:  # fmt: skip
         """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged."""
@@ -398,15 +396,13 @@ class CheckpointManager:
         ranks, storage = self._agreeing_ranks(), self.source
         first: CkptError | None = None
         thin = False
-        for candidate in found:
+        for path in found:
             try:
-                checkpoint = open_together(
-                    candidate.path, storage, partial(open_, storage, candidate.path), ranks, timeout=self._timeout
-                )
+                checkpoint = open_together(path, storage, partial(open_, storage, path), ranks, timeout=self._timeout)
                 if checkpoint.thin and fall_back and not options.weights_only:
                     first, thin = first or thin_error(checkpoint), True
                     continue  # an older one may be whole
-                agree = partial(agree_on_all_ranks, ranks, candidate.path, timeout=self._timeout)
+                agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)
                 report = restore_engine(engine, checkpoint, options, agree)
             except (PlanError, LinkError, RankError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
@@ -414,7 +410,7 @@ class CheckpointManager:
                 if not fall_back:
                     raise
                 if ranks.rank == 0:  # the other ranks have the same error
-                    LOG.warning("%s cannot be restored, trying the one before it: %s", candidate.path, error)
+                    LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
                 first = first or error
                 continue
             if not options.dry_run and ranks.rank == 0:
@@ -422,7 +418,13 @@ class CheckpointManager:
             self.restored = report
             return dict(report.client_state)
         if first is not None:
-            raise none_restored(self.root, len(found), first, thin=thin)
+            held = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
+            problem = f"holds {held}, and none can be restored; of the newest: {first.problem}"
+            weights = (
+                "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
+            )
+            hint = f"restore one from a copy, {weights}or choose another root to begin anew"
+            raise LayoutError(self.root, problem, hint)
         return None
 
     def preempted(self, *, reset: bool = False) -> bool:

@@ -10,11 +10,11 @@ from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import PARTIAL
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
-from ckpttool.storage import MANIFEST, MARK
+from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK
 
 MAX_NAME_BYTES = 200
 """Maximum bytes of a part of a tag: file names have at most 255, and a replacement or removal adds suffixes."""
-NOT_TAGS = frozenset({"latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
+NOT_TAGS = frozenset({LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
 """Names of files in the root: no tag may have them."""
 CHOOSE = "choose another tag"
 

@@ -16,10 +16,10 @@ import numpy as np
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType, walk
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import PlanError
-from ckpttool.formats.locate import LATEST
 from ckpttool.model import MASTER
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks
+from ckpttool.storage import LATEST
 from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, opaque_object, plain_file, view
 from ckpttool.targets.zero.layout import TargetGroups, piece
 

@@ -1,4 +1,4 @@
-"""List the checkpoints in a run directory of Ray Train, and those that Ray's snapshot needs.
+"""List the checkpoints in the directories of runs: of a Hugging Face Trainer, of Accelerate, and of Ray Train.
 
 Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a checkpoint that is
 gone refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
@@ -10,43 +10,51 @@ import contextlib
 import json
 import posixpath
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import Saved, newest_first, read_manifest
-from ckpttool.errors import CkptError, LayoutError, StorageError
-from ckpttool.storage import MANIFEST
+from ckpttool.catalog.restore_order import Saved, candidates, newest_first
+from ckpttool.errors import LayoutError, StorageError
+from ckpttool.formats.scan import Found, last_number, scan
+from ckpttool.storage import MANIFEST, is_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
-    from ckpttool.storage import Entry, Storage
+    from ckpttool.storage import Storage
 
 PREFIX = "ckpttool_"
-"""Prefix of the directory that ckpttool creates in the run directory for each save."""
+"""Prefix of the directory that ckpttool creates in the run directory of Ray Train for each save."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """File in which Ray Train lists the checkpoints of the run."""
 MAX_BYTES = 1 << 28
 """Most bytes of a snapshot; one of a hundred thousand checkpoints is smaller."""
-_OWN = re.compile(rf"{PREFIX}(\d+)_[0-9a-f]+")
+_OWN = re.compile(rf"{PREFIX}\d+_[0-9a-f]+")
 _OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class RunCommit:
-    """A committed checkpoint of a run."""
+def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
+    """Return the whole checkpoints of a trainer's run by the paths of their folders, as ``newest_first`` orders them.
 
-    name: str
-    """Directory of the save in the run directory."""
-    tag: str
-    """Tag: the directory in that of the save."""
-    path: str
-    """Directory of the tag."""
-    step: int
-    """Steps of the engine."""
-    committed: float
-    """Modification time of the manifest in seconds since 1970, by the clock of the storage."""
+    Tensor bytes are not read. Thin checkpoints, from which no run can resume, are left out, and so are folders that
+    another process removes meanwhile, as Ray Train does with old checkpoints.
+
+    Args:
+        folders: The folders, as ``trainer_folders`` orders them.
+
+    Raises:
+        StorageError: A folder cannot be read.
+    """
+    found: list[Saved] = []
+    for folder in folders:
+        try:
+            best = candidates(folder.storage, folder.path)[:1]
+        except StorageError as error:
+            if not is_gone(folder.storage, error):
+                raise
+            continue
+        usable = [one for one in best if not one.committed or (one.manifest is not None and not one.thin)]
+        found += [Saved.of(folder.path, last_number(folder.tag), one.manifest) for one in usable]
+    return newest_first(found)
 
 
 def directory_name(step: int, token: str) -> str:
@@ -64,48 +72,41 @@ def is_checkpoint_name(name: str) -> bool:
     return bool(_OWN.fullmatch(name) or _OF_RAY.fullmatch(name))
 
 
-def own_directories(storage: Storage, run: str) -> Iterator[tuple[int, Entry]]:
-    """Yield the directories of ckpttool's saves in a run directory: the step in the name, and the entry.
+def ray_folders(storage: Storage, run: str) -> list[Found]:
+    """Return the directories of ckpttool's saves in a run directory of Ray Train.
 
     Raises:
         StorageError: The directory cannot be read.
     """
-    for entry in storage.listing(run) if storage.is_dir(run) else []:
-        match = _OWN.fullmatch(entry.name)
-        if match is not None and entry.is_dir:
-            yield int(match[1]), entry
+    return [one for one in scan(storage, run, depth=1) if _OWN.fullmatch(one.tag)]
 
 
-def run_commits(storage: Storage, run: str) -> list[RunCommit]:
-    """Return the commits in a run directory, newest first, as ``newest_first`` orders them.
+def run_commits(storage: Storage, run: str) -> list[Found]:
+    """Return the commits in a run directory of Ray Train, newest first, as ``newest_first`` orders them.
 
     Raises:
         StorageError: A directory cannot be read.
     """
     storage.refresh([])
-    directories = list(own_directories(storage, run))
+    folders = ray_folders(storage, run)
     with contextlib.suppress(StorageError):  # only saves requests: the code below reports errors
-        storage.refresh([posixpath.join(run, entry.name, MANIFEST) for _, entry in directories])
-    found = []
-    for step, entry in directories:
-        directory = posixpath.join(run, entry.name)
+        storage.refresh([posixpath.join(folder.path, MANIFEST) for folder in folders])
+    dated = []
+    for folder in folders:
         try:
-            found += list(_commits_in(storage, directory, step))
+            dated += [(_written(one), one) for one in scan(storage, folder.path, depth=1) if one.committed]
         except StorageError:
             storage.refresh([])
-            if storage.is_dir(directory):
+            if storage.is_dir(folder.path):
                 raise
             # Ray's controller has removed the directory meanwhile, by its CheckpointConfig
-    by_path = {c.path: c for c in sorted(found, key=lambda c: c.name, reverse=True)}
-    return [by_path[path] for path in newest_first([_saved(storage, c) for c in by_path.values()])]
+    dated.sort(key=lambda pair: (pair[0], pair[1].path), reverse=True)  # old manifests have no numbers
+    found = {one.path: one for _, one in dated}
+    return [found[saved.name] for saved in newest_first([Saved.of(p, o.step, o.manifest) for p, o in found.items()])]
 
 
-def _saved(storage: Storage, commit: RunCommit) -> Saved:
-    try:
-        manifest = read_manifest(storage, commit.path)
-    except CkptError:
-        return Saved(commit.path, commit.step, modified=commit.committed)
-    return Saved.of(commit.path, manifest, modified=commit.committed)
+def _written(one: Found) -> float:
+    return next((entry.modified or 0.0 for entry in one.entries if entry.name == MANIFEST), 0.0)
 
 
 def last_commit(storage: Storage, run: str) -> tuple[str, int]:
@@ -114,21 +115,8 @@ def last_commit(storage: Storage, run: str) -> tuple[str, int]:
     Raises:
         StorageError: A directory cannot be read.
     """
-    for commit in run_commits(storage, run):
-        try:
-            manifest = read_manifest(storage, commit.path)
-        except CkptError:
-            continue
-        return manifest.attempt, manifest.number
-    return "", 0
-
-
-def _commits_in(storage: Storage, directory: str, step: int) -> Iterator[RunCommit]:
-    for tag in (e.name for e in storage.listing(directory) if e.is_dir):
-        path = posixpath.join(directory, tag)
-        if is_commit(storage, path):
-            committed = next((e.modified or 0.0 for e in storage.listing(path) if e.name == MANIFEST), 0.0)
-            yield RunCommit(posixpath.basename(directory), tag, path, step, committed)
+    manifests = (one.manifest for one in run_commits(storage, run))
+    return next(((found.attempt, found.number) for found in manifests if found is not None), ("", 0))
 
 
 def listed_by_ray(storage: Storage, run: str) -> frozenset[str]:

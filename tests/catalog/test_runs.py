@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.catalog.trainer_runs import rotate, trainer_commits
-from ckpttool.commit.manifest import commits
+from ckpttool.catalog.cleanup import rotate
+from ckpttool.catalog.runs import trainer_commits
+from ckpttool.formats.scan import commits, scan, trainer_folders
 from ckpttool.storage import aside_name
 from ckpttool.storage.local import LocalStorage
 from tests.truth import source
@@ -42,7 +43,8 @@ def _run(root: Path) -> None:
 @pytest.mark.parametrize("victim", ["checkpoint-3", "checkpoint-3/global_step3"])
 def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(victim: str, tmp_path: Path) -> None:
     _run(tmp_path)
-    found = trainer_commits(_Removing(os.path.join(tmp_path, victim)), str(tmp_path))
+    storage = _Removing(os.path.join(tmp_path, victim))
+    found = trainer_commits(trainer_folders(scan(storage, str(tmp_path), depth=1)))
     assert [one.step for one in found] == [6]
 
 
@@ -66,11 +68,12 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
     kept = LocalStorage.listing
     monkeypatch.setattr(LocalStorage, "listing", listing)
     with pytest.raises(ckpttool.StorageError, match="Input/output error"):
-        trainer_commits(LocalStorage(), str(tmp_path))
+        trainer_commits(trainer_folders(scan(LocalStorage(), str(tmp_path), depth=1)))
 
 
 def test_a_tag_that_is_removed_meanwhile_is_no_commit(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "ckpttool.json").write_text("{}")
-    assert commits(_Removing(os.path.join(tmp_path, "a")), str(tmp_path)) == [os.path.join(tmp_path, "b")]
+    storage = _Removing(os.path.join(tmp_path, "a"))
+    assert [one.tag for one in commits(scan(storage, str(tmp_path)))] == ["b"]

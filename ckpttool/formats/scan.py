@@ -1,0 +1,213 @@
+"""List the directories of a root that may be checkpoints.
+
+All that opens, lists, restores, rotates or removes checkpoints filters and sorts these records. The module lies in
+``formats`` because ``formats.locate`` and ``saving`` need it, and import nothing above.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ckpttool.commit import is_commit
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats.zero.files import is_of_tag
+from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_linked
+from ckpttool.storage.confined import leads_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckpttool.commit.manifest import Manifest
+    from ckpttool.storage import Entry, Storage
+
+MAX_PARTS = 4
+"""Most components of a tag."""
+_FOLDER = re.compile(r"checkpoint([-_])(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory below a root that may be a checkpoint. Its properties are read when they are asked for."""
+
+    storage: Storage
+    """Storage of the root."""
+    root: str
+    """Path or URL of the root."""
+    tag: str
+    """Path of the directory relative to the root."""
+    modified: float | None = None
+    """Modification time of the directory in seconds since 1970; None if the storage does not report one."""
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the directory."""
+        return posixpath.join(self.root, self.tag)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the name begins with a dot, as that of a directory that a killed removal left."""
+        return posixpath.basename(self.tag).startswith(".")
+
+    @property
+    def outside(self) -> bool:
+        """Whether the directory is reached through a link that the storage does not follow."""
+        return leads_out(self.storage, self.path)
+
+    @property
+    def link(self) -> str | None:
+        """Resolved path of a directory that is reached through a link below the root; None for others."""
+        return os.path.realpath(self.path) if is_linked(self.storage, self.root, self.path) else None
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of the directory.
+
+        Raises:
+            StorageError: It cannot be listed; another process may have removed it.
+        """
+        return self.storage.listing(self.path)
+
+    @property
+    def is_tag(self) -> bool:
+        """Whether the directory has files of a tag; False if it cannot be listed."""
+        try:
+            return has_files_of_tag(self.entries)
+        except StorageError:
+            return False
+
+    @property
+    def marked(self) -> bool:
+        """Whether the directory has an in-progress marker."""
+        return self.storage.exists(posixpath.join(self.path, MARK))
+
+    @cached_property
+    def committed(self) -> bool:
+        """Whether the directory is a commit."""
+        return is_commit(self.storage, self.path)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a commit, without the files; None if it cannot be read."""
+        from ckpttool.commit.manifest import read_manifest  # most commands do without
+
+        try:
+            return replace(read_manifest(self.storage, self.path), files={}) if self.committed else None
+        except CkptError:
+            return None
+
+    @property
+    def thin(self) -> bool:
+        """Whether it is a commit of a thin checkpoint."""
+        return self.manifest is not None and bool(self.manifest.thin)
+
+    @property
+    def step(self) -> int:
+        """The step of the manifest, or else the last number in the tag; -1 without a number."""
+        return last_number(self.tag) if self.manifest is None else self.manifest.step
+
+
+def scan(storage: Storage, root: str, *, depth: int = MAX_PARTS, above: str = "") -> list[Found]:
+    """Return the directories below a root, also hidden ones and links, and those in directories without files.
+
+    Args:
+        storage: Storage of the root.
+        root: The directory; if it does not exist, nothing is found.
+        depth: Most components of a tag; with 1 the directories themselves are not listed.
+        above: Return only the directories in this one, a path relative to the root.
+
+    Raises:
+        StorageError: A directory cannot be listed, and no other process has removed it.
+    """
+    directory = posixpath.join(root, above) if above else root
+    found = []
+    for entry in storage.listing(directory) if storage.is_dir(directory) else []:
+        if not entry.is_dir:
+            continue
+        found.append(one := Found(storage, root, posixpath.join(above, entry.name), entry.modified))
+        if depth > 1 and not one.hidden and not one.outside and _has_only_directories(one):
+            found += scan(storage, root, depth=depth - 1, above=one.tag)
+    return found
+
+
+def _has_only_directories(one: Found) -> bool:
+    try:
+        entries = one.entries
+    except StorageError as error:
+        if not is_gone(one.storage, error):
+            raise
+        return False
+    return bool(entries) and all(entry.is_dir for entry in entries)
+
+
+def commits(found: Iterable[Found]) -> list[Found]:
+    """Return the commits among the directories of a scan, without hidden ones."""
+    return [one for one in found if not one.hidden and not one.outside and one.committed]
+
+
+def trainer_folders(found: Iterable[Found], separators: str = "-_") -> list[Found]:
+    """Return the directories with a trainer's names of checkpoints, the last step first."""
+    steps = [(step, one) for one in found if (step := step_of_folder(one.tag, separators)) is not None]
+    return [one for _, one in sorted(steps, key=lambda pair: (pair[0], pair[1].tag), reverse=True)]
+
+
+def step_of_folder(name: str, separators: str = "-_") -> int | None:
+    """Return the step in a trainer's name of a checkpoint; None for other names.
+
+    Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``): ``checkpoint-N``; accelerate 1.15,
+    accelerator.py (``save_state``): ``checkpoint_N``.
+    """
+    match = _FOLDER.fullmatch(name)
+    return int(match[2]) if match is not None and match[1] in separators else None
+
+
+def folder_name(step: int, separator: str = "-") -> str:
+    """Return a trainer's name of a checkpoint."""
+    return f"checkpoint{separator}{step}"
+
+
+def has_files_of_tag(entries: Iterable[Entry]) -> bool:
+    """Return whether a directory with these entries is that of a tag."""
+    return any(is_of_tag(entry.name) for entry in entries if not entry.is_dir)
+
+
+def named_tag(storage: Storage, root: str, latest: str = LATEST) -> str:
+    """Return the tag that the file ``latest`` of a root names, which may not exist; "" without one.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    return tag_in(find_text(storage, posixpath.join(root, latest)) or "")
+
+
+def tag_in(text: str) -> str:
+    """Return the tag that the content of a ``latest`` file names, which may not exist; "" without one.
+
+    DeepSpeed joins the text to the root, so that "./TAG/" means TAG; some editors prepend a byte order mark.
+    """
+    text = text.strip().removeprefix("\ufeff").strip()
+    return "/".join(part for i, part in enumerate(text.rstrip("/").split("/")) if part != "." or i)
+
+
+def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Return a sort key that puts global_step9 before global_step10."""
+    parts: list[tuple[int, int | str]] = []
+    digits = ""
+    for c in name + "\0":
+        if c.isdecimal():
+            digits += c
+            continue
+        if digits:
+            parts.append((0, int(digits)))
+            digits = ""
+        parts.append((1, c))
+    return tuple(parts)
+
+
+def last_number(name: str) -> int:
+    """Return the last number in a name; -1 without one."""
+    return next((int(value) for kind, value in reversed(natural_order(name)) if kind == 0), -1)
