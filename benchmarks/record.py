@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ckpttool.storage.direct_io import file_system_of
+from ckpttool.storage.local_writer import file_system_of
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "record.json"

@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from ckpttool.api.consolidate import ConsolidateReport, consolidate
     from ckpttool.api.convert import ConvertReport, convert
     from ckpttool.api.cp import CpReport, cp
-    from ckpttool.api.ls import ls
-    from ckpttool.api.pin import pin, unpin
-    from ckpttool.api.prune import prune
+    from ckpttool.api.keeping import ls, pin, prune, unpin
     from ckpttool.api.reading import ExtractReport, diff, digest, extract, extract_to_file, inspect, stats, verify
     from ckpttool.api.resume_config import resume_config
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
-    from ckpttool.commit.pins import Pin
+    from ckpttool.commit.marks import Pin
     from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError, StorageError
     from ckpttool.integrations.deepspeed.load import load, preview
     from ckpttool.integrations.deepspeed.manager import CheckpointManager
@@ -43,14 +41,12 @@ _MODULES = {
     "api.consolidate": "ConsolidateReport consolidate",
     "api.convert": "ConvertReport convert",
     "api.cp": "CpReport cp",
-    "api.ls": "ls",
-    "api.pin": "pin unpin",
-    "api.prune": "prune",
+    "api.keeping": "ls pin prune unpin",
     "api.reading": "ExtractReport diff digest extract extract_to_file inspect stats verify",
     "api.resume_config": "resume_config",
     "catalog.entries": "Catalog CatalogEntry",
     "catalog.retention": "Decision",
-    "commit.pins": "Pin",
+    "commit.marks": "Pin",
     "errors": "CkptError ContainerError LayoutError PlanError StorageError",
     "integrations.deepspeed.load": "load preview",
     "integrations.deepspeed.manager": "CheckpointManager",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ckpttool.api.options import Options
     from ckpttool.execution.distributed import Workers
-    from ckpttool.execution.forecast import Needs
+    from ckpttool.execution.output.destination import Needs
     from ckpttool.execution.read_checks import ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan

@@ -21,13 +21,13 @@ from ckpttool.commit.marks import (
     PARTIAL,
     TakenError,
     below,
+    find_pin,
     is_alive,
     is_old,
     is_unfinished,
     state_of,
     unfinished_below,
 )
-from ckpttool.commit.pins import find_pin
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
 from ckpttool.formats.whole import is_whole, open_whole

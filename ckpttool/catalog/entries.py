@@ -15,8 +15,7 @@ from ckpttool.catalog.restore_order import Saved, last_after, latest_tag, newest
 from ckpttool.catalog.runs import is_checkpoint_name, listed_by_ray
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
-from ckpttool.commit.marks import below, is_alive, state_of, unfinished_below
-from ckpttool.commit.pins import find_pin
+from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.commit.manifest import Manifest
-    from ckpttool.commit.pins import Pin
+    from ckpttool.commit.marks import Pin
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 

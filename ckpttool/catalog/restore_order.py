@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 from ckpttool.formats.scan import Found, has_files_of_tag, named_tag, natural_order, scan
 from ckpttool.storage import MARK
-from ckpttool.storage.error_texts import MISSING
+from ckpttool.storage.base import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

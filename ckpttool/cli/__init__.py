@@ -16,10 +16,7 @@ from ckpttool.cli._errors import run_command
 MODULES = {
     "reading": ("inspect", "verify", "diff", "stats", "extract"),
     "writing": ("consolidate", "convert", "average", "cp"),
-    "ls": ("ls",),
-    "prune": ("prune",),
-    "pin": ("pin",),
-    "unpin": ("unpin",),
+    "keeping": ("ls", "prune", "pin", "unpin"),
 }
 """The module of each command."""
 COMMANDS = {command: module for module, commands in MODULES.items() for command in commands}

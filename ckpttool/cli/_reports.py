@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpttool.api._run import Written
     from ckpttool.catalog.entries import Catalog, CatalogEntry
     from ckpttool.catalog.retention import Decision
-    from ckpttool.commit.pins import Pin
+    from ckpttool.commit.marks import Pin
     from ckpttool.execution.read_checks import ReadReport
 
 

@@ -21,7 +21,7 @@ from ckpttool.execution.run import check_copies, skipped
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CopyPlan, ranges_read
 from ckpttool.plan.split import FileSplitter
-from ckpttool.storage.directory_writer import DirectoryPartWriter
+from ckpttool.storage.local_writer import DirectoryPartWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

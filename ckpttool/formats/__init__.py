@@ -13,10 +13,10 @@ from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
+from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.rank_states import with_rank_states
 from ckpttool.formats.registry import formats_with_tags
-from ckpttool.formats.reports import raise_at_once
 from ckpttool.messages import brief
 from ckpttool.storage import (
     WAIT,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.commit.checksummed import ChecksummedStorage
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 

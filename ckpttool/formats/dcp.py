@@ -19,8 +19,7 @@ from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, TruncatedError
-from ckpttool.formats.fields import MAX_DIMENSIONS, Fields, fingerprint, shape_of
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, Fields, fingerprint, shape_of
 from ckpttool.formats.strided import Box, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.messages import brief
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.reports import Report
     from ckpttool.storage import Reader, Storage
 
 

@@ -1,15 +1,17 @@
-"""Typed access to unpickled mappings: a wrong type or a missing key raises an error that names the key."""
+"""Typed access to unpickled mappings, whose errors name the key, and receivers of the readers' findings."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ckpttool.containers.values import Opaque, TensorRef
-from ckpttool.errors import LayoutError
+from ckpttool.errors import CkptError, LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 T = TypeVar("T")
 MAX_DIMENSIONS = 64
@@ -141,3 +143,23 @@ def enum_value(value: object) -> int | None:
 def describe(value: object) -> str:
     """Return the name of a value's type, for errors."""
     return value.qualified_name if isinstance(value, Opaque) else type(value).__name__
+
+
+Report = Callable[[CkptError], None]
+"""Receives a finding: raises it at once, or collects it so that reading continues as far as possible."""
+
+RESTORE = "restore it from a copy, or choose another tag"
+"""Advice for a missing or damaged file."""
+WHOLE = "load it with its framework, and save whole weights or a checkpoint of torch.distributed.checkpoint"
+"""Advice for the files of single ranks of other frameworks."""
+WEIGHTS_ALONE = (
+    "written from weights alone: load it with load_module_only=True at stages 1 and 2, and with "
+    "load_optimizer_states=False and load_lr_scheduler_states=False at stage 3; DeepSpeed makes the masters from the "
+    "16-bit weights"
+)
+"""Remark on a checkpoint of DeepSpeed without an optimizer."""
+
+
+def raise_at_once(error: CkptError) -> NoReturn:
+    """Raise the finding: for callers that accept only sound checkpoints."""
+    raise error

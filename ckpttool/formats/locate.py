@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.formats.reports import WHOLE
+from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.scan import has_files_of_tag, named_tag, natural_order, scan, trainer_folders
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.messages import brief

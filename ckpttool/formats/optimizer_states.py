@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers import safetensors
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE
 from ckpttool.formats.tensors import states_in
 from ckpttool.messages import brief
 from ckpttool.model import (

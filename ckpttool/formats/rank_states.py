@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE
 from ckpttool.model import Checkpoint, CheckpointFile
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.formats.zero.files import RUN_STATE
 
 if TYPE_CHECKING:
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.reports import Report
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 

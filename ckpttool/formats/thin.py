@@ -25,8 +25,8 @@ from ckpttool.storage import LATEST
 
 if TYPE_CHECKING:
     from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.reports import Report
     from ckpttool.storage import Storage
 
 SUFFIX = ".safetensors"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
-from ckpttool.formats.fields import MAX_DIMENSIONS, Fields
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, Fields
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.experts import Experts, with_experts
 from ckpttool.formats.zero.file_set import Opener
@@ -57,8 +56,8 @@ from ckpttool.storage import LATEST_UNIVERSAL
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.reports import Report
     from ckpttool.storage import Storage
 
 FOLDER = "zero"

@@ -16,9 +16,9 @@ from ckpttool.containers.torch_file import TorchFile, read_torch_file
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
-from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.tensors import states_in, whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.checksums import Record
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Report
     from ckpttool.storage import Storage
 
 RESTORE = "restore it from a copy"

@@ -15,7 +15,7 @@ from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.run import memory_bytes
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
-from ckpttool.storage.posix import replace_files
+from ckpttool.storage.local import replace_files
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:

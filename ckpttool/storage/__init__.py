@@ -11,7 +11,9 @@ from ckpttool.storage.base import (
     MARK,
     PIN,
     THINNING,
+    WAIT,
     Entry,
+    ExistsError,
     PartWriter,
     RangeReader,
     Reader,
@@ -20,10 +22,26 @@ from ckpttool.storage.base import (
     WritableStorage,
     Writer,
     find_text,
+    storage_error,
+    translate_os_errors,
     walk,
 )
-from ckpttool.storage.error_texts import WAIT, ExistsError, storage_error, translate_os_errors
-from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalReader, LocalStorage, is_linked, link_into, links_below
+from ckpttool.storage.local import (
+    HALF_REMOVED,
+    LOCAL,
+    LOCAL_SPEC,
+    LocalReader,
+    LocalStorage,
+    aside_name,
+    copy_range,
+    is_gone,
+    is_half_removed,
+    is_linked,
+    link_into,
+    links_below,
+    reserve,
+    write_at,
+)
 from ckpttool.storage.opening import (
     absolute_path,
     is_url,
@@ -33,8 +51,6 @@ from ckpttool.storage.opening import (
     scheme_of,
     without_credentials,
 )
-from ckpttool.storage.posix import copy_range, reserve, write_at
-from ckpttool.storage.removal import HALF_REMOVED, aside_name, is_gone, is_half_removed
 from ckpttool.storage.specs import connect
 
 __all__ = [

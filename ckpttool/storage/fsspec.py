@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.ranges import coalesced
-from ckpttool.storage.base import NO_NAMES, Entry, Writer, check_text, decode_text
-from ckpttool.storage.error_texts import MISSING, WAIT, ExistsError
+from ckpttool.storage.base import MISSING, NO_NAMES, WAIT, Entry, ExistsError, Writer, check_text, decode_text
+from ckpttool.storage.local import remove_remote
 from ckpttool.storage.opening import scheme_of
-from ckpttool.storage.removal import remove_remote
 from ckpttool.storage.retry import ShortReadError, T, Tally, call, explain
 from ckpttool.storage.specs import Described
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checksums import crc32
 from ckpttool.concurrency import in_threads
-from ckpttool.storage.base import MARK
-from ckpttool.storage.error_texts import translate_os_errors
+from ckpttool.storage.base import MARK, translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage.error_texts import MISSING, WAIT, storage_error
+from ckpttool.storage.base import MISSING, WAIT, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

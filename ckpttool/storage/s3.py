@@ -19,8 +19,7 @@ from fsspec.asyn import sync
 
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
-from ckpttool.storage.base import Writer, check_text, decode_text
-from ckpttool.storage.error_texts import ExistsError
+from ckpttool.storage.base import ExistsError, Writer, check_text, decode_text
 from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage, entry_of
 from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
 

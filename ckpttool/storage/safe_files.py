@@ -15,7 +15,7 @@ import stat
 from dataclasses import dataclass
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.posix import CREATE
+from ckpttool.storage.local import CREATE
 
 MOVE = "move it out of the way, or choose another OUT"
 """Hint for an existing file that blocks the output."""

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.arguments import checked_path
 from ckpttool.errors import StorageError
-from ckpttool.storage.base import MARK, WHOLE
-from ckpttool.storage.error_texts import translate_os_errors
+from ckpttool.storage.base import MARK, WHOLE, translate_os_errors
 from ckpttool.storage.journal import JOURNAL
-from ckpttool.storage.posix import write_at
+from ckpttool.storage.local import write_at
 from ckpttool.storage.safe_files import MOVE, Directory, check_link, check_plain, umask
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.commit.manifest import Manifest, read_manifest
-from ckpttool.commit.marks import identity
-from ckpttool.commit.pins import Pin, find_pin
+from ckpttool.commit.marks import Pin, find_pin, identity
 from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.scan import scan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.execution import copy as copy_module
-from ckpttool.storage import directory_writer
+from ckpttool.storage import local_writer
 from tests.cli.command import ckpttool, ckpttool_process
 from tests.truth import source
 
@@ -49,7 +49,7 @@ def test_two_runs_write_the_same_bytes(
     assert ckpttool("consolidate", elsewhere, tmp_path / "second", *options, "--jobs", 4).code == 0
     assert _written(tmp_path / "second") == expected
     # Where the kernel cannot copy, and into an output that was there.
-    monkeypatch.setattr(directory_writer, "copy_range", lambda *_: False)
+    monkeypatch.setattr(local_writer, "copy_range", lambda *_: False)
     shutil.copytree(first, tmp_path / "third")
     assert ckpttool("consolidate", elsewhere, tmp_path / "third", *options, "--jobs", 2, "--overwrite").code == 0
     assert _written(tmp_path / "third") == expected

@@ -315,7 +315,7 @@ def test_proving_finds_what_was_written_wrongly(tmp_path: Path, monkeypatch: pyt
             changed[-1] ^= 1
         right(fd, memoryview(changed), start, target)
 
-    monkeypatch.setattr("ckpttool.storage.directory_writer.write_at", wrong)
+    monkeypatch.setattr("ckpttool.storage.local_writer.write_at", wrong)
     error = ckpttool("consolidate", SRC, tmp_path / "out", "--to", "safetensors", "--prove").error
     assert " has the digest sha256:" in error
     assert list(tmp_path.iterdir()) == []

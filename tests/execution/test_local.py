@@ -23,8 +23,8 @@ from ckpttool.execution.run import nbytes_read
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.casts import CAST_ELEMENTS, cast
 from ckpttool.storage import LOCAL
-from ckpttool.storage.directory_writer import BUFFER_BYTES
 from ckpttool.storage.journal import JOURNAL, Journal
+from ckpttool.storage.local_writer import BUFFER_BYTES
 from ckpttool.storage.safe_files import Directory
 from ckpttool.units import Meter
 from tests.execution.outputs import run_into

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckpttool.storage import direct_io, local_writer, posix, removal
+from ckpttool.storage import local, local_writer
 from tests.faults.rules import Before, Fail, Kill, Nothing, Rule, Short
 
 if TYPE_CHECKING:
@@ -229,11 +229,11 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a machine record the disk operations of all ranks, with direct I/O in small parts, also on tmpfs."""
     monkeypatch.setattr(local_writer, "PART_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(local_writer.LocalWriter, "part_bytes", mmap.PAGESIZE)
-    monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*direct_io.FILE_SYSTEMS, "tmpfs"})
+    monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*local_writer.FILE_SYSTEMS, "tmpfs"})
     for name in sorted(_PATCHED):
         monkeypatch.setattr(os, name, partial(machine.do, name, getattr(os, name)))
-    monkeypatch.setattr(removal, "remove_tree", _remove_tree)
-    monkeypatch.setattr(local_writer, "rename_new", partial(machine.do, "rename", posix.rename_new))
+    monkeypatch.setattr(local, "remove_tree", _remove_tree)
+    monkeypatch.setattr(local_writer, "rename_new", partial(machine.do, "rename", local.rename_new))
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def test_an_output_refused_by_prove_is_not_resumed(tmp_path: Path, monkeypatch: 
 
     _convert(tmp_path / "whole", resume=False)
     with monkeypatch.context() as patch:
-        patch.setattr("ckpttool.storage.directory_writer.write_at", wrong)
+        patch.setattr("ckpttool.storage.local_writer.write_at", wrong)
         with pytest.raises(LayoutError, match="has the digest"):
             ckpttool.convert(SRC, tmp_path / "out", to="zero", world_size=3, stage=3, resume=True, prove=True)
     _convert(tmp_path / "out", resume=True)

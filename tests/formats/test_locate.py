@@ -10,8 +10,8 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
+from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.locate import NoCheckpointError, locate
-from ckpttool.formats.reports import WHOLE
 from ckpttool.formats.scan import natural_order
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.storage import LocalStorage

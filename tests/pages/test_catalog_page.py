@@ -11,7 +11,7 @@ import pytest
 import ckpttool as api
 from ckpttool.api._pages import page_of_catalog
 from ckpttool.catalog.entries import Catalog, CatalogEntry
-from ckpttool.commit.pins import Pin
+from ckpttool.commit.marks import Pin
 from tests.cli.command import ckpttool
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import LOCAL, direct_io, local_writer, posix
+from ckpttool.storage import LOCAL, local, local_writer
 from ckpttool.storage.streams import write_stream
 from tests.saving.conftest import in_memory
 
@@ -42,7 +42,7 @@ class _Os:
 
 
 def _use(fake: _Os, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (local_writer, direct_io, posix):
+    for module in (local_writer, local_writer, local):
         monkeypatch.setattr(module, "os", fake)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpttool.storage.direct_io import file_system_of
+from ckpttool.storage.local_writer import file_system_of
 
 
 def test_file_systems_are_distinguished() -> None:

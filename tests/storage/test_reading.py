@@ -180,7 +180,7 @@ def test_an_object_rewritten_while_it_is_read(
 
 def test_an_object_that_changes_between_reads_is_noticed(run: str, s3: Bucket, tmp_path: Path) -> None:
     """All was read of what was there before: what is written would still be a mixture of two moments."""
-    from ckpttool.storage.directory_writer import DirectoryWriter
+    from ckpttool.storage.local_writer import DirectoryWriter
 
     right = DirectoryWriter.write
     rewritten: list[bool] = []

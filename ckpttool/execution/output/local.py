@@ -7,9 +7,8 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.storage.direct_io import SHARING, file_system_of
-from ckpttool.storage.directory_writer import DirectoryWriter
-from ckpttool.storage.error_texts import translate_os_errors
+from ckpttool.storage.base import translate_os_errors
+from ckpttool.storage.local_writer import SHARING, DirectoryWriter, file_system_of
 from ckpttool.storage.staging import SHARED
 
 if TYPE_CHECKING:

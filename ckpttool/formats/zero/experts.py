@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE
 from ckpttool.formats.strided import box, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.partitions import Partitions, check_same_group
@@ -20,7 +20,7 @@ from ckpttool.model import ParamGroup, State
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.zero.files import ZeroFiles
 
 NATIVE = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)\.(?P<rest>.*)")

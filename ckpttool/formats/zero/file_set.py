@@ -16,8 +16,7 @@ from ckpttool.containers.torch_zip import bytes_with_crc
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError
-from ckpttool.formats.fields import Fields, describe
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE, Fields, describe
 from ckpttool.formats.zero.files import (
     AllFiles,
     ExpertFile,
@@ -51,8 +50,8 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Record
     from ckpttool.containers.unpickler import Unpickled
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.reports import Report
     from ckpttool.storage import RangeReader, Storage
 
 

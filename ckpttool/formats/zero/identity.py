@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import DTYPES, SHORT_NAMES
 from ckpttool.errors import LayoutError
-from ckpttool.formats.fields import enum_value
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE, enum_value
 from ckpttool.formats.zero.files import MAX_RANKS, parse_name
 from ckpttool.messages import brief
 

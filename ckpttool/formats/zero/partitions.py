@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
-from ckpttool.formats.fields import fingerprint
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE, fingerprint
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, ParamGroup, Replica, ScalarState, State, tensor_number
 from ckpttool.model.places import Place
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.formats.fields import Fields
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Fields, Report
     from ckpttool.formats.zero.files import RankFile, SwappedFile, ZeroFiles
 
 

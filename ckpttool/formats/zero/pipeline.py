@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.module import mapped_sizes, read_buffer_names, read_param_shapes
 from ckpttool.model import Replica

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit import has_manifest
 from ckpttool.errors import LayoutError
-from ckpttool.formats.reports import RESTORE, WEIGHTS_ALONE
+from ckpttool.formats.fields import RESTORE, WEIGHTS_ALONE
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero import stage3, stage12
 from ckpttool.formats.zero.experts import Experts, with_experts
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.containers.values import TensorRef
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
-    from ckpttool.formats.reports import Report
     from ckpttool.formats.zero.files import AllFiles, RankFile, ZeroFiles
     from ckpttool.formats.zero.pipeline import Layers
     from ckpttool.storage import Storage

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
-from ckpttool.formats.fields import Fields
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.experts import global_names, local_names
 from ckpttool.formats.zero.partitions import (
@@ -32,7 +31,7 @@ from ckpttool.model.places import Contiguous
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.zero.files import RankFile, ZeroFiles
 
 UNASSIGNED = "optimizer"

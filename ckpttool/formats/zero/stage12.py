@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
-from ckpttool.formats.fields import Fields
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.zero.experts import Experts
 from ckpttool.formats.zero.identity import check_listed, check_recorded_slices, partition_counts
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
@@ -37,7 +36,7 @@ from ckpttool.model.places import Contiguous
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.zero.files import RankFile, ZeroFiles
 
 Shapes = "Mapping[str, tuple[int, ...]]"

@@ -10,8 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats.fields import Fields, shape_of
-from ckpttool.formats.reports import RESTORE
+from ckpttool.formats.fields import RESTORE, Fields, shape_of
 from ckpttool.formats.zero.experts import Experts
 from ckpttool.formats.zero.file_set import SWAPPED
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.containers.values import TensorRef
-    from ckpttool.formats.reports import Report
+    from ckpttool.formats.fields import Report
     from ckpttool.formats.zero.files import RankFile, ZeroFiles
     from ckpttool.formats.zero.partitions import Stored
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import check_at_least
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.formats.reports import WEIGHTS_ALONE
+from ckpttool.formats.fields import WEIGHTS_ALONE
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.formats.zero.partitions import round_robin
 from ckpttool.messages import brief
