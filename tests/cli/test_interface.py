@@ -303,7 +303,8 @@ def test_terminal_gets_no_codes_from_names(checkpoint_copy: Callable[[str], Path
 
 def test_no_color_is_respected(checkpoint_copy: Callable[[str], Path]) -> None:
     assert "\x1b[32m" in _in_terminal("verify", ZERO3, "--deep", columns=80)
-    assert "\x1b" not in _in_terminal("verify", ZERO3, "--deep", columns=80, NO_COLOR="1")
+    shown = _in_terminal("verify", ZERO3, "--deep", columns=80, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[\d;]*m", shown), "only a slow run's progress may move the cursor"
 
 
 def _in_terminal(*arguments: object, columns: int, **environment: str) -> str:
