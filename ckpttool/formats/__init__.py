@@ -144,10 +144,9 @@ def _open(
     src = first.rstrip("/") or first
     if not others and tag is None and storage.exists(src):
         read = _read_marked if storage.is_dir(src) else _read_unmarked
-        if (found := read(storage, src)) is not None:
+        found = read(storage, src) or _newest_whole(storage, src, unfinished, trust_names)
+        if found is not None:
             return found
-    if not others and tag is None and (newest := _newest_whole(storage, first, unfinished, trust_names)) is not None:
-        return newest
     try:
         location = locate(storage, first, tag)
     except NoCheckpointError:
@@ -183,7 +182,7 @@ def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: boo
         None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
-    for directory in trainer_directories(storage, src) if storage.exists(src) else ():
+    for directory in trainer_directories(storage, src):
         try:
             found = _open([directory], storage, None, raise_at_once, unfinished, trust_names)
         except StorageError:

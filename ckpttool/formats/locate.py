@@ -180,7 +180,6 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
     Raises:
         StorageError: The storage cannot be read.
     """
-    src = src.rstrip("/") or src
     if not storage.is_dir(src) or any(storage.exists(posixpath.join(src, n)) for n in (LATEST, LATEST_UNIVERSAL)):
         return []
     found = scan(storage, src, depth=1) if not has_files_of_tag(storage.listing(src)) else []
