@@ -55,8 +55,9 @@ def make_sources(scale: str, count: int) -> tuple[list[Path], list[Path]]:
             directory.mkdir(parents=True)
             subprocess.run(
                 [CKPTTOOL, "consolidate", str(root), str(directory / "same"), "--to", "safetensors"],
-                check=True, capture_output=True,
-            )  # fmt: skip
+                check=True,
+                capture_output=True,
+            )
             made = directory / "same" / "model.safetensors"
             subprocess.run(
                 [PYTHON, "-c", PERTURB, str(made), str(directory / "model.safetensors"), str(number)], check=True

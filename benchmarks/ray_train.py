@@ -35,10 +35,14 @@ from tests.storage import server
 
 DATA = ROOT / "ray"
 ENVIRONMENT = {
-    **server.ENVIRONMENT, "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_memory_usage_threshold": "0.98", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    **server.ENVIRONMENT,
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_memory_usage_threshold": "0.98",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-}  # fmt: skip
+}
 WIDTH = 512
 WAYS = {
     "documented": "save_checkpoint, report(from_directory)",
@@ -62,9 +66,11 @@ def train_func(config: dict[str, Any]) -> None:
     layers = max(1, config["parameters"] // (WIDTH * WIDTH))
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     settings = {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    }
     engine, *_ = deepspeed.initialize(
         model=model, config=settings, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4)
     )
@@ -158,9 +164,10 @@ def main() -> None:
         proxy.add(Latency(options.latency), times=None)
         address = proxy.url.removeprefix("http://")
         measure(
-            f"S3, {1000 * options.latency:.0f} ms", options,
+            f"S3, {1000 * options.latency:.0f} ms",
+            options,
             storage_path=f"s3://models/runs?scheme=http&endpoint_override={address}",
-        )  # fmt: skip
+        )
     ray.shutdown()
     shutil.rmtree(DATA, ignore_errors=True)
 

@@ -41,9 +41,22 @@ if TYPE_CHECKING:
 BUFFER = 256 << 10
 """Bytes that a thread takes from its socket at a time: they stay in the processor's cache until they are written."""
 UNKNOWN = frozenset(
-    {"acl", "attributes", "cors", "legal-hold", "lifecycle", "policy", "retention", "select", "tagging", "torrent",
-     "versionId", "versioning", "versions"}
-)  # fmt: skip
+    {
+        "acl",
+        "attributes",
+        "cors",
+        "legal-hold",
+        "lifecycle",
+        "policy",
+        "retention",
+        "select",
+        "tagging",
+        "torrent",
+        "versionId",
+        "versioning",
+        "versions",
+    }
+)
 """What of an object or bucket may be asked for, but is not here."""
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 

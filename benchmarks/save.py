@@ -48,14 +48,20 @@ def main() -> None:
                 "width": options.width,
             }
             environment = {
-                **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks),
+                **os.environ,
+                "DS_ACCELERATOR": "cpu",
+                "OMP_NUM_THREADS": "1",
+                "LOCAL_SIZE": str(ranks),
                 "PYTHONWARNINGS": "ignore",
-            }  # fmt: skip
+            }
             script = str(Path(__file__).with_name("save_rank.py"))
             done = subprocess.run(
-                [*command, script, json.dumps(given), str(DATA)], env=environment, capture_output=True, text=True,
+                [*command, script, json.dumps(given), str(DATA)],
+                env=environment,
+                capture_output=True,
+                text=True,
                 check=False,
-            )  # fmt: skip
+            )
             if done.returncode:
                 raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
             print(f"\n=== ZeRO-{stage}, {ranks} ranks, {options.parameters:g}M parameters ===")

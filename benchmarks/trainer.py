@@ -33,9 +33,12 @@ def main() -> None:
     DATA.mkdir(parents=True, exist_ok=True)
     given = {"parameters": int(options.parameters * 10**6), "width": options.width, "runs": options.runs}
     environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(options.ranks),
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": str(options.ranks),
         "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     script = str(Path(__file__).with_name("trainer_rank.py"))
     done = subprocess.run(

@@ -30,19 +30,32 @@ def build(directory: Path, parameters: int, width: int) -> Any:
     """Train a Trainer of so many parameters for two steps; it gathers weights where no callback prevents it."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     arguments = TrainingArguments(
-        output_dir=str(directory), max_steps=2, save_strategy="no", per_device_train_batch_size=1, use_cpu=True,
-        ddp_backend="gloo", bf16=True, optim="adamw_torch", report_to=[], disable_tqdm=True,
+        output_dir=str(directory),
+        max_steps=2,
+        save_strategy="no",
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        ddp_backend="gloo",
+        bf16=True,
+        optim="adamw_torch",
+        report_to=[],
+        disable_tqdm=True,
         deepspeed={
-            "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"},
+            "train_micro_batch_size_per_gpu": "auto",
+            "bf16": {"enabled": "auto"},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
         },
-    )  # fmt: skip
+    )
     a_layer = 4 * width * width + 3 * width * 4 * width
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=width, intermediate_size=4 * width, num_attention_heads=width // 32,
-        num_hidden_layers=max(1, parameters // a_layer), max_position_embeddings=16,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=width // 32,
+        num_hidden_layers=max(1, parameters // a_layer),
+        max_position_embeddings=16,
+    )
     line = torch.arange(16)
     data = [{"input_ids": line, "labels": line}] * (2 * dist.get_world_size() if dist.is_initialized() else 8)
     trainer = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data)
@@ -93,9 +106,10 @@ def main() -> None:
     if os.environ["RANK"] != "0":
         return
     keep(
-        f"zero3, {dist.get_world_size()} ranks, {given['parameters'] // 10**6}M", BLOCKING,
+        f"zero3, {dist.get_world_size()} ranks, {given['parameters'] // 10**6}M",
+        BLOCKING,
         {name: {"wall": [waited for waited, _ in values]} for name, values in taken.items()},
-    )  # fmt: skip
+    )
     own = statistics.median(seconds for seconds, _ in taken[next(iter(ways))])
     print("::")
     for name, values in taken.items():

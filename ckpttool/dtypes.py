@@ -62,9 +62,19 @@ SHORT_NAMES: dict[str, str] = {name: short for short, name in TRAINING_DTYPES.it
 
 _FROM_ML_DTYPES = {"BF16", "F8_E4M3", "F8_E5M2"}
 _STRUCT_CODES = {
-    "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U64": "Q", "U32": "I",
-    "U16": "H", "U8": "B", "BOOL": "?",
-}  # fmt: skip
+    "F64": "d",
+    "F32": "f",
+    "F16": "e",
+    "I64": "q",
+    "I32": "i",
+    "I16": "h",
+    "I8": "b",
+    "U64": "Q",
+    "U32": "I",
+    "U16": "H",
+    "U8": "B",
+    "BOOL": "?",
+}
 """Codes of the struct module, for the types that it knows."""
 
 

@@ -56,14 +56,18 @@ def main() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
     batch = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {
-        "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": options.stage}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": options.stage},
+        "zero_allow_untested_optimizer": True,
+    }
     accelerator = Accelerator(
-        mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        mixed_precision="bf16",
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         project_config=ProjectConfiguration(options.run, automatic_checkpoint_naming=True, total_limit=2),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if cpu else [],
-    )  # fmt: skip
+    )
     saves = prepare(accelerator, async_save=True)
     torch.manual_seed(0)
     model = build_model()

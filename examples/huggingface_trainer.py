@@ -22,9 +22,16 @@ from ckpttool.integrations.huggingface import CkptCallback
 
 WORDS, LENGTH, LINES, GLOBAL_BATCH = 32, 16, 72, 12
 MODEL = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def main() -> None:
@@ -43,15 +50,27 @@ def main() -> None:
     tokens = (torch.arange(LINES)[:, None] + torch.arange(LENGTH)) % (WORDS - 3) + 3  # they count upwards
     data = [{"input_ids": line, "labels": line} for line in tokens]
     arguments = TrainingArguments(  # before the model: at stage 3 it is then built in pieces
-        output_dir=options.run, max_steps=options.steps, save_steps=6, save_total_limit=2, learning_rate=1e-2,
-        lr_scheduler_type="constant", per_device_train_batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]),
-        optim="adamw_torch", bf16=True, report_to=[], disable_tqdm=True,
-        use_cpu=cpu, ddp_backend="gloo" if cpu else None,
+        output_dir=options.run,
+        max_steps=options.steps,
+        save_steps=6,
+        save_total_limit=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]),
+        optim="adamw_torch",
+        bf16=True,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu else None,
         deepspeed={
-            "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": options.stage}, "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": options.stage},
+            "zero_allow_untested_optimizer": True,
         },
-    )  # fmt: skip
+    )
     trainer = Trainer(
         model=LlamaForCausalLM(LlamaConfig(**MODEL)), args=arguments, train_dataset=data, eval_dataset=data
     )

@@ -54,10 +54,15 @@ def main() -> None:
     rows = torch.utils.data.TensorDataset(inputs.bfloat16(), (inputs.roll(1, dims=1) * 0.5).bfloat16())
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = lightning.Trainer(
-        devices=ranks, strategy=CkptDeepSpeedStrategy(stage=options.stage, async_save=True), precision="bf16-true",
-        max_epochs=options.epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        devices=ranks,
+        strategy=CkptDeepSpeedStrategy(stage=options.stage, async_save=True),
+        precision="bf16-true",
+        max_epochs=options.epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[ModelCheckpoint(options.run, filename="{epoch}", save_top_k=2, monitor="step", mode="max")],
-    )  # fmt: skip
+    )
     module = Regression()
     newest = newest_checkpoint(options.run)
     loader = torch.utils.data.DataLoader(rows, batch_size=GLOBAL_BATCH // ranks)

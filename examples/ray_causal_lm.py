@@ -15,9 +15,16 @@ from typing import Any
 
 WORDS, LENGTH, LINES, BATCH = 32, 16, 96, 12
 MODEL = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def lines() -> Any:
@@ -107,13 +114,12 @@ def main() -> None:
         train_func,
         train_loop_config={"epochs": options.epochs, "stage": options.stage},
         scaling_config=ScalingConfig(
-            num_workers=options.workers, use_gpu=options.gpu,
+            num_workers=options.workers,
+            use_gpu=options.gpu,
             resources_per_worker={"GPU": 1} if options.gpu else {"CPU": 0.5},
         ),
-        run_config=RunConfig(
-            name="counting", storage_path=storage, failure_config=FailureConfig(max_failures=2)
-        ),
-    ).fit()  # fmt: skip
+        run_config=RunConfig(name="counting", storage_path=storage, failure_config=FailureConfig(max_failures=2)),
+    ).fit()
     for _, metrics in result.best_checkpoints:
         print(f"epoch {metrics['epoch']:.0f} on {metrics['workers']} workers: loss {metrics['loss']:.4f}")
     if options.export:

@@ -97,15 +97,19 @@ def fit(config: dict[str, Any], storage: str, workers: tuple[int, int], *, gpu: 
         train_func,
         train_loop_config=config,
         scaling_config=ScalingConfig(
-            num_workers=workers, use_gpu=gpu, resources_per_worker={"GPU": 1} if gpu else {"CPU": 1},
+            num_workers=workers,
+            use_gpu=gpu,
+            resources_per_worker={"GPU": 1} if gpu else {"CPU": 1},
             elastic_resize_monitor_interval_s=interval,
         ),
         run_config=RunConfig(
-            name="elastic", storage_path=storage, checkpoint_config=CheckpointConfig(num_to_keep=3),
+            name="elastic",
+            storage_path=storage,
+            checkpoint_config=CheckpointConfig(num_to_keep=3),
             # Not relax_collectives_on_preemption: the shards of the workers that leave would be missing.
             failure_config=FailureConfig(max_failures=5),
         ),
-    )  # fmt: skip
+    )
     return trainer.fit()
 
 
@@ -208,10 +212,19 @@ def check(true: bool, what: str) -> None:
 def drain(address: str, node_id: str, seconds: int) -> None:
     """Announce that a node will go, as clouds do for spot instances."""
     command = [
-        os.path.join(os.path.dirname(sys.executable), "ray"), "drain-node", "--address", address, "--node-id", node_id,
-        "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds",
+        os.path.join(os.path.dirname(sys.executable), "ray"),
+        "drain-node",
+        "--address",
+        address,
+        "--node-id",
+        node_id,
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        "spot",
+        "--deadline-remaining-seconds",
         str(seconds),
-    ]  # fmt: skip
+    ]
     subprocess.run(command, check=True, capture_output=True)  # noqa: S603
 
 
@@ -229,9 +242,12 @@ def main() -> None:
             simulate(options.storage or scratch)
             return
         config = {
-            "steps": options.steps, "save_every": 100, "pause": 0.0, "log": f"{scratch}/events.jsonl",
+            "steps": options.steps,
+            "save_every": 100,
+            "pause": 0.0,
+            "log": f"{scratch}/events.jsonl",
             "stop": f"{scratch}/stop",
-        }  # fmt: skip
+        }
         low, high = options.workers
         print(fit(config, options.storage or scratch, (low, high), gpu=options.gpu, interval=60.0).checkpoint)
 

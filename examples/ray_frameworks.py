@@ -35,9 +35,11 @@ def use_cpu() -> bool:
 def settings(config: dict[str, Any], workers: int) -> dict[str, Any]:
     """DeepSpeed's configuration: the same global batch on any number of workers."""
     return {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // workers, "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": config["stage"]}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // workers,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": config["stage"]},
+        "zero_allow_untested_optimizer": True,
+    }
 
 
 def train_with_trainer(config: dict[str, Any]) -> None:
@@ -51,11 +53,20 @@ def train_with_trainer(config: dict[str, Any]) -> None:
     cpu, workers = use_cpu(), ray.train.get_context().get_world_size()
     set_seed(0)
     arguments = TrainingArguments(
-        output_dir="trainer", max_steps=config["steps"], save_steps=4, logging_steps=4, learning_rate=1e-2,
-        lr_scheduler_type="constant", per_device_train_batch_size=GLOBAL_BATCH // workers, optim="adamw_torch",
-        report_to=[], disable_tqdm=True, use_cpu=cpu, ddp_backend="gloo" if cpu else None,
+        output_dir="trainer",
+        max_steps=config["steps"],
+        save_steps=4,
+        logging_steps=4,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=GLOBAL_BATCH // workers,
+        optim="adamw_torch",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu else None,
         deepspeed={**settings(config, workers), "train_micro_batch_size_per_gpu": "auto"},
-    )  # fmt: skip
+    )
     shape = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
     tokens = (torch.arange(ROWS)[:, None] + torch.arange(WIDTH)) % (WORDS - 3) + 3
@@ -89,7 +100,7 @@ def train_with_accelerate(config: dict[str, Any]) -> None:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings(config, workers)),
         project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if cpu else [],
-    )  # fmt: skip
+    )
     saves = prepare(accelerator)  # saves into the run's storage, and reports to Ray
     model, inputs = build_model(), torch.randn(ROWS, WIDTH)
     rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs), batch_size=GLOBAL_BATCH // workers)
@@ -145,11 +156,16 @@ def train_with_lightning(config: dict[str, Any]) -> None:
     own = settings(config, workers)
     del own["gradient_accumulation_steps"]
     trainer = lightning.Trainer(
-        accelerator="cpu" if cpu else "gpu", devices="auto", plugins=[RayLightningEnvironment()], logger=False,
+        accelerator="cpu" if cpu else "gpu",
+        devices="auto",
+        plugins=[RayLightningEnvironment()],
+        logger=False,
         strategy=Strategy(config=own, process_group_backend="gloo" if cpu else "nccl"),
-        max_epochs=config["steps"] * GLOBAL_BATCH // ROWS, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=config["steps"] * GLOBAL_BATCH // ROWS,
+        enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[ModelCheckpoint(run_directory(), filename="lightning-{step}", save_top_k=-1)],
-    )  # fmt: skip
+    )
     newest = newest_checkpoint(run_directory())
     trainer.fit(Regression(), rows, ckpt_path=newest)
     if trainer.is_global_zero:
@@ -159,8 +175,10 @@ def train_with_lightning(config: dict[str, Any]) -> None:
 
 
 FRAMEWORKS = {
-    "trainer": train_with_trainer, "accelerate": train_with_accelerate, "lightning": train_with_lightning,
-}  # fmt: skip
+    "trainer": train_with_trainer,
+    "accelerate": train_with_accelerate,
+    "lightning": train_with_lightning,
+}
 
 
 def main(arguments: Sequence[str] | None = None, train_func: Any = None) -> None:

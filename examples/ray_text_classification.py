@@ -73,10 +73,15 @@ def train_func(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-            max_position_embeddings=LENGTH, num_labels=2,
+            vocab_size=WORDS,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=LENGTH,
+            num_labels=2,
         )
-    )  # fmt: skip
+    )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=DEEPSPEED)
 
     state = ray_train.restore(engine) or {"epoch": 0}
@@ -113,17 +118,20 @@ def main() -> None:
         train_func,
         train_loop_config={"epochs": options.epochs, "data": options.data},
         scaling_config=ScalingConfig(
-            num_workers=options.workers, use_gpu=options.gpu,
+            num_workers=options.workers,
+            use_gpu=options.gpu,
             resources_per_worker={"GPU": 1} if options.gpu else {"CPU": 0.5},
         ),
         run_config=RunConfig(
-            name="pairs", storage_path=storage, failure_config=FailureConfig(max_failures=2),
+            name="pairs",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=2),
             checkpoint_config=CheckpointConfig(
                 num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
             ),
         ),
         datasets={"train": ray.data.from_items(pairs())} if options.data == "ray" else None,
-    ).fit()  # fmt: skip
+    ).fit()
     for checkpoint, metrics in result.best_checkpoints:
         print(f"epoch {metrics['epoch']:.0f}: loss {metrics['loss']:.4f}, {checkpoint.path}")
 

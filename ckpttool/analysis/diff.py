@@ -180,8 +180,12 @@ def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], b
         if isinstance(value, TensorRef):
             value = _tensor_text(checkpoint, sources, value)
         if isinstance(value, Opaque):
-            parts: Mapping[Any, object] = {"args": value.args, "state": value.state, "items": value.items,
-                                           "appended": value.appended}  # fmt: skip
+            parts: Mapping[Any, object] = {
+                "args": value.args,
+                "state": value.state,
+                "items": value.items,
+                "appended": value.appended,
+            }
             result[name, parameter] = value.qualified_name
             value = {key: part for key, part in parts.items() if part}
         items = (
@@ -261,9 +265,14 @@ def _by_name(checkpoint: Checkpoint) -> dict[tuple[str, str], State]:
 
 
 def _one(
-    left: Sources, right: Sources, key: tuple[str, str], a: State, b: State, tolerance: tuple[float, float],
+    left: Sources,
+    right: Sources,
+    key: tuple[str, str],
+    a: State,
+    b: State,
+    tolerance: tuple[float, float],
     advance: Advance,
-) -> Difference:  # fmt: skip
+) -> Difference:
     dtypes, shapes = (a.dtype, b.dtype), (a.shape, b.shape)
     if a.shape != b.shape:
         return Difference(*key, "shape", dtypes, shapes)

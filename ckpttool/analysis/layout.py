@@ -175,9 +175,24 @@ def _merged_over_files(flat: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 COLUMNS = (
-    "tensor", "state", "file", "count", "file_step", "offset", "offset_step", "start", "start_step", "numel", "padding",
-    "runs", "pitch", "width", "replica", "extents", "dtype",
-)  # fmt: skip
+    "tensor",
+    "state",
+    "file",
+    "count",
+    "file_step",
+    "offset",
+    "offset_step",
+    "start",
+    "start_step",
+    "numel",
+    "padding",
+    "runs",
+    "pitch",
+    "width",
+    "replica",
+    "extents",
+    "dtype",
+)
 """Columns of a row, which stands for ``count`` extents, the i-th of them in file ``file + i * file_step``, at byte
 ``offset + i * offset_step``, with elements from ``start + i * start_step`` on. ``tensor``, ``state`` and ``dtype`` are
 indices, ``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` and ``pitch`` are those of ``EXTENT``,
@@ -327,10 +342,25 @@ def _encode(rows: NDArray[np.void], head: tuple[int, int, int, int, int]) -> lis
         step = values[:3, first + 1] - values[:3, first] if end - first > 1 else np.zeros(3, dtype=np.int64)
         encoded.append(
             (
-                head[0], head[1], file, end - first, int(step[0]), offset, int(step[1]), start, int(step[2]), numel,
-                padding, runs, pitch, head[2], head[3], 1, head[4],
+                head[0],
+                head[1],
+                file,
+                end - first,
+                int(step[0]),
+                offset,
+                int(step[1]),
+                start,
+                int(step[2]),
+                numel,
+                padding,
+                runs,
+                pitch,
+                head[2],
+                head[3],
+                1,
+                head[4],
             )
-        )  # fmt: skip
+        )
     return encoded
 
 

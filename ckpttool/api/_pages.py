@@ -69,9 +69,14 @@ def write_page(out: str, data: bytes, *, overwrite: bool, storage_options: Mappi
 
 
 def page_of_source(
-    src: Source, *, verify: bool, tag: str | None = None, trust_names: bool = False,
-    storage_options: Mapping[str, Any] | None = None, hint: Callable[[str, Iterable[str]], str] = lambda text, _: text,
-) -> tuple[bytes, VerifyReport | None]:  # fmt: skip
+    src: Source,
+    *,
+    verify: bool,
+    tag: str | None = None,
+    trust_names: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    hint: Callable[[str, Iterable[str]], str] = lambda text, _: text,
+) -> tuple[bytes, VerifyReport | None]:
     """Build the page of a checkpoint.
 
     Args:

@@ -118,9 +118,14 @@ class Run:
         return checkpoints
 
     def write(
-        self, plan: CopyPlan, checkpoint: Checkpoint, *, last: Sequence[str],
-        verify: Callable[[str], str | None] | None, may_be_there: bool | None = None,
-    ) -> Written:  # fmt: skip
+        self,
+        plan: CopyPlan,
+        checkpoint: Checkpoint,
+        *,
+        last: Sequence[str],
+        verify: Callable[[str], str | None] | None,
+        may_be_there: bool | None = None,
+    ) -> Written:
         """Write the files of a plan and commit them; or say what would be written, if this is a dry run.
 
         Args:

@@ -231,9 +231,19 @@ def average(  # noqa: PLR0913  public API
         CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.
     """
     options = Options(
-        tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
-        resume=None, overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
-    )  # fmt: skip
+        tag=tag,
+        jobs=jobs,
+        memory=memory,
+        ray=ray,
+        progress=progress,
+        check=check,
+        prove=prove,
+        dry_run=dry_run,
+        resume=None,
+        overwrite=overwrite,
+        trust_names=trust_names,
+        storage_options=storage_options,
+    )
     numbers = None if weights is None else tuple(map(float, weights))
     request = _Request(
         to, numbers, ema, schedule, accumulate, dtype, max_shard_size, include, exclude, world_size, stage

@@ -91,17 +91,29 @@ def _is_table(value: object) -> bool:
 HEAD = "lm_head.weight"
 """The output projection of causal language models."""
 EMBEDDINGS = (
-    "embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings", "tokens_embed", "embeddings",
-)  # fmt: skip
+    "embed_tokens",
+    "wte",
+    "shared",
+    "word_embeddings",
+    "embed_in",
+    "tok_embeddings",
+    "tokens_embed",
+    "embeddings",
+)
 """Names of the module of the input embedding in transformers' models."""
 POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 """Names of modules that may have the shape of the input embedding, but are never tied to it."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the class names of causal language models."""
 HEADLESS = (
-    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-    "ForImageClassification", "ForAudioClassification", "Model",
-)  # fmt: skip
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "Model",
+)
 """Ends of the class names of models without an output projection over the vocabulary; LMHeadModel is none of them."""
 
 
@@ -402,12 +414,31 @@ def consolidate(  # noqa: PLR0913  public API
         CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.
     """
     options = Options(
-        tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
-        resume=resume, overwrite=overwrite, trust_names=trust_names, storage_options=storage_options,
-    )  # fmt: skip
+        tag=tag,
+        jobs=jobs,
+        memory=memory,
+        ray=ray,
+        progress=progress,
+        check=check,
+        prove=prove,
+        dry_run=dry_run,
+        resume=resume,
+        overwrite=overwrite,
+        trust_names=trust_names,
+        storage_options=storage_options,
+    )
     chosen = WeightChoice(
-        to, dtype, weights, max_shard_size, include, exclude, exclude_frozen, adapter_only, rename, optimizer=optimizer,
-    )  # fmt: skip
+        to,
+        dtype,
+        weights,
+        max_shard_size,
+        include,
+        exclude,
+        exclude_frozen,
+        adapter_only,
+        rename,
+        optimizer=optimizer,
+    )
     merge = _Merge(merge_lora, base, adapter)
     return _consolidate(src, checked_path("out", out), chosen, merge, rename_map, options)
 

@@ -133,9 +133,19 @@ def convert(  # noqa: PLR0913  public API
         CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.
     """
     options = Options(
-        tag=tag, jobs=jobs, memory=memory, ray=ray, progress=progress, check=check, prove=prove, dry_run=dry_run,
-        resume=resume, overwrite=None, trust_names=trust_names, storage_options=storage_options,
-    )  # fmt: skip
+        tag=tag,
+        jobs=jobs,
+        memory=memory,
+        ray=ray,
+        progress=progress,
+        check=check,
+        prove=prove,
+        dry_run=dry_run,
+        resume=resume,
+        overwrite=None,
+        trust_names=trust_names,
+        storage_options=storage_options,
+    )
     target = _Target(
         to,
         world_size,

@@ -80,9 +80,17 @@ def cp(  # noqa: PLR0913  public API
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
     options = Options(
-        tag=tag, jobs=jobs, memory=memory, progress=progress, check=check, prove=prove, resume=resume, overwrite=None,
-        trust_names=trust_names, storage_options=storage_options,
-    )  # fmt: skip
+        tag=tag,
+        jobs=jobs,
+        memory=memory,
+        progress=progress,
+        check=check,
+        prove=prove,
+        resume=resume,
+        overwrite=None,
+        trust_names=trust_names,
+        storage_options=storage_options,
+    )
     return _cp(src, checked_path("dst", dst), options)
 
 

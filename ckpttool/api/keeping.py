@@ -43,9 +43,7 @@ def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | Non
     return catalog(checked_path("root", root), options=storage_options)
 
 
-def pin(
-    src: Source, *, why: str, tag: str | None = None, storage_options: Mapping[str, Any] | None = None
-) -> Pin:  # fmt: skip
+def pin(src: Source, *, why: str, tag: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Pin:
     """Pin a checkpoint: no rule of ``prune``, ``CheckpointManager`` or a trainer's rotation removes or thins it.
 
     The pin is a small file in its directory. It replaces an earlier pin, and goes with the directory: a save that
@@ -261,9 +259,14 @@ def _is_thin(storage: Storage, path: str) -> tuple[bool, bool]:
 
 
 def _carry_out(
-    storage: WritableStorage, root: str, decisions: Sequence[Decision], thinnings: Sequence[Thinning],
-    options: ThinOptions, progress: Progress | None, errors: list[PruneError],
-) -> list[Decision]:  # fmt: skip
+    storage: WritableStorage,
+    root: str,
+    decisions: Sequence[Decision],
+    thinnings: Sequence[Thinning],
+    options: ThinOptions,
+    progress: Progress | None,
+    errors: list[PruneError],
+) -> list[Decision]:
     """Remove and thin checkpoints; return what was done.
 
     Raises:
@@ -319,9 +322,10 @@ def _attempt(
             if error.path.startswith(f"{path}/"):
                 problem = f"{error.path.removeprefix(f'{path}/')}: {problem}"
             failed = PruneError(
-                path, f"{'is removed only in part' if in_part else 'cannot be removed'}: {problem}",
+                path,
+                f"{'is removed only in part' if in_part else 'cannot be removed'}: {problem}",
                 "repair that, then run it again",
-            )  # fmt: skip
+            )
             reason = f"only in part: {problem}" if in_part else failed.problem
             return replace(decision, keep=not in_part, freed=0, reason=reason), failed
         if committed and not leftovers:

@@ -110,7 +110,7 @@ def _thin(storage: WritableStorage, root: str, decision: Decision, options: Thin
 
 def finish_killed(
     storage: WritableStorage, checkpoints: Iterable[str], *, grace: float
-) -> tuple[bool, dict[str, StorageError]]:  # fmt: skip
+) -> tuple[bool, dict[str, StorageError]]:
     """Clear away what killed replacements have left; those that still run go on.
 
     Args:
@@ -274,9 +274,7 @@ def _is_left_over(storage: Storage, directory: str) -> bool:
     return is_unfinished(storage, directory)
 
 
-def rotate(
-    storage: WritableStorage, root: str, limit: int | None, *, keep: Collection[str], grace: float
-) -> list[str]:  # fmt: skip
+def rotate(storage: WritableStorage, root: str, limit: int | None, *, keep: Collection[str], grace: float) -> list[str]:
     """Remove the oldest checkpoints of a run, and what killed saves have left; return what was removed.
 
     Unlike the Trainer's own rotation it counts whole checkpoints only, so that an incomplete one never takes the place

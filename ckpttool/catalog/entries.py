@@ -329,9 +329,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
     return found, problems
 
 
-def _present_entry(
-    found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None
-) -> _Listed | None:  # fmt: skip
+def _present_entry(found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None) -> _Listed | None:
     """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
     try:
         return _read_entry(found, latest, reported, options)
@@ -342,9 +340,7 @@ def _present_entry(
         return _unread(found, _first([error], found.path), latest=latest, reported=reported)
 
 
-def _read_entry(
-    found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None
-) -> _Listed | None:  # fmt: skip
+def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None) -> _Listed | None:
     storage, name, path = found.storage, found.tag, found.path
     state = "" if found.outside else state_of(storage, path)
     link = found.link
@@ -462,14 +458,24 @@ def _proves_loss(storage: Storage, error: CkptError) -> bool:
     return isinstance(error, TruncatedError) or is_gone(storage, error)
 
 
-def _unread(
-    found: Found, problem: str, *, link: str | None = None, latest: bool, reported: bool
-) -> _Listed:  # fmt: skip
+def _unread(found: Found, problem: str, *, link: str | None = None, latest: bool, reported: bool) -> _Listed:
     """Return the entry of a link that leaves the root, or of a directory that cannot be read."""
     entry = CatalogEntry(
-        name=found.tag, path=found.path, format=None, stage=None, world_size=None, step=None, nbytes=0, modified=None,
-        whole=False, problem=problem, latest=latest, link=link, metrics={}, reported=reported,
-    )  # fmt: skip
+        name=found.tag,
+        path=found.path,
+        format=None,
+        stage=None,
+        world_size=None,
+        step=None,
+        nbytes=0,
+        modified=None,
+        whole=False,
+        problem=problem,
+        latest=latest,
+        link=link,
+        metrics={},
+        reported=reported,
+    )
     return _Listed(entry, Saved(found.tag, -1))
 
 

@@ -104,9 +104,7 @@ class Rules:
         return self._keeps_none and self.weights is None
 
 
-def decide(
-    entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None
-) -> list[Decision]:  # fmt: skip
+def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None) -> list[Decision]:
     """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
     The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep

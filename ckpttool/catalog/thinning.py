@@ -139,7 +139,7 @@ def old_files(checkpoint: Checkpoint, names: Mapping[str, Any]) -> list[str]:
 
 def thin(
     storage: WritableStorage, thinning: Thinning, options: ThinOptions, *, advance: Advance = lambda _: None
-) -> str:  # fmt: skip
+) -> str:
     """Replace a checkpoint by its weights; return the digest of the weights, equal for source and result.
 
     Args:
@@ -211,9 +211,13 @@ class _Work:
         c = self.checkpoint
         newest = max((entry.modified or 0.0 for entry in names.values()), default=0.0)
         return Manifest(
-            tag=c.tag, step=c.step or 0, created=newest, attempt="", world_size=c.topology.world_size,
+            tag=c.tag,
+            step=c.step or 0,
+            created=newest,
+            attempt="",
+            world_size=c.topology.world_size,
             stage=c.stage or 0,
-        )  # fmt: skip
+        )
 
     def _check_space(self) -> None:
         needed, free = int(SPACE_FACTOR * self.thinning.plan.nbytes), self.storage.free_bytes(self.directory)

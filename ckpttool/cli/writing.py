@@ -169,9 +169,11 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
 @options.sources_argument
 @options.out_argument
 @click.option(
-    "--to", type=click.Choice(["safetensors", "zero"]), required=True,
+    "--to",
+    type=click.Choice(["safetensors", "zero"]),
+    required=True,
     help="Weights alone, or a checkpoint with the optimizer of the newest SRC.",
-)  # fmt: skip
+)
 @click.option(
     "--weights",
     metavar="NUMBERS",

@@ -120,9 +120,16 @@ class Workers(Protocol):
 
 
 def run(
-    plan: CopyPlan, output: Output, *, workers: Workers, jobs: int | None, memory: int, advance: Advance,
-    task_bytes: int | None = None, checks: ReadChecks | None = None,
-) -> int:  # fmt: skip
+    plan: CopyPlan,
+    output: Output,
+    *,
+    workers: Workers,
+    jobs: int | None,
+    memory: int,
+    advance: Advance,
+    task_bytes: int | None = None,
+    checks: ReadChecks | None = None,
+) -> int:
     """Write every file of a plan in workers; this process runs the consistency checks before the first task.
 
     Args:

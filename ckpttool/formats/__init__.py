@@ -213,9 +213,15 @@ def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Repor
     if manifest is None:
         return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
     return replace(
-        checkpoint, storage=checked.inner.spec, files=tuple(files), batch=manifest.batch, attempt=manifest.attempt,
-        optimizer=manifest.optimizer, metrics=manifest.metrics, provenance=manifest.provenance,
-    )  # fmt: skip
+        checkpoint,
+        storage=checked.inner.spec,
+        files=tuple(files),
+        batch=manifest.batch,
+        attempt=manifest.attempt,
+        optimizer=manifest.optimizer,
+        metrics=manifest.metrics,
+        provenance=manifest.provenance,
+    )
 
 
 def _with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:

@@ -16,15 +16,37 @@ if TYPE_CHECKING:
 
 # Source: transformers 5, ``save_pretrained`` of models, tokenizers and processors.
 PATTERNS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "*.model",
-    "sentencepiece.bpe.model", "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "*.model",
+    "sentencepiece.bpe.model",
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
+    "processing_*.py",
+)
 RESUME_FILES = (
-    *PATTERNS, "trainer_state.json", "training_args.bin", "scheduler.pt", "scheduler.bin", "sampler*.bin",
-    "custom_checkpoint_*.pkl", "adapter_config.json",
-)  # fmt: skip
+    *PATTERNS,
+    "trainer_state.json",
+    "training_args.bin",
+    "scheduler.pt",
+    "scheduler.bin",
+    "sampler*.bin",
+    "custom_checkpoint_*.pkl",
+    "adapter_config.json",
+)
 """Sidecar files from which a framework resumes; they do not depend on the number of ranks."""
 RANDOM = ("rng_state.pth", "rng_state_*.pth", "random_states_*.pkl")
 """Random number states, one file for each rank (Hugging Face Trainer, Accelerate)."""

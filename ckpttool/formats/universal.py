@@ -210,9 +210,13 @@ def _read_module_side(
 
 
 def _located(
-    opener: Opener, files: Sequence[ZeroFiles], folders: set[str], trained: _Trained, module: _Module,
+    opener: Opener,
+    files: Sequence[ZeroFiles],
+    folders: set[str],
+    trained: _Trained,
+    module: _Module,
     group_of: Mapping[str, int],
-) -> tuple[list[Parameter], list[Buffer]]:  # fmt: skip
+) -> tuple[list[Parameter], list[Buffer]]:
     """Return every parameter and buffer, with values from the states, the model states or a converted copy.
 
     Raises:

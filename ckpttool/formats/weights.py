@@ -259,8 +259,14 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
     items = root if isinstance(root, dict) else {}
     for name, value in items.items():
         if isinstance(value, Opaque) and value.name.startswith("_rebuild_"):
-            kind = next((part.name for part in value.args if isinstance(part, Opaque) and part.how == "global"
-                         and not part.name.startswith("_")), value.name)  # fmt: skip
+            kind = next(
+                (
+                    part.name
+                    for part in value.args
+                    if isinstance(part, Opaque) and part.how == "global" and not part.name.startswith("_")
+                ),
+                value.name,
+            )
             problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or no plain tensor"
             raise LayoutError(torch.path, problem, WHOLE)
         if FLAT.fullmatch(str(name).rpartition(".")[2]):

@@ -66,9 +66,16 @@ class AcceleratorSaves:
     """The committed saves of one ``Accelerator``; made by ``prepare``."""
 
     def __init__(
-        self, accelerator: Any, *, root: str | None, async_save: bool, timeout: float, grace: float,
-        storage_options: Mapping[str, Any] | None, allow: Collection[str],
-    ) -> None:  # fmt: skip
+        self,
+        accelerator: Any,
+        *,
+        root: str | None,
+        async_save: bool,
+        timeout: float,
+        grace: float,
+        storage_options: Mapping[str, Any] | None,
+        allow: Collection[str],
+    ) -> None:
         self._accelerator = accelerator
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
         self._root, self._grace = root, grace
@@ -126,9 +133,13 @@ class AcceleratorSaves:
     # ------------------------------------------------------------------------------------------- saving
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, *,
-        metrics: Mapping[str, float] | None = None, **options: Any,
-    ) -> str:  # fmt: skip
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> str:
         """Save as ``Accelerator.save_state`` does, in its layout, as one commit.
 
         Args:
@@ -168,11 +179,17 @@ class AcceleratorSaves:
         self._folder = folder
         own = RANDOM.format(accelerator.process_index)  # other files have the same names on all ranks
         saves.save(
-            engine, folder, tag=TAG, files=files, client_state=given.get("client_state"), before=before,
-            metrics=metrics, within_epoch=_is_within_epoch(accelerator),
+            engine,
+            folder,
+            tag=TAG,
+            files=files,
+            client_state=given.get("client_state"),
+            before=before,
+            metrics=metrics,
+            within_epoch=_is_within_epoch(accelerator),
             exclude_frozen=bool(given.get("exclude_frozen_parameters")),
             hidden=() if accelerator.is_main_process else [name for name in files if name != own],
-        )  # fmt: skip
+        )
         return folder
 
     # ------------------------------------------------------------------------------------------- loading
@@ -307,9 +324,14 @@ def prepare(
     if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
         raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
     saves = AcceleratorSaves(
-        accelerator, root=None if root is None else checked_path("root", root), async_save=async_save, timeout=timeout,
-        grace=grace, storage_options=storage_options, allow=allow,
-    )  # fmt: skip
+        accelerator,
+        root=None if root is None else checked_path("root", root),
+        async_save=async_save,
+        timeout=timeout,
+        grace=grace,
+        storage_options=storage_options,
+        allow=allow,
+    )
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
     return saves
 
@@ -354,8 +376,10 @@ def _rescale(accelerator: Any, saved: int) -> None:
         if not isinstance(inner, torch.optim.lr_scheduler.LambdaLR):
             LOG.warning(
                 "%s has taken one step for each of %d ranks: its position is wrong on %d ranks",
-                type(inner).__name__, saved, accelerator.num_processes,
-            )  # fmt: skip
+                type(inner).__name__,
+                saved,
+                accelerator.num_processes,
+            )
             continue
         steps = inner.last_epoch // saved
         inner.last_epoch = steps * accelerator.num_processes

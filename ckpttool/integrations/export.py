@@ -24,17 +24,23 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, Dtype] = {
-    "torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16",
-}  # fmt: skip
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+}
 """Types of weights by the name of the torch type that the engine computes in."""
 SCRATCH = ".ckpttool-export"
 """Directory in a checkpoint's folder for weights that are not complete yet."""
 
 
 def export(
-    folder: str, out: str | None, *, dtype: Dtype, adapter_only: bool = False,
+    folder: str,
+    out: str | None,
+    *,
+    dtype: Dtype,
+    adapter_only: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Write the weights of a checkpoint as safetensors files.
 
     Args:
@@ -108,9 +114,12 @@ class Exporter:
         def run() -> CkptError | None:
             try:
                 done = export(
-                    folder, out, dtype=self._dtype, adapter_only=self._adapter_only,
+                    folder,
+                    out,
+                    dtype=self._dtype,
+                    adapter_only=self._adapter_only,
                     storage_options=self._storage_options,
-                )  # fmt: skip
+                )
                 if then is not None:
                     then(done)
             except CkptError as error:

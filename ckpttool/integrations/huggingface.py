@@ -135,9 +135,7 @@ def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind
     return method
 
 
-def write_small_files(
-    trainer: Any, save: Callable[[], None], scratch: str, *, name: str, best: str | None
-) -> bool:  # fmt: skip
+def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, name: str, best: str | None) -> bool:
     """Let the Trainer write a checkpoint without weights and without the engine's state into a scratch directory.
 
     Args:
@@ -161,11 +159,13 @@ def write_small_files(
     make_folder(scratch, name)
     with (
         replaced(
-            trainer, _get_output_dir=lambda trial=None: scratch, _push_from_checkpoint=lambda folder: None,
+            trainer,
+            _get_output_dir=lambda trial=None: scratch,
+            _push_from_checkpoint=lambda folder: None,
             save_model=lambda output_dir, **_: _save_without_weights(trainer, output_dir),
         ),
         replaced(trainer.model_wrapped, save_checkpoint=save_engine),
-    ):  # fmt: skip
+    ):
         save()
     if (state.best_model_checkpoint or "").startswith(scratch):
         state.best_model_checkpoint = os.path.join(run, os.path.basename(state.best_model_checkpoint))
@@ -298,11 +298,19 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     """
 
     def __init__(  # noqa: PLR0913  public API
-        self, root: str | os.PathLike[str] | None = None, *, async_save: bool = False, auto_resume: bool = False,
-        export_every: int | None = None, export_to: str | os.PathLike[str] | None = None,
-        export_dtype: Dtype | None = None, timeout: float = TIMEOUT, grace: float = GRACE,
-        storage_options: Mapping[str, Any] | None = None, allow: Collection[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        async_save: bool = False,
+        auto_resume: bool = False,
+        export_every: int | None = None,
+        export_to: str | os.PathLike[str] | None = None,
+        export_dtype: Dtype | None = None,
+        timeout: float = TIMEOUT,
+        grace: float = GRACE,
+        storage_options: Mapping[str, Any] | None = None,
+        allow: Collection[str] = (),
+    ) -> None:
         if export_every is not None and export_every < 1:
             raise ArgumentError("export_every", f"is {export_every}", "pass a number of steps, 1 or more")
         if export_dtype not in {None, *DTYPES.values()}:
@@ -359,9 +367,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if root is None and current_run() is None:
             root = os.path.abspath(output_dir)
         self._saves = Folders(
-            root, async_save=self._async_save, timeout=self._timeout, allow=self._allow,
-            storage_options=self._storage_options, on_save=self._note,
-        )  # fmt: skip
+            root,
+            async_save=self._async_save,
+            timeout=self._timeout,
+            allow=self._allow,
+            storage_options=self._storage_options,
+            on_save=self._note,
+        )
         self._current = None
         return self._saves
 
@@ -384,9 +396,15 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         before = saves.begin(engine, folder)
         self._after = functools.partial(self._committed, trainer, saves, folder, self._export_of(trainer, folder))
         saves.save(
-            engine, folder, tag=None, files=files, static=[name for name in files if is_static(name)],
-            metrics=logged_numbers(state), exclude_frozen=frozen, before=before,
-        )  # fmt: skip
+            engine,
+            folder,
+            tag=None,
+            files=files,
+            static=[name for name in files if is_static(name)],
+            metrics=logged_numbers(state),
+            exclude_frozen=frozen,
+            before=before,
+        )
         self._current = folder, int(engine.global_steps)
 
     def _note(self, report: SaveReport) -> None:
@@ -475,9 +493,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     # ------------------------------------------------------------------------------------------- resuming
 
     def train(
-        self, trainer: Any, original: Callable[..., Any], resume_from_checkpoint: Any = None, trial: Any = None,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        trainer: Any,
+        original: Callable[..., Any],
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Train as ``Trainer.train`` does, from the newest checkpoint that can be restored."""
         if trial is not None:
             problem = "cannot save the trials of a hyper-parameter search"

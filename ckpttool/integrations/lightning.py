@@ -65,15 +65,23 @@ class CkptSaves:
     """
 
     def __init__(
-        self, *args: Any, async_save: bool = False, save_timeout: float = TIMEOUT,
-        storage_options: Mapping[str, Any] | None = None, allow: Collection[str] = (), **arguments: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        async_save: bool = False,
+        save_timeout: float = TIMEOUT,
+        storage_options: Mapping[str, Any] | None = None,
+        allow: Collection[str] = (),
+        **arguments: Any,
+    ) -> None:
         check_strategy()
         super().__init__(*args, **arguments)
         self._folders = FoldersByStorage(
-            async_save=async_save, timeout=save_timeout, storage_options=storage_options, allow=allow,
+            async_save=async_save,
+            timeout=save_timeout,
+            storage_options=storage_options,
+            allow=allow,
             on_save=self._note,
-        )  # fmt: skip
+        )
         self._rng_of: LoadReport | None = None
         self.last_save: SaveReport | None = None
         """Report of the last save of this rank."""
@@ -103,10 +111,15 @@ class CkptSaves:
         metrics = _float_metrics(strategy.lightning_module.trainer.callback_metrics)
         engine = strategy.deepspeed_engine
         saves.save(
-            engine, folder, tag=TAG, files={}, before=saves.begin(engine, folder), metrics=metrics,
+            engine,
+            folder,
+            tag=TAG,
+            files={},
+            before=saves.begin(engine, folder),
+            metrics=metrics,
             client_state={key: value for key, value in checkpoint.items() if key not in LEFT_OUT},
             exclude_frozen=bool(strategy.exclude_frozen_parameters),
-        )  # fmt: skip
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load as ``DeepSpeedStrategy.load_checkpoint`` does, on any number of ranks and at any ZeRO stage.

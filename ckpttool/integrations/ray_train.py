@@ -82,9 +82,14 @@ class RayTrainCheckpoints:
     """
 
     def __init__(
-        self, *, blocking: bool = True, timeout: float = TIMEOUT, grace: float = GRACE, allow: Collection[str] = (),
+        self,
+        *,
+        blocking: bool = True,
+        timeout: float = TIMEOUT,
+        grace: float = GRACE,
+        allow: Collection[str] = (),
         sign_key: Key | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         storage = _run_storage()
         self._filesystem = storage.storage_filesystem
         self._run = storage.experiment_fs_path
@@ -96,9 +101,14 @@ class RayTrainCheckpoints:
         if not blocking:
             _at_end(self.finish, self._abandon)
         self._manager = CheckpointManager(
-            self._root, async_save=not blocking, timeout=timeout, storage=self._storage, on_save=self._note,
-            allow=allow, sign_key=sign_key,
-        )  # fmt: skip
+            self._root,
+            async_save=not blocking,
+            timeout=timeout,
+            storage=self._storage,
+            on_save=self._note,
+            allow=allow,
+            sign_key=sign_key,
+        )
         self._met: Ranks | None = None
         self._pending: tuple[str, dict[str, Any]] | None = None
         self._leaving: set[str] = set()
@@ -136,9 +146,13 @@ class RayTrainCheckpoints:
             LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block says more
 
     def report(
-        self, engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None,
+        self,
+        engine: Any,
+        metrics: Mapping[str, Any],
+        *,
+        client_state: Mapping[str, Any] | None = None,
         rank_state: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
@@ -157,10 +171,16 @@ class RayTrainCheckpoints:
             lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()], step
         )
         self._manager.save_into(
-            posixpath.join(self._root, name), engine, tag=None, metrics=_flat_metrics(metrics), overwrite=False,
-            client_state={} if client_state is None else client_state, exclude_frozen=False,
-            before=(before[0], before[1]), rank_state=rank_state,
-        )  # fmt: skip
+            posixpath.join(self._root, name),
+            engine,
+            tag=None,
+            metrics=_flat_metrics(metrics),
+            overwrite=False,
+            client_state={} if client_state is None else client_state,
+            exclude_frozen=False,
+            before=(before[0], before[1]),
+            rank_state=rank_state,
+        )
         self._pending = name, dict(metrics)
         if not self._manager.saves_in_background:
             self.finish()
@@ -212,9 +232,15 @@ class RayTrainCheckpoints:
     # ------------------------------------------------------------------------------------------- restoring
 
     def restore(
-        self, engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False,
-        require_committed: bool = False, require_signed: bool = False,
-    ) -> dict[str, Any] | None:  # fmt: skip
+        self,
+        engine: Any,
+        checkpoint: Any = None,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        require_committed: bool = False,
+        require_signed: bool = False,
+    ) -> dict[str, Any] | None:
         """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
 
         Args:

@@ -49,10 +49,19 @@ MAX_STARS = 4
 SAME_BASE = ("gaussian", "eva", "orthogonal")
 """Texts in ``init_lora_weights`` of initialisations that do not change the base weights."""
 _UNSUPPORTED = (
-    "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
-    "trainable_token_indices", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+    "fan_in_fan_out",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
     "alora_invocation_tokens",
-)  # fmt: skip
+)
 """Fields of a configuration that ask for another computation, or for layers that are not linear."""
 MERGE_WITH_PEFT = "merge it with PEFT, or leave out merge_lora"
 

@@ -69,9 +69,15 @@ class Ranks:
         self._old_keys: list[str] = []
 
     def agree(
-        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False,
+        self,
+        what: str,
+        message: Any,
+        decide: Callable[[list[Any]], Any],
+        *,
+        timeout: float,
+        last: bool = False,
         call: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Send a message to rank 0, and return its decision on the messages of all ranks.
 
         A call that not all ranks make times out on those that do. A rank that did not make it skips it in its next
@@ -107,9 +113,15 @@ class Ranks:
         return decision["value"]
 
     def _decision(
-        self, key: str, what: str, own: Any, message: Any, decide: Callable[[list[Any]], Any], end: float,
+        self,
+        key: str,
+        what: str,
+        own: Any,
+        message: Any,
+        decide: Callable[[list[Any]], Any],
+        end: float,
         timeout: float,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Send the message of this rank, and return the decision; ``timed_out`` in it is a call that timed out."""
         decided = f"{key}/decision"
         if self.rank == 0 or not self._check([decided], what):
@@ -123,9 +135,7 @@ class Ranks:
         decision: dict[str, Any] = json.loads(self._call(what, self._store.get, decided))
         return decision
 
-    def _decide(
-        self, key: str, what: str, own: Any, decide: Callable[[list[Any]], Any], end: float
-    ) -> dict[str, Any]:  # fmt: skip
+    def _decide(self, key: str, what: str, own: Any, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
         given_up = [f"{key}/given_up"]
         self._wait(lambda: self._message_count(key, what) >= self.size or self._check(given_up, what), end)
         if self._check(given_up, what):  # this rank did not make a call, or was late
@@ -197,9 +207,15 @@ class Alone(Ranks):
         self.rank, self.size = 0, 1
 
     def agree(
-        self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, timeout: float, last: bool = False,
+        self,
+        what: str,
+        message: Any,
+        decide: Callable[[list[Any]], Any],
+        *,
+        timeout: float,
+        last: bool = False,
         call: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return the decision on the only message."""
         return decide([message])
 

@@ -247,9 +247,12 @@ ALREADY = "exists already: another process saves the same checkpoint"
 
 
 def write_files(
-    storage: WritableStorage, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None],
+    storage: WritableStorage,
+    directory: str,
+    files: Sequence[OutgoingFile],
+    check: Callable[[], None],
     mode: int = 0o666,
-) -> list[Checksums]:  # fmt: skip
+) -> list[Checksums]:
     """Write new files; return their checksums, in order.
 
     Args:
@@ -277,9 +280,13 @@ def write_files(
 
 
 def _write_file(
-    storage: WritableStorage, path: str, file: OutgoingFile, pool: ThreadPoolExecutor, check: Callable[[], None],
+    storage: WritableStorage,
+    path: str,
+    file: OutgoingFile,
+    pool: ThreadPoolExecutor,
+    check: Callable[[], None],
     mode: int,
-) -> None:  # fmt: skip
+) -> None:
     try:
         writer = storage.writer(path, file.nbytes, new=True, mode=mode)
         try:

@@ -73,8 +73,11 @@ def begin() -> None:
 def note_restored(engine: Any, checkpoint: Checkpoint) -> None:
     """Remember which checkpoint was loaded into an engine."""
     found = {
-        "path": checkpoint.location, "tag": checkpoint.tag, "step": checkpoint.step, "attempt": checkpoint.attempt,
-    }  # fmt: skip
+        "path": checkpoint.location,
+        "tag": checkpoint.tag,
+        "step": checkpoint.step,
+        "attempt": checkpoint.attempt,
+    }
     with contextlib.suppress(TypeError):  # an engine of another kind, to which nothing can refer weakly
         _restored[engine] = found
 

@@ -132,9 +132,14 @@ def save(
 
 
 def _save(
-    storage: WritableStorage, root: str, ranks: Ranks, request: Request, files: Sequence[OutgoingFile], attempt: str,
+    storage: WritableStorage,
+    root: str,
+    ranks: Ranks,
+    request: Request,
+    files: Sequence[OutgoingFile],
+    attempt: str,
     timeout: float,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Write the files of this rank, and commit; ``attempt`` has claimed the directory."""
     directory = posixpath.join(root, request.tag)
     outcome: dict[str, Any] = {"files": {}, "error": None}
@@ -361,7 +366,7 @@ def _wait_for_mark(storage: Storage, directory: str, attempt: str) -> None:
 
 def _finish(
     storage: WritableStorage, root: str, directory: str, request: Request, attempt: str, messages: list[Any]
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Commit the save, or remove its files; return the fields of the manifest without the files."""
     latest = posixpath.join(root, LATEST)
     named: str | None = None

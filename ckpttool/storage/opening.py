@@ -80,10 +80,19 @@ def is_chain(url: str) -> bool:
 
 
 EXTRAS = {
-    "s3": "ckpttool[s3]", "s3a": "ckpttool[s3]", "gs": "ckpttool[gcs]", "gcs": "ckpttool[gcs]",
-    "az": "ckpttool[azure]", "abfs": "ckpttool[azure]", "abfss": "ckpttool[azure]", "hf": "huggingface_hub",
-    "sftp": "paramiko", "ssh": "paramiko", "http": "aiohttp", "https": "aiohttp",
-}  # fmt: skip
+    "s3": "ckpttool[s3]",
+    "s3a": "ckpttool[s3]",
+    "gs": "ckpttool[gcs]",
+    "gcs": "ckpttool[gcs]",
+    "az": "ckpttool[azure]",
+    "abfs": "ckpttool[azure]",
+    "abfss": "ckpttool[azure]",
+    "hf": "huggingface_hub",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 """Package to install by scheme."""
 
 

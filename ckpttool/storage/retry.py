@@ -86,10 +86,27 @@ _MESSAGE_OF_CODE = {
 }
 """Error message and hint by code of S3 or Azure, or by HTTP status if there is no code; retries do not help."""
 _TEMPORARY_CODES = {
-    "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "RequestTimeoutException", "Throttling",
-    "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "OperationAborted", "BadDigest", "IncompleteBody",
-    "XAmzContentSHA256Mismatch", "500", "502", "503", "504", "429", "408", "409",
-}  # fmt: skip
+    "SlowDown",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "RequestTimeoutException",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "TooManyRequests",
+    "OperationAborted",
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+    "500",
+    "502",
+    "503",
+    "504",
+    "429",
+    "408",
+    "409",
+}
 _MESSAGE_OF_CLASS = {
     "NoCredentialsError": NO_CREDENTIALS,
     "PartialCredentialsError": ("the credentials are incomplete", _SIGN_IN),
@@ -113,15 +130,39 @@ _MESSAGE_OF_CLASS = {
 }
 """Error message and hint by class name of an exception; the packages of some classes may not be installed."""
 _TEMPORARY_CLASSES = {
-    "HTTPClientError", "EndpointConnectionError", "ConnectionClosedError", "ConnectTimeoutError", "ReadTimeoutError",
-    "ClientPayloadError", "ClientConnectionError", "ServerDisconnectedError", "IncompleteRead", "IncompleteReadError",
-    "ResponseParserError", "ResponseStreamingError", "FlexibleChecksumError", "FSTimeoutError", "TimeoutError",
-    "ConnectionError", "HttpResponseError", "ServiceRequestError", "ShortReadError",
-}  # fmt: skip
+    "HTTPClientError",
+    "EndpointConnectionError",
+    "ConnectionClosedError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ClientPayloadError",
+    "ClientConnectionError",
+    "ServerDisconnectedError",
+    "IncompleteRead",
+    "IncompleteReadError",
+    "ResponseParserError",
+    "ResponseStreamingError",
+    "FlexibleChecksumError",
+    "FSTimeoutError",
+    "TimeoutError",
+    "ConnectionError",
+    "HttpResponseError",
+    "ServiceRequestError",
+    "ShortReadError",
+}
 _TEMPORARY_NUMBERS = {
-    errno.EBUSY, errno.EIO, getattr(errno, "EREMOTEIO", errno.EIO), errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
-    errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EAGAIN,
-}  # fmt: skip
+    errno.EBUSY,
+    errno.EIO,
+    getattr(errno, "EREMOTEIO", errno.EIO),
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.EPIPE,
+    errno.ECONNREFUSED,
+    errno.ECONNABORTED,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.EAGAIN,
+}
 _DISK_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EFBIG}
 """Errors of remote file systems such as SFTP that mean the same as those of local disk."""
 

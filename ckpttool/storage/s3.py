@@ -136,11 +136,15 @@ class S3Storage(RemoteStorage):
         while True:
             page = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **how, **after)
             yield [
-                *({"name": f"{bucket}/{p['Prefix'][:-1]}", "size": 0, "type": "directory"}
-                  for p in page.get("CommonPrefixes", [])),
-                *({**c, "name": f"{bucket}/{c['Key']}", "size": c["Size"], "type": "file"}
-                  for c in page.get("Contents", [])),
-            ]  # fmt: skip
+                *(
+                    {"name": f"{bucket}/{p['Prefix'][:-1]}", "size": 0, "type": "directory"}
+                    for p in page.get("CommonPrefixes", [])
+                ),
+                *(
+                    {**c, "name": f"{bucket}/{c['Key']}", "size": c["Size"], "type": "file"}
+                    for c in page.get("Contents", [])
+                ),
+            ]
             if not page.get("IsTruncated"):
                 return
             after = {"ContinuationToken": page["NextContinuationToken"]}

@@ -15,12 +15,24 @@ from typing import Any
 from ckpttool.storage.retry import ShortReadError
 
 KNOWN_OPTIONS = {
-    "anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "profile", "secret", "token", "use_listings_cache",
-}  # fmt: skip
+    "anon",
+    "client_kwargs",
+    "config_kwargs",
+    "endpoint_url",
+    "key",
+    "profile",
+    "secret",
+    "token",
+    "use_listings_cache",
+}
 """Options of s3fs that the other clients follow. Other options may change requests."""
 KNOWN_CLIENT_OPTIONS = {
-    "aws_access_key_id", "aws_secret_access_key", "aws_session_token", "endpoint_url", "region_name",
-}  # fmt: skip
+    "aws_access_key_id",
+    "aws_secret_access_key",
+    "aws_session_token",
+    "endpoint_url",
+    "region_name",
+}
 KNOWN_CONFIGURATION = {"connect_timeout", "max_pool_connections", "read_timeout", "retries"}
 CREDENTIAL_SECONDS = 1
 """Seconds until obstore asks for the credentials again; botocore keeps them."""

@@ -125,9 +125,16 @@ def check_apart(out: str, source: str) -> None:
 
 @contextlib.contextmanager
 def staged(
-    out: str, *, overwrite: bool | None, replaces: Callable[[str], bool], last: Sequence[str] = (), mark: str = "",
-    resume: bool = False, mode: int = 0o777, parent_mode: int = 0o777,
-) -> Iterator[Directory]:  # fmt: skip
+    out: str,
+    *,
+    overwrite: bool | None,
+    replaces: Callable[[str], bool],
+    last: Sequence[str] = (),
+    mark: str = "",
+    resume: bool = False,
+    mode: int = 0o777,
+    parent_mode: int = 0o777,
+) -> Iterator[Directory]:
     """Context manager: yield a staging directory; move it to ``out`` if the body succeeds, remove it if not.
 
     One rename creates a new OUT. Into an existing OUT the commit moves files one by one: first new files, then files
@@ -313,9 +320,14 @@ def _read(directory: Directory, name: str, nbytes: int) -> bytes:
 
 
 def _commit(
-    directory: Directory, out: str, replaces: Callable[[str], bool], last: Sequence[str], mode: int,
-    *, overwrite: bool | None,
-) -> None:  # fmt: skip
+    directory: Directory,
+    out: str,
+    replaces: Callable[[str], bool],
+    last: Sequence[str],
+    mode: int,
+    *,
+    overwrite: bool | None,
+) -> None:
     staging = directory.path
     if not _is_at(staging, directory.fd):
         raise StorageError(staging, "was renamed by another process while it was being written", "try again")

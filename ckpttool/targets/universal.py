@@ -202,9 +202,21 @@ def _few(names: Sequence[str]) -> str:
 _Rule = Callable[["Checkpoint", Sequence["Parameter"]], Iterator[str]]
 
 _RULES: tuple[_Rule, ...] = (
-    _not_loaded, _bare_states, _newer_copies, _several_groups, _old_release, _other_states, _muon, _dropped_scalars,
-    _nonpartitionable, _round_robin, _scaler, _slices, _experts, _client_tensors,
-)  # fmt: skip
+    _not_loaded,
+    _bare_states,
+    _newer_copies,
+    _several_groups,
+    _old_release,
+    _other_states,
+    _muon,
+    _dropped_scalars,
+    _nonpartitionable,
+    _round_robin,
+    _scaler,
+    _slices,
+    _experts,
+    _client_tensors,
+)
 """The rules; each yields its sentences if it applies."""
 
 

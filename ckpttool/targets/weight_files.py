@@ -85,9 +85,13 @@ def optimizer_files(
         raise PlanError(checkpoint.location, problem, "convert it to dcp or to universal")
     description, losses = _description(checkpoint, list(keys))
     files = safetensors_files(
-        checkpoint, builder, WeightSelection(tuple(states), {}), max_shard_bytes=max_shard_bytes, stem=STEM,
+        checkpoint,
+        builder,
+        WeightSelection(tuple(states), {}),
+        max_shard_bytes=max_shard_bytes,
+        stem=STEM,
         first={METADATA: description},
-    )  # fmt: skip
+    )
     return files, losses
 
 

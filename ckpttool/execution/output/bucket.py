@@ -138,9 +138,17 @@ class BucketOutput:
     any_offset = False
 
     def __init__(
-        self, storage: RemoteStorage, out: str, plan: CopyPlan, *, overwrite: bool | None,
-        replaces: Callable[[str], bool], last: Sequence[str], key: str, resume: bool,
-    ) -> None:  # fmt: skip
+        self,
+        storage: RemoteStorage,
+        out: str,
+        plan: CopyPlan,
+        *,
+        overwrite: bool | None,
+        replaces: Callable[[str], bool],
+        last: Sequence[str],
+        key: str,
+        resume: bool,
+    ) -> None:
         self._storage = storage
         self.out = out.rstrip("/")
         """URL of OUT."""

@@ -243,9 +243,15 @@ class Destination:
         return True
 
     def write(
-        self, plan: CopyPlan, options: RunOptions, *, last: Sequence[str], check: Callable[[str], None],
-        overwrite: bool | None, resume: bool | None,
-    ) -> int:  # fmt: skip
+        self,
+        plan: CopyPlan,
+        options: RunOptions,
+        *,
+        last: Sequence[str],
+        check: Callable[[str], None],
+        overwrite: bool | None,
+        resume: bool | None,
+    ) -> int:
         """Run a plan and commit its files.
 
         Args:
@@ -274,17 +280,30 @@ class Destination:
             return self._write_local(plan, work, last, check, key, overwrite=overwrite, resume=bool(resume))
 
     def _write_local(
-        self, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
-        check: Callable[[str], None], key: str, *, overwrite: bool | None, resume: bool,
-    ) -> int:  # fmt: skip
+        self,
+        plan: CopyPlan,
+        work: Callable[[CopyPlan, Output], int],
+        last: Sequence[str],
+        check: Callable[[str], None],
+        key: str,
+        *,
+        overwrite: bool | None,
+        resume: bool,
+    ) -> int:
         staging.check_space(self.out, plan.nbytes_written)
         plan, mode = with_permissions(plan)
         names = {file.name.split("/")[0] for file in plan.files}
         mark = json.dumps({"key": key, "files": sorted(names), "over": []})
         with staging.staged(
-            self.out, overwrite=overwrite, replaces=_of_same_kind(plan), last=last, mark=mark, resume=resume,
-            mode=mode, parent_mode=self._parent_mode,
-        ) as directory:  # fmt: skip
+            self.out,
+            overwrite=overwrite,
+            replaces=_of_same_kind(plan),
+            last=last,
+            mark=mark,
+            resume=resume,
+            mode=mode,
+            parent_mode=self._parent_mode,
+        ) as directory:
             journal = Journal(directory) if resume else None
             if journal is not None:
                 journal.check([(file.name, file.nbytes) for file in plan.files], default_jobs())
@@ -299,15 +318,30 @@ class Destination:
             return overflowed
 
     def _write_remote(
-        self, remote: RemoteStorage, plan: CopyPlan, work: Callable[[CopyPlan, Output], int], last: Sequence[str],
-        check: Callable[[str], None], key: str, *, overwrite: bool | None, resume: bool,
-    ) -> int:  # fmt: skip
+        self,
+        remote: RemoteStorage,
+        plan: CopyPlan,
+        work: Callable[[CopyPlan, Output], int],
+        last: Sequence[str],
+        check: Callable[[str], None],
+        key: str,
+        *,
+        overwrite: bool | None,
+        resume: bool,
+    ) -> int:
         from ckpttool.execution.output.bucket import bucket_output
 
         with bucket_output(
-            remote, self.out, plan, overwrite=overwrite, replaces=_of_same_kind(plan), check=check, last=last, key=key,
+            remote,
+            self.out,
+            plan,
+            overwrite=overwrite,
+            replaces=_of_same_kind(plan),
+            check=check,
+            last=last,
+            key=key,
             resume=resume,
-        ) as output:  # fmt: skip
+        ) as output:
             return work(plan, output)
 
     def forecast(self, plan: CopyPlan, options: RunOptions) -> Needs:
@@ -393,9 +427,13 @@ def _exists(path: str) -> StorageError:
 
 
 def write_file(
-    out: str, parts: Sequence[bytes | memoryview], *, overwrite: bool, options: Mapping[str, Any] | None,
+    out: str,
+    parts: Sequence[bytes | memoryview],
+    *,
+    overwrite: bool,
+    options: Mapping[str, Any] | None,
     mode: int = 0o666,
-) -> str:  # fmt: skip
+) -> str:
     """Write a small file atomically; return its path or URL without credentials.
 
     Args:

@@ -198,17 +198,30 @@ class Opener:
             return torch, reader.version, _read_numbers(reader, torch) if numbers else {}
 
     def _register(
-        self, name: str, nbytes: int, kind: str, rank: int | None, version: str, model_rank: int | None,
+        self,
+        name: str,
+        nbytes: int,
+        kind: str,
+        rank: int | None,
+        version: str,
+        model_rank: int | None,
         records: tuple[Record, ...] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Assign an index to a file; ``records`` are those of its archive, None for raw elements."""
         directory = self._directory.get(name, self.location.directory)
         elsewhere = None if directory == self.location.directory else directory
         container = "raw" if records is None else "torch"
         file = CheckpointFile(
-            name, nbytes, kind, rank, version, model_rank, container=container, directory=elsewhere,
+            name,
+            nbytes,
+            kind,
+            rank,
+            version,
+            model_rank,
+            container=container,
+            directory=elsewhere,
             records=records or (),
-        )  # fmt: skip
+        )
         self.files.append(file)
 
     def _folders_of_ranks(self, directory: str) -> dict[int, str]:

@@ -22,13 +22,32 @@ if TYPE_CHECKING:
 # Source: DeepSpeed 0.3.12 to 0.19.8, runtime/engine.py (``_save_checkpoint``).
 ENGINE_KEYS = frozenset(
     {
-        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-        "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-        "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-        "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
-        "autoep_layers", "universal_checkpoint_info",
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "ds_autoep_layers",
+        "autoep_layers",
+        "universal_checkpoint_info",
     }
-)  # fmt: skip
+)
 """DeepSpeed's keys in a model-states file; all others are the user's client state."""
 
 

@@ -283,9 +283,11 @@ def _guessed(
 
 
 def _fit_recorded(
-    recorded: Sequence[list[str]], groups: Sequence[Mapping[str, Any]], flat: Sequence[TensorRef] | None,
+    recorded: Sequence[list[str]],
+    groups: Sequence[Mapping[str, Any]],
+    flat: Sequence[TensorRef] | None,
     candidates: Mapping[str, State],
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether recorded names match the optimizer's numbers in count, and flat masters in elements."""
     if not recorded or len(recorded) != len(groups):
         return False

@@ -250,9 +250,15 @@ def groups_without_zero(engine: Any) -> list[list[str]]:
 
 
 def capture(
-    engine: Any, *, tag: str, client_state: Mapping[str, Any], memory: HostMemory | None, exclude_frozen: bool,
-    scratch_root: str | None, own_files: Mapping[str, Any] | None = None,
-) -> CapturedFiles:  # fmt: skip
+    engine: Any,
+    *,
+    tag: str,
+    client_state: Mapping[str, Any],
+    memory: HostMemory | None,
+    exclude_frozen: bool,
+    scratch_root: str | None,
+    own_files: Mapping[str, Any] | None = None,
+) -> CapturedFiles:
     """Collect the files that this rank would save, without writing them; call it on every rank.
 
     Args:
@@ -279,9 +285,12 @@ def capture(
         os.makedirs(directory)
         with _checkpoint_engine_replaced(engine, capturing), _persistent_parameters_restored(engine.optimizer):
             engine.save_checkpoint(
-                scratch, tag=tag, client_state=dict(client_state), save_latest=False,
+                scratch,
+                tag=tag,
+                client_state=dict(client_state),
+                save_latest=False,
                 exclude_frozen_parameters=exclude_frozen,
-            )  # fmt: skip
+            )
             for name, content in (own_files or {}).items():
                 capturing.save(content, posixpath.join(directory, name))
         if memory is not None:

@@ -34,28 +34,63 @@ OFFLOAD = "DeepSpeedZeRoOffload"
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 """DeepSpeed's optimizer wrappers that keep whole fp32 master weights on every rank."""
 _ENGINE = (
-    "checkpoint_engine", "load_checkpoint", "_load_checkpoint", "_get_ckpt_name", "_get_rank_zero_ckpt_name",
-    "_get_expert_ckpt_name", "load_universal_checkpoint", "zero_load_from_fp32_weights", "zero_elastic_checkpoint",
-    "zero_nvme_offload_optimizer", "param_names", "mp_world_size", "checkpoint_mp_rank", "seq_dp_world_size",
-    "seq_data_parallel_group", "has_moe_layers", "lr_scheduler", "bfloat16_enabled", "fp16_enabled",
-)  # fmt: skip
+    "checkpoint_engine",
+    "load_checkpoint",
+    "_load_checkpoint",
+    "_get_ckpt_name",
+    "_get_rank_zero_ckpt_name",
+    "_get_expert_ckpt_name",
+    "load_universal_checkpoint",
+    "zero_load_from_fp32_weights",
+    "zero_elastic_checkpoint",
+    "zero_nvme_offload_optimizer",
+    "param_names",
+    "mp_world_size",
+    "checkpoint_mp_rank",
+    "seq_dp_world_size",
+    "seq_data_parallel_group",
+    "has_moe_layers",
+    "lr_scheduler",
+    "bfloat16_enabled",
+    "fp16_enabled",
+)
 _OPTIMIZER = {
     "DeepSpeedZeroOptimizer": (
-        "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_gradients",
-        "dp_process_group", "update_lp_params", "refresh_fp32_params", "optimizer", "load_state_dict",
+        "bit16_groups",
+        "bit16_groups_flat",
+        "single_partition_of_fp32_groups",
+        "round_robin_gradients",
+        "dp_process_group",
+        "update_lp_params",
+        "refresh_fp32_params",
+        "optimizer",
+        "load_state_dict",
     ),
     "BF16_Optimizer": (
-        "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "dp_process_group", "update_lp_params",
-        "refresh_fp32_params", "optimizer", "load_state_dict",
+        "bf16_groups",
+        "bf16_groups_flat",
+        "fp32_groups_flat_partition",
+        "dp_process_group",
+        "update_lp_params",
+        "refresh_fp32_params",
+        "optimizer",
+        "load_state_dict",
     ),
     "DeepSpeedZeroOptimizer_Stage3": (
-        "fp16_groups", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "sub_group_size", "dp_process_group",
-        "checkpoint_event_prologue", "checkpoint_event_epilogue", "optimizer", "load_state_dict",
+        "fp16_groups",
+        "sub_group_to_group_id",
+        "fp32_partitioned_groups_flat",
+        "sub_group_size",
+        "dp_process_group",
+        "checkpoint_event_prologue",
+        "checkpoint_event_epilogue",
+        "optimizer",
+        "load_state_dict",
     ),
     "FP16_Optimizer": ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
     "FP16_UnfusedOptimizer": ("fp16_groups", "fp32_groups"),
     OFFLOAD: ("partition_all_parameters", "persistent_parameters"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,10 +272,13 @@ def _model(engine: Any, wrapper: str) -> LiveModel:
     buffers = {name: tuple(b.shape) for name, b in persistent_buffers(engine.module).items()}
     state_dict = engine.module.state_dict()
     return LiveModel(
-        shapes=shapes, groups=groups, buffers=buffers, aliases=aliases,
+        shapes=shapes,
+        groups=groups,
+        buffers=buffers,
+        aliases=aliases,
         others=[name for name in state_dict if name not in {*shapes, *aliases, *buffers}],
         left_out=[name for name in shapes if name not in state_dict],
-    )  # fmt: skip
+    )
 
 
 def _groups(optimizer: Any, wrapper: str) -> list[list[Any]]:

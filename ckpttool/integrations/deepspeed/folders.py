@@ -81,9 +81,15 @@ class Folders:
     """
 
     def __init__(
-        self, root: str | None, *, async_save: bool = False, timeout: float = TIMEOUT, allow: Collection[str] = (),
-        storage_options: Mapping[str, Any] | None = None, on_save: Callable[[SaveReport], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        root: str | None,
+        *,
+        async_save: bool = False,
+        timeout: float = TIMEOUT,
+        allow: Collection[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        on_save: Callable[[SaveReport], None] | None = None,
+    ) -> None:
         self.run = current_run() if root is None else None
         """The run of Ray Train that the saves are reported to."""
         if self.run is not None:
@@ -153,11 +159,17 @@ class Folders:
         self.wait()
         own = {name: _as_tensor(data) for name, data in files.items() if name not in static}
         self._manager.save_into(
-            folder, engine, tag=tag, client_state=client_state or {}, metrics=metrics or {}, overwrite=True,
-            exclude_frozen=exclude_frozen, before=before,
+            folder,
+            engine,
+            tag=tag,
+            client_state=client_state or {},
+            metrics=metrics or {},
+            overwrite=True,
+            exclude_frozen=exclude_frozen,
+            before=before,
             rank_state={RNG: rng_state(), FILES: own, WITHIN_EPOCH: within_epoch},
             root_files={name: data for name, data in files.items() if name not in hidden},
-        )  # fmt: skip
+        )
         self._unreported = folder, metrics or {}
         if not self._async_save:
             self.wait()

@@ -111,9 +111,14 @@ def load(  # noqa: PLR0913  public API
     ranks = ranks_of_process_group("load")
     name = _named(src)
     arguments = {
-        "tag": tag, "strict": options.strict, "weights_only": options.weights_only, "dry_run": options.dry_run,
-        "check": options.check, "allow": sorted(options.allow), "src": name,
-    }  # fmt: skip
+        "tag": tag,
+        "strict": options.strict,
+        "weights_only": options.weights_only,
+        "dry_run": options.dry_run,
+        "check": options.check,
+        "allow": sorted(options.allow),
+        "src": name,
+    }
     agree_to_begin(ranks, name, arguments, ready, timeout=timeout)
     checkpoint = open_together(
         paths[0],
@@ -161,9 +166,16 @@ def preview(
         CkptError: The checkpoint is damaged or does not fit the engine; the same on every rank.
     """
     return load(
-        engine, src, tag=tag, strict=strict, weights_only=weights_only, dry_run=True, storage_options=storage_options,
-        allow=allow, timeout=timeout,
-    )  # fmt: skip
+        engine,
+        src,
+        tag=tag,
+        strict=strict,
+        weights_only=weights_only,
+        dry_run=True,
+        storage_options=storage_options,
+        allow=allow,
+        timeout=timeout,
+    )
 
 
 def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree) -> LoadReport:

@@ -80,9 +80,13 @@ def read_native(
             stage0.check_places(live, checkpoint, content)
     notes = () if fitted is None else fitted.notes
     return NativeState(
-        checkpoint=checkpoint, fitted=fitted, nbytes_read=nbytes, files=files, read_file=read_file,
+        checkpoint=checkpoint,
+        fitted=fitted,
+        nbytes_read=nbytes,
+        files=files,
+        read_file=read_file,
         notes=(*notes, *map(str, checkpoint.notes), *checkpoint.remarks),
-    )  # fmt: skip
+    )
 
 
 def _rigid(live: LiveEngine, content: Any) -> Any:

@@ -82,9 +82,14 @@ def shape_of(live: LiveEngine) -> Shape:
         return Shape(1, 1, live.sub_group_size, round_robin=False, dtype=live.dtype)
     experts = live.topology.expert_parallel if live.engine.has_moe_layers else None
     return Shape(
-        live.topology.data_parallel, live.stage, live.sub_group_size, live.round_robin, live.dtype, experts,
+        live.topology.data_parallel,
+        live.stage,
+        live.sub_group_size,
+        live.round_robin,
+        live.dtype,
+        experts,
         live.alignment,
-    )  # fmt: skip
+    )
 
 
 def read_partitions(

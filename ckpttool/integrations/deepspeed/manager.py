@@ -198,16 +198,30 @@ class CheckpointManager:
         """
         self.wait()
         return self.save_into(
-            self.root, engine, tag=tag, client_state={} if client_state is None else client_state,
-            metrics={} if metrics is None else metrics, overwrite=overwrite, exclude_frozen=exclude_frozen_parameters,
+            self.root,
+            engine,
+            tag=tag,
+            client_state={} if client_state is None else client_state,
+            metrics={} if metrics is None else metrics,
+            overwrite=overwrite,
+            exclude_frozen=exclude_frozen_parameters,
             rank_state=rank_state,
-        )  # fmt: skip
+        )
 
     def save_into(  # noqa: PLR0913  the arguments of ``save``
-        self, root: str, engine: Any, *, tag: str | None, client_state: Mapping[str, Any],
-        metrics: Mapping[str, float], overwrite: bool, exclude_frozen: bool, before: tuple[str, int] | None = None,
-        rank_state: Any = None, root_files: Mapping[str, bytes] | None = None,
-    ) -> SaveReport | None:  # fmt: skip
+        self,
+        root: str,
+        engine: Any,
+        *,
+        tag: str | None,
+        client_state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        overwrite: bool,
+        exclude_frozen: bool,
+        before: tuple[str, int] | None = None,
+        rank_state: Any = None,
+        root_files: Mapping[str, bytes] | None = None,
+    ) -> SaveReport | None:
         """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
 
         ``root`` lies on the manager's storage. ``before`` is attempt and number of the previous commit; None for the
@@ -249,11 +263,15 @@ class CheckpointManager:
         validation = tag_validation(engine)
         one_tag = tag if validation == "FAIL" else None  # else the first rank's counts
         asked = {
-            "root": root, "tag": one_tag, "tag_validation": validation, "overwrite": overwrite,
-            "exclude_frozen_parameters": exclude_frozen, "async_save": self.saves_in_background,
+            "root": root,
+            "tag": one_tag,
+            "tag_validation": validation,
+            "overwrite": overwrite,
+            "exclude_frozen_parameters": exclude_frozen,
+            "async_save": self.saves_in_background,
             "step": getattr(engine, "global_steps", None),
             "rank_state": "missing" if rank_state is None else "given",
-        }  # fmt: skip
+        }
         what = posixpath.join(root, str(one_tag)) if one_tag is not None else root
         first_tag = agree_to_begin(
             ranks, what, asked, check, timeout=self._timeout, hints=HINTS, decide=lambda: requests[0].tag
@@ -265,10 +283,14 @@ class CheckpointManager:
             request = replace(request, tag=first_tag)
         self._warn_of_gradients(engine, ranks)
         captured = capture(
-            engine, tag=request.tag, client_state=client_state, memory=self._host_memory(engine),
-            exclude_frozen=exclude_frozen, scratch_root=self.root if self._storage is LOCAL else None,
+            engine,
+            tag=request.tag,
+            client_state=client_state,
+            memory=self._host_memory(engine),
+            exclude_frozen=exclude_frozen,
+            scratch_root=self.root if self._storage is LOCAL else None,
             own_files=own_files,
-        )  # fmt: skip
+        )
         if self._checked is None or self._checked() is not engine:
             self._check_restorable(
                 engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
@@ -301,9 +323,15 @@ class CheckpointManager:
         self._background.wait()
 
     def restore(
-        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
-        require_committed: bool = False, require_signed: bool = False,
-    ) -> dict[str, Any] | None:  # fmt: skip
+        self,
+        engine: Any,
+        *,
+        tag: str | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+        require_committed: bool = False,
+        require_signed: bool = False,
+    ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may have changed.
 
         Incomplete and damaged checkpoints are skipped, with a warning in the log. For checkpoints saved by this class,
@@ -327,9 +355,15 @@ class CheckpointManager:
         return self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
 
     def preview(
-        self, engine: Any, *, tag: str | None = None, strict: bool = True, weights_only: bool = False,
-        require_committed: bool = False, require_signed: bool = False,
-    ) -> LoadReport | None:  # fmt: skip
+        self,
+        engine: Any,
+        *,
+        tag: str | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+        require_committed: bool = False,
+        require_signed: bool = False,
+    ) -> LoadReport | None:
         """Report what ``restore`` would do, on every rank, without changes to the engine. None without a checkpoint."""
         before = self.restored
         options = LoadOptions(strict=strict, weights_only=weights_only, dry_run=True, allow=self._allow)
@@ -344,9 +378,14 @@ class CheckpointManager:
     ) -> dict[str, Any] | None:
         self.wait()
         found = self.begin_restore(
-            engine, lambda: [one.path for one in find(self.source, self.root, tag)], options,
-            root=self.root, tag=tag, committed=committed, signed=signed,
-        )  # fmt: skip
+            engine,
+            lambda: [one.path for one in find(self.source, self.root, tag)],
+            options,
+            root=self.root,
+            tag=tag,
+            committed=committed,
+            signed=signed,
+        )
         opener = self.opener(committed=committed, signed=signed)
         return self.restore_first(found, engine, options, fall_back=tag is None, open_=opener)
 
@@ -384,9 +423,14 @@ class CheckpointManager:
         return found
 
     def restore_first(
-        self, found: Sequence[str], engine: Any, options: LoadOptions, *, fall_back: bool,
+        self,
+        found: Sequence[str],
+        engine: Any,
+        options: LoadOptions,
+        *,
+        fall_back: bool,
         open_: Opener = open_whole,
-    ) -> dict[str, Any] | None:  # fmt: skip
+    ) -> dict[str, Any] | None:
         """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged."""
         from ckpttool.integrations.deepspeed.load import restore_engine
         from ckpttool.integrations.deepspeed.load_plan import thin_error
@@ -470,10 +514,15 @@ class CheckpointManager:
         seconds = time.perf_counter() - began
         retries = self._storage.retries.count - before
         report = SaveReport(
-            tag=request.tag, step=request.step, path=posixpath.join(root, request.tag), nbytes=nbytes,
-            stall_seconds=seconds if stall is None else stall, seconds=seconds, retries=retries,
+            tag=request.tag,
+            step=request.step,
+            path=posixpath.join(root, request.tag),
+            nbytes=nbytes,
+            stall_seconds=seconds if stall is None else stall,
+            seconds=seconds,
+            retries=retries,
             error=error,
-        )  # fmt: skip
+        )
         if error is None:
             LOG.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", report)
         else:

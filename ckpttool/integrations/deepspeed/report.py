@@ -77,9 +77,13 @@ class LoadReport:
     checkpoint has none, and after a load of weights only."""
 
     def rng_state(
-        self, key: str | None = "rng", *, rank: int | None = None, world_size: int | None = None,
+        self,
+        key: str | None = "rng",
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
         shared: Collection[str] = (),
-    ) -> dict[str, Any] | None:  # fmt: skip
+    ) -> dict[str, Any] | None:
         """Return the random number state with which this rank goes on; pass it to ``ckpttool.set_rng_state``.
 
         If the same ranks saved, it is the saved one. Otherwise ``ckpttool.derive_rng_state`` derives it from the states
@@ -191,8 +195,9 @@ class SaveReport:
 
 def _ranks(topology: Topology) -> str:
     sizes = (
-        ("tensor", topology.tensor_parallel), ("pipeline", topology.pipeline_parallel),
+        ("tensor", topology.tensor_parallel),
+        ("pipeline", topology.pipeline_parallel),
         ("expert", topology.expert_parallel),
-    )  # fmt: skip
+    )
     spread = "".join(f", {name} {size}" for name, size in sizes if size > 1)
     return f"{topology.world_size} rank{'s' if topology.world_size != 1 else ''}{spread}"

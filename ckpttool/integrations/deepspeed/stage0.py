@@ -63,9 +63,14 @@ def needs_weights(live: LiveEngine, checkpoint: Checkpoint) -> bool:
 
 
 def prepare_whole(
-    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, model_states: dict[str, Any] | None,
-    names: Names | None, *, strict: bool,
-) -> Fitted:  # fmt: skip
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    fitted: Fitted,
+    model_states: dict[str, Any] | None,
+    names: Names | None,
+    *,
+    strict: bool,
+) -> Fitted:
     """Match an optimizer without ZeRO with the engine's, and sort its states into the engine's order.
 
     Args:
@@ -117,9 +122,14 @@ def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, model_states: Mappin
 
 
 def fit_whole(
-    live: LiveEngine, checkpoint: Checkpoint, model: LiveModel, model_states: Mapping[str, Any] | None,
-    names: Names | None, *, strict: bool,
-) -> tuple[Fitted, Names]:  # fmt: skip
+    live: LiveEngine,
+    checkpoint: Checkpoint,
+    model: LiveModel,
+    model_states: Mapping[str, Any] | None,
+    names: Names | None,
+    *,
+    strict: bool,
+) -> tuple[Fitted, Names]:
     """Match an optimizer without ZeRO with the engine's, by name.
 
     Args:
@@ -350,9 +360,14 @@ def _is_step(key: str, value: Any) -> bool:
 
 
 def _in_optimizer_format(
-    live: LiveEngine, saved: dict[str, Any], base: dict[str, Any], engine_names: Names,
-    states: Mapping[str, dict[str, Any]], masters: Mapping[str, Any], module: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    live: LiveEngine,
+    saved: dict[str, Any],
+    base: dict[str, Any],
+    engine_names: Names,
+    states: Mapping[str, dict[str, Any]],
+    masters: Mapping[str, Any],
+    module: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the states in the optimizer's own format, for the engine's groups."""
     master_of = (
         {name: masters.get(name, module[name].float()) for group in engine_names for name in group}

@@ -15,11 +15,29 @@ from ckpttool.model import MASTER, MODULE
 STEP = "step"
 """Name of the step: some optimizers count it per parameter, others per group, others not at all."""
 REBUILD = "build the same optimizer as in the saved run, or pass weights_only=True"
-_OF_NO_CLASS = frozenset({
-    "params", "param_names", "name", "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "step",
-    "moe", "use_muon", "bias_correction", "decoupled_weight_decay", "foreach", "maximize", "capturable",
-    "differentiable", "fused",
-})  # fmt: skip
+_OF_NO_CLASS = frozenset(
+    {
+        "params",
+        "param_names",
+        "name",
+        "lr",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "max_momentum",
+        "base_momentum",
+        "step",
+        "moe",
+        "use_muon",
+        "bias_correction",
+        "decoupled_weight_decay",
+        "foreach",
+        "maximize",
+        "capturable",
+        "differentiable",
+        "fused",
+    }
+)
 """Keys that schedulers, DeepSpeed, users and later releases of torch add to groups."""
 _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("exp_avg", "exp_avg_sq"))
 """States of optimizers that cannot run a trial step: they count steps outside of Python."""

@@ -182,13 +182,17 @@ class CurriculumPosition:
             hint = "see ckpttool.resume_config for an equal one"
             raise PlanError(what, f"counts global batches of {was} samples, not of {now}", hint)
         before = len(getattr(sampler, "data_clusters", ()))
-        sampler.load_state_dict({
-            "batch": list(state["batch"]), "consumed_samples": state["consumed_samples"],
-            "curriculum_step": state["curriculum_step"], "current_difficulties": dict(state["current_difficulties"]),
-            "data_cluster_paths": list(state["data_cluster_paths"]),
-            "data_cluster_current_position": list(state["data_cluster_current_position"]),
-            "np_rng_state": np.random.get_state(),  # the sampler sets the global generator, which it does not use
-        })  # fmt: skip
+        sampler.load_state_dict(
+            {
+                "batch": list(state["batch"]),
+                "consumed_samples": state["consumed_samples"],
+                "curriculum_step": state["curriculum_step"],
+                "current_difficulties": dict(state["current_difficulties"]),
+                "data_cluster_paths": list(state["data_cluster_paths"]),
+                "data_cluster_current_position": list(state["data_cluster_current_position"]),
+                "np_rng_state": np.random.get_state(),  # the sampler sets the global generator, which it does not use
+            }
+        )
         sampler.np_rng.bit_generator.state = state["generator"]
         for path, cluster, saved in zip(
             state["data_cluster_paths"], getattr(sampler, "data_clusters", [])[before:], state["clusters"], strict=False

@@ -132,9 +132,17 @@ class ResumableSampler:
     """
 
     def __init__(
-        self, data: Sized | int, *, batch_size: int, rank: int, world_size: int, seed: int = 0, shuffle: bool = True,
-        tail: Tail = "spread", accumulation: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        data: Sized | int,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: Tail = "spread",
+        accumulation: int = 1,
+    ) -> None:
         self.length = data if isinstance(data, int) else len(data)
         """Number of samples."""
         for name, value in (("batch_size", batch_size), ("world_size", world_size), ("accumulation", accumulation)):
@@ -203,9 +211,14 @@ class ResumableSampler:
         """Return the position, the same on all ranks; save it in ``client_state``."""
         saved = self._saved
         return {
-            "sampler_format": FORMAT, "length": self.length, "seed": self.seed, "shuffle": self.shuffle,
-            "epoch": saved.epoch, "position": saved.samples, "carried": saved.carried,
-        }  # fmt: skip
+            "sampler_format": FORMAT,
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epoch": saved.epoch,
+            "position": saved.samples,
+            "carried": saved.carried,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position, on any number of ranks and with any batch size.
