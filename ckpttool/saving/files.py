@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import posixpath
-import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +14,7 @@ from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
 from ckpttool.commit.marks import TAKEN, TakenError
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
-from ckpttool.storage import MANIFEST, MARK, ExistsError, aside_name, is_half_removed, walk
+from ckpttool.storage import ExistsError
 from ckpttool.storage.streams import write_stream
 
 if TYPE_CHECKING:
@@ -310,48 +309,3 @@ def put_new(storage: WritableStorage, path: str, data: bytes) -> None:
     """
     if not storage.put_new(path, data):
         raise TakenError(path, ALREADY, TAKEN)
-
-
-def take_over(storage: WritableStorage, directory: str, mark: bytes) -> None:
-    """Claim the directory of a dead save, and remove its files.
-
-    Args:
-        storage: Storage of the checkpoint.
-        directory: Directory of the checkpoint.
-        mark: The in-progress marker of this save.
-
-    Raises:
-        TakenError: Another process has committed or claimed the directory meanwhile.
-        StorageError: The directory cannot be cleared.
-    """
-    above, name = posixpath.split(directory)
-    aside = posixpath.join(above, aside_name(f"{name}.{secrets.token_hex(4)}"))
-    path = posixpath.join(directory, MARK)
-    # After the rename a save that still runs finds none of its files in the directory.
-    if storage.rename(directory, aside):
-        if storage.exists(posixpath.join(aside, MANIFEST)):
-            storage.rename(aside, directory)
-            raise TakenError(directory, "was committed by another process meanwhile", TAKEN)
-        storage.remove_tree(aside)
-        storage.make_directory(directory)
-        put_new(storage, path, mark)
-        return
-    storage.refresh([])
-    seen = _version(storage, directory)
-    removed = bool(seen) and is_half_removed(storage, directory)
-    if not storage.put_new(path, mark, over=seen):
-        raise TakenError(path, "was claimed by another process meanwhile", TAKEN)
-    # From now on a save that still runs finds the marker of another save.
-    storage.refresh([])
-    if not removed and storage.exists(posixpath.join(directory, MANIFEST)):
-        storage.delete([path])
-        raise TakenError(directory, "was committed by another process meanwhile", TAKEN)
-    storage.abandon(directory)
-    storage.delete([posixpath.join(directory, name) for name, _ in walk(storage, directory) if name != MARK])
-
-
-def _version(storage: WritableStorage, directory: str) -> str | None:
-    """Return the version of a directory's in-progress marker; None without a marker."""
-    if not storage.is_dir(directory):
-        return None
-    return next((entry.version for entry in storage.listing(directory) if entry.name == MARK), None)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.saving import coordination, two_phase
+from ckpttool.saving import claim, coordination, two_phase
 from ckpttool.saving.coordination import Alone, Ranks
 from tests.faults.disks import Killed, Machine
 
@@ -151,3 +151,4 @@ def install(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the protocol live in the crew's time."""
     monkeypatch.setattr(coordination, "time", clock)
     monkeypatch.setattr(two_phase, "time", clock)
+    monkeypatch.setattr(claim, "time", clock)

@@ -14,7 +14,7 @@ from hypothesis.stateful import precondition, rule
 
 from ckpttool.commit import marks
 from ckpttool.errors import CkptError
-from ckpttool.saving import background, two_phase
+from ckpttool.saving import background, claim
 from ckpttool.saving.coordination import Alone, RankError, agree_to_begin
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST
@@ -125,7 +125,7 @@ class Law(History):
         outcomes = crew.Crew(size, self.machine, self.clock).do(begin)
         if rank or not late:  # for the first, who decides, the others wait longer
             assert all(f"rank {rank}" in str(o.error) or "not ready" in str(o.error) for o in outcomes)
-        limit = 3 * crew.TIMEOUT + two_phase.SEEN_WITHIN if late else crew.TIMEOUT
+        limit = 3 * crew.TIMEOUT + claim.SEEN_WITHIN if late else crew.TIMEOUT
         assert self.clock.monotonic() - began <= limit
 
     @rule(tag=tags, when=st.sampled_from(["before", "after"]), overwrite=st.booleans())

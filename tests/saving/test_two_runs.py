@@ -12,7 +12,7 @@ import pytest
 from ckpttool.commit import marks
 from ckpttool.commit.marks import TakenError
 from ckpttool.errors import CkptError
-from ckpttool.saving import two_phase
+from ckpttool.saving import claim
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MARK, open_storage
@@ -144,7 +144,7 @@ def test_runs_with_tags_of_their_own_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_save_of_another_machine_is_watched(changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_phase, "WATCH_SECONDS", 2.0)
+    monkeypatch.setattr(claim, "WATCH_SECONDS", 2.0)
     (tmp_path / "a").mkdir()
     mark = {"key": "save 1", "files": [], "host": "elsewhere", "machine": "another", "process": 1, "began": "1"}
     (tmp_path / "a" / MARK).write_text(json.dumps(mark))

@@ -1,0 +1,263 @@
+"""Who may write the directory of a checkpoint: one attempt of a save, told by its in-progress marker.
+
+The directory may be free; or hold the files of a save that died, which are removed; or hold a checkpoint to replace,
+which is renamed until the new one is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import posixpath
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.commit import is_commit, read_mark
+from ckpttool.commit.manifest import REPLACED
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats.scan import commits, scan
+from ckpttool.formats.whole import is_whole
+from ckpttool.saving.files import put_new
+from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckpttool.storage import WritableStorage
+
+LOG = logging.getLogger("ckpttool")
+SEEN_WITHIN = 60.0
+"""Seconds that a network file system may take to show a file to other nodes."""
+WATCH_SECONDS = 20.0
+"""Seconds to watch the directory of another machine's save; without a change the save is dead."""
+
+
+class Claim:
+    """The directory of a checkpoint, for one attempt of a save. Rank 0 takes it; the other ranks wait for it.
+
+    Args:
+        storage: Storage of the checkpoint.
+        root: The directory of all checkpoints.
+        tag: Name of the checkpoint.
+    """
+
+    def __init__(self, storage: WritableStorage, root: str, tag: str) -> None:
+        self._storage = storage
+        self._root = root
+        self.directory = posixpath.join(root, tag)
+        self._replaced = f"{self.directory}{REPLACED}"
+        self._marker = posixpath.join(self.directory, MARK)
+        self.attempt = ""
+        """Identifier of the attempt; "" before it is taken or known."""
+
+    def state(self, *, overwrite: bool) -> str:
+        """Return the state of the directory: "free", "unfinished" (its save is dead) or "replaced".
+
+        Raises:
+            TakenError: Another save writes it.
+            StorageError: It must not be written.
+        """
+        storage, directory = self._storage, self.directory
+        if is_linked(storage, self._root, directory):
+            raise StorageError(directory, "is reached through a link", "choose another tag, or remove the link")
+        if not storage.is_dir(directory):
+            if storage.exists(directory):
+                raise StorageError(directory, "exists and is not a directory", "move it, or choose another tag")
+            return "free"
+        if not storage.listing(directory):
+            return "free"
+        if is_unfinished(storage, directory):
+            self._check_dead()
+            return "unfinished"
+        if not overwrite:
+            what = "is saved already" if is_commit(storage, directory) else "holds other files"
+            raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
+        if commits(scan(storage, directory)):
+            raise StorageError(directory, "holds other checkpoints", "choose another tag")
+        return "replaced"
+
+    def take(self, state: str) -> str:
+        """Write the in-progress marker into the directory; return the identifier of this attempt.
+
+        Args:
+            state: As ``state`` returned it.
+
+        Raises:
+            TakenError: Another process has taken or committed the directory meanwhile.
+            StorageError: The storage fails; a checkpoint to replace is back in its place.
+        """
+        self.attempt = secrets.token_hex(8)
+        ALIVE.add(self.attempt)
+        mark = json.dumps({"key": f"save {self.attempt}", "files": [], **identity()}).encode()
+        if state == "unfinished":
+            self._take_over(mark)
+            return self.attempt
+        if state == "replaced":
+            self._set_aside()
+        try:
+            self._storage.make_directory(self.directory)
+            put_new(self._storage, self._marker, mark)
+        except TakenError:
+            raise
+        except CkptError:
+            if state == "replaced":
+                _try_each([self._remove_if_there, self._restore_replaced])
+            raise
+        return self.attempt
+
+    def wait(self, attempt: str) -> None:
+        """Wait until this rank sees the in-progress marker of rank 0's attempt.
+
+        Raises:
+            StorageError: This rank does not see it in time.
+        """
+        self.attempt = attempt
+        end = time.monotonic() + SEEN_WITHIN
+        while True:
+            self._storage.refresh([self._marker])
+            try:
+                if attempt in (find_text(self._storage, self._marker) or ""):
+                    return
+            except StorageError:
+                pass  # the marker may still appear
+            if time.monotonic() > end:
+                problem = "was created by rank 0, but not all ranks see it"
+                raise StorageError(self.directory, problem, "choose a root that all nodes share")
+            time.sleep(0.05)
+
+    def check(self) -> None:
+        """Check that no other process has taken over the directory, for example because this save seemed dead.
+
+        Raises:
+            TakenError: Another process has.
+        """
+        self._storage.refresh([])
+        if self.attempt not in (find_text(self._storage, self._marker) or ""):
+            raise TakenError(self.directory, "was taken over by another process while it was being saved", TAKEN)
+
+    def commit(self) -> None:
+        """Delete the marker and the replaced checkpoint, after the manifest is written; ``tidy`` repeats a failure."""
+        _try_each([partial(self._storage.delete, [self._marker]), self._remove_replaced])
+
+    def undo(self, *more: Callable[[], None]) -> None:
+        """Remove the files of this attempt, if the directory is still its own, and put the replaced checkpoint back.
+
+        Args:
+            *more: Further steps of the caller, made last.
+        """
+        try:
+            self.check()
+        except CkptError:
+            return  # of another process; or unknown: the marker makes readers refuse the files
+        _try_each([partial(self._storage.remove_tree, self.directory), self._restore_replaced, *more])
+
+    def release(self) -> None:
+        """Forget the attempt: from now on other saves of this process take it for dead."""
+        ALIVE.discard(self.attempt)
+
+    def _check_dead(self) -> None:
+        """Check that the save that wrote the directory's marker does not run any more.
+
+        Raises:
+            TakenError: The save still runs.
+        """
+        mark = read_mark(self._storage, self.directory)
+        who = f"process {mark.get('process')} of {mark.get('host')}"
+        taken = TakenError(self.directory, f"is being saved by {who}", TAKEN)
+        alive = is_alive(mark)
+        if alive:
+            raise taken
+        if alive is False:
+            return
+        before = self._snapshot()
+        end = time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < end:
+            time.sleep(1.0)
+            if self._snapshot() != before:
+                raise taken
+
+    def _snapshot(self) -> list[tuple[Any, ...]]:
+        self._storage.refresh([])
+        try:
+            return [(name, entry.nbytes, entry.version) for name, entry in walk(self._storage, self.directory)]
+        except StorageError:
+            return []
+
+    def _take_over(self, mark: bytes) -> None:
+        """Claim the directory of a dead save, and remove its files.
+
+        Raises:
+            TakenError: Another process has committed or claimed the directory meanwhile.
+            StorageError: The directory cannot be cleared.
+        """
+        storage, directory = self._storage, self.directory
+        above, name = posixpath.split(directory)
+        aside = posixpath.join(above, aside_name(f"{name}.{secrets.token_hex(4)}"))
+        # After the rename a save that still runs finds none of its files in the directory.
+        if storage.rename(directory, aside):
+            if storage.exists(posixpath.join(aside, MANIFEST)):
+                storage.rename(aside, directory)
+                raise TakenError(directory, "was committed by another process meanwhile", TAKEN)
+            storage.remove_tree(aside)
+            storage.make_directory(directory)
+            put_new(storage, self._marker, mark)
+            return
+        storage.refresh([])
+        entries = storage.listing(directory) if storage.is_dir(directory) else ()
+        seen = next((entry.version for entry in entries if entry.name == MARK), None)
+        removed = bool(seen) and is_half_removed(storage, directory)
+        if not storage.put_new(self._marker, mark, over=seen):
+            raise TakenError(self._marker, "was claimed by another process meanwhile", TAKEN)
+        # From now on a save that still runs finds the marker of another save.
+        storage.refresh([])
+        if not removed and storage.exists(posixpath.join(directory, MANIFEST)):
+            storage.delete([self._marker])
+            raise TakenError(directory, "was committed by another process meanwhile", TAKEN)
+        storage.abandon(directory)
+        storage.delete([posixpath.join(directory, name) for name, _ in walk(storage, directory) if name != MARK])
+
+    def _set_aside(self) -> None:
+        """Rename the checkpoint to replace, until the new one is committed."""
+        storage, directory, aside = self._storage, self.directory, self._replaced
+        if storage.exists(aside):
+            if is_commit(storage, aside) and not is_commit(storage, directory):
+                problem = "may be the only whole checkpoint of this name"
+                raise StorageError(aside, problem, "choose another tag, or move it")
+            if is_commit(storage, aside) and not is_whole(storage, directory):
+                storage.remove_tree(directory)  # the renamed checkpoint is whole, this one is not
+                return
+            storage.remove_tree(aside)
+        try:
+            moved = storage.rename(directory, aside)
+        except StorageError:
+            if not storage.exists(directory):  # the rename succeeded, but its sync failed
+                _try_each([self._restore_replaced])
+            raise
+        if not moved:
+            if not any(one.path != directory for one in commits(scan(storage, self._root))):
+                problem = "is the only whole checkpoint, and this storage cannot keep it until the new one is committed"
+                raise StorageError(directory, problem, "choose another tag")
+            storage.remove_tree(directory)
+
+    def _remove_if_there(self) -> None:
+        if self._storage.exists(self.directory):
+            self._storage.remove_tree(self.directory)
+
+    def _restore_replaced(self) -> None:
+        if self._storage.exists(self._replaced):
+            self._storage.rename(self._replaced, self.directory)
+
+    def _remove_replaced(self) -> None:
+        if self._storage.exists(self._replaced):
+            self._storage.remove_tree(self._replaced)
+
+
+def _try_each(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        try:
+            step()
+        except CkptError as error:
+            LOG.warning("could not clear away after a save: %s", error)
