@@ -146,9 +146,7 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
             seen.append(error)
 
     def write() -> None:
-        with bucket_output(
-            storage, "memory://out", plan, overwrite=False, replaces=lambda _: False, check=lambda _: None
-        ) as output:
+        with bucket_output(storage, "memory://out", plan, overwrite=False, replaces=lambda _: False) as output:
             target = output.begin(plan.files[0])
             target.fail(gone)
             second = threading.Thread(target=write_the_second, args=(target,), daemon=True)

@@ -92,19 +92,20 @@ def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
 
 
 @contextlib.contextmanager
-def bucket_output(  # noqa: PLR0913  a run has as many settings
+def bucket_output(
     storage: RemoteStorage,
     out: str,
     plan: CopyPlan,
     *,
     overwrite: bool | None,
     replaces: Callable[[str], bool],
-    check: Callable[[str], None],
     last: Sequence[str] = (),
     key: str = "",
     resume: bool = False,
 ) -> Iterator[BucketOutput]:
-    """Context manager: yield the output of a plan; check and commit it if the body succeeds, discard it if not.
+    """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not.
+
+    The body calls ``complete`` after the last write.
 
     Args:
         storage: Storage of OUT.
@@ -112,7 +113,6 @@ def bucket_output(  # noqa: PLR0913  a run has as many settings
         plan: The plan to write.
         overwrite: As for ``check_target``: another run may have written OUT meanwhile.
         replaces: Whether a file name in an existing OUT belongs to the files being replaced.
-        check: Called with OUT before the commit, when all files can be read; raises if the output is wrong.
         last: Names of files to write last, in this order.
         key: Fingerprint of the plan: a run with the same key can resume the upload.
         resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
@@ -123,8 +123,6 @@ def bucket_output(  # noqa: PLR0913  a run has as many settings
     output = BucketOutput(storage, out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume)
     try:
         yield output
-        output.complete()
-        check(output.out)
         output.commit()
     except BaseException as error:
         if not resume or isinstance(error, LayoutError | ChecksumError):  # a resumed run must not keep wrong files
@@ -150,8 +148,8 @@ class BucketOutput:
         resume: bool,
     ) -> None:
         self._storage = storage
-        self.out = out.rstrip("/")
-        """URL of OUT."""
+        self.path = out.rstrip("/")
+        """URL of OUT, for readers before the commit."""
         self._overwrite = overwrite
         self._replaces = replaces
         self._last = tuple(last)
@@ -170,15 +168,15 @@ class BucketOutput:
         self.existing_names = Lazy(self._claim)
         """Names in OUT except those of killed runs. Computed before the first write, in parallel with reads."""
 
-    def path(self, name: str) -> str:
+    def url(self, name: str) -> str:
         """URL of a file of OUT."""
-        return f"{self.out}/{name}"
+        return f"{self.path}/{name}"
 
     def _claim(self) -> set[str]:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
         existing = self._take_over()
         if existing and not self._overwrite:
-            raise not_empty(self.out, overwrite=self._overwrite)
+            raise not_empty(self.path, overwrite=self._overwrite)
         self._has_marker = True  # set first: if the request fails, the store may still have written it
         self._put_mark(existing)
         return existing
@@ -186,25 +184,25 @@ class BucketOutput:
     def _put_mark(self, existing: set[str]) -> None:
         over = {name for name in self._names if name.split("/")[0] in existing}
         new = [name for name in self._names if name not in over]
-        self._storage.put(self.path(MARK), _Mark(self._key, new, sorted(over), self._mixed).to_json())
+        self._storage.put(self.url(MARK), _Mark(self._key, new, sorted(over), self._mixed).to_json())
 
     def _take_over(self) -> set[str]:
         self._storage.forget()
-        names = {e.name for e in self._storage.listing(self.out)} if self._storage.is_dir(self.out) else set()
+        names = {e.name for e in self._storage.listing(self.path)} if self._storage.is_dir(self.path) else set()
         if MARK not in names:
             return names
-        key, left, over, self._mixed = _read_mark(self._storage, self.out)
+        key, left, over, self._mixed = _read_mark(self._storage, self.path)
         if self._resume and key == self._key:
-            self._pending = self._storage.uploads(self.out)
-            self._storage.list_tree(self.out)
-            self._done = {name: self._storage.entry(self.path(name)).nbytes for name in left if self._exists(name)}
+            self._pending = self._storage.uploads(self.path)
+            self._storage.list_tree(self.path)
+            self._done = {name: self._storage.entry(self.url(name)).nbytes for name in left if self._exists(name)}
         else:
-            self._storage.abort_uploads(self.out, [*left, *over])
-            self._storage.delete([self.path(name) for name in left])
+            self._storage.abort_uploads(self.path, [*left, *over])
+            self._storage.delete([self.url(name) for name in left])
         return names - {MARK} - {name.split("/")[0] for name in left}
 
     def _exists(self, name: str) -> bool:
-        return self._storage.exists(self.path(name))
+        return self._storage.exists(self.url(name))
 
     def has(self, file: TargetFile) -> bool:
         """Whether an earlier run completed the file."""
@@ -222,14 +220,14 @@ class BucketOutput:
         part = self._storage.part_bytes(file.nbytes)
         if file.nbytes <= part:
             return _SmallFile(self, file.name, part)
-        target = _LargeFile(self.path(file.name), partial(self._create, file), part)
+        target = _LargeFile(self.url(file.name), partial(self._create, file), part)
         if self._resume:
             target.open()  # list the uploaded parts before their sources are read
         return target
 
     def _create(self, file: TargetFile) -> Writer:
         self.existing_names()
-        path = self.path(file.name)
+        path = self.url(file.name)
         number = self._pending.get(self._storage.object_name(path), "")
         self._begun = True
         upload = self._storage.upload(path, file.nbytes, number)
@@ -244,7 +242,7 @@ class BucketOutput:
             return
         with self._lock:
             self._written.append(name)
-        self._storage.put(self.path(name), data)
+        self._storage.put(self.url(name), data)
 
     def part_writer(self, name: str) -> PartWriter:
         """Return the part writer of a small file; one that is held back returns its bytes to this process."""
@@ -252,7 +250,7 @@ class BucketOutput:
             return _ReturningWriter()
         with self._lock:
             self._written.append(name)
-        return _SmallFileWriter(self._storage, self.path(name))
+        return _SmallFileWriter(self._storage, self.url(name))
 
     def _is_held_back(self, name: str) -> bool:
         return name in self.existing_names() or name in self._last
@@ -266,28 +264,28 @@ class BucketOutput:
         if not self._mixed and (any(map(self._replaces, existing)) or not existing.isdisjoint(self._names)):
             self._mixed = True
             self._put_mark(existing)
-        self._storage.delete([self.path(name) for name in self._last if name in existing])
+        self._storage.delete([self.url(name) for name in self._last if name in existing])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
         new = {*self._written, *self._held_back, *self._last, *self._done}
         written = {upload.path for upload in self._uploads}
-        old = (n for n in existing if self._replaces(n) and n not in new and self.path(n) not in written)
-        self._storage.delete([self.path(name) for name in old])
+        old = (n for n in existing if self._replaces(n) and n not in new and self.url(n) not in written)
+        self._storage.delete([self.url(name) for name in old])
         for name in sorted(self._held_back, key=lambda n: self._last.index(n) if n in self._last else -1):
             if name in existing and not self._replaces(name):
                 self._keep_other(name, self._held_back[name], existing)
             self._written.append(name)
-            self._storage.put(self.path(name), self._held_back[name])
+            self._storage.put(self.url(name), self._held_back[name])
 
     def _keep_other(self, name: str, data: bytes, taken: set[str]) -> None:
         """Copy a sidecar file of OUT to another name, if ``data`` differs: a user may have edited it."""
-        with self._storage.open(self.path(name)) as reader:
+        with self._storage.open(self.url(name)) as reader:
             held = reader.read(0, min(reader.nbytes, MAX_KEPT_BYTES))
         if held != data:
-            self._storage.put_new(self.path(kept_name(name, taken)), held)
+            self._storage.put_new(self.url(kept_name(name, taken)), held)
 
     def commit(self) -> None:
         """Remove the in-progress marker, so that readers accept the files."""
-        self._storage.delete([self.path(MARK)])
+        self._storage.delete([self.url(MARK)])
 
     def discard(self) -> None:
         """Remove all files of this output, then the in-progress marker.
@@ -298,19 +296,19 @@ class BucketOutput:
             return
         with contextlib.suppress(CkptError):
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
-            self._storage.delete([self.path(name) for name in {*self._written, *self._done}])
+            self._storage.delete([self.url(name) for name in {*self._written, *self._done}])
             if self._begun or self._pending:
                 # The store may have started uploads whose id never arrived.
-                self._storage.abort_uploads(self.out, self._names)
+                self._storage.abort_uploads(self.path, self._names)
             if not self._mixed:
-                self._storage.delete([self.path(MARK)])
+                self._storage.delete([self.url(MARK)])
 
 
 class _SmallFile(Writer):
     """A file written by one request."""
 
     def __init__(self, output: BucketOutput, name: str, part_bytes: int) -> None:
-        self.path = output.path(name)
+        self.path = output.url(name)
         self.part_bytes = part_bytes
         self._output = output
         self._name = name

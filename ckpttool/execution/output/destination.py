@@ -7,9 +7,8 @@ import json
 import os
 import re
 import resource
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
@@ -38,12 +37,12 @@ from ckpttool.storage.journal import Journal
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ckpttool.execution.distributed import Workers
+    from ckpttool.execution.output.bucket import BucketOutput
     from ckpttool.execution.read_checks import ReadChecks
-    from ckpttool.execution.run import Output
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.storage import Storage, WritableStorage
@@ -265,39 +264,47 @@ class Destination:
         Returns:
             Number of finite elements cast to infinity.
         """
-        meter = Meter(plan.nbytes_written, options.progress)
+        mode = 0o777
+        if self._remote is None:
+            staging.check_space(self.out, plan.nbytes_written)
+            plan, mode = with_permissions(plan)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
-        with options.workers or nullcontext() as there:
-            work = partial(run, jobs=options.jobs, memory=options.memory, advance=meter, checks=options.checks)
-            if there is not None:
+        how: dict[str, Any] = {"jobs": options.jobs, "memory": options.memory, "checks": options.checks}
+        how["advance"] = Meter(plan.nbytes_written, options.progress)
+        with (
+            options.workers or nullcontext() as workers,
+            self._output(plan, last, key, mode, overwrite=overwrite, resume=bool(resume)) as output,
+        ):
+            if workers is None:
+                overflowed = run(plan, output, **how)
+            else:
                 from ckpttool.execution import distributed
 
-                work = partial(distributed.run, workers=there, **work.keywords)
-            if self._remote is not None:
-                return self._write_remote(
-                    self._remote, plan, work, last, check, key, overwrite=overwrite, resume=bool(resume)
-                )
-            return self._write_local(plan, work, last, check, key, overwrite=overwrite, resume=bool(resume))
+                overflowed = distributed.run(plan, output, workers=workers, **how)
+            output.complete()
+            check(output.path)
+        return overflowed
 
-    def _write_local(
-        self,
-        plan: CopyPlan,
-        work: Callable[[CopyPlan, Output], int],
-        last: Sequence[str],
-        check: Callable[[str], None],
-        key: str,
-        *,
-        overwrite: bool | None,
-        resume: bool,
-    ) -> int:
-        staging.check_space(self.out, plan.nbytes_written)
-        plan, mode = with_permissions(plan)
+    @contextmanager
+    def _output(
+        self, plan: CopyPlan, last: Sequence[str], key: str, mode: int, *, overwrite: bool | None, resume: bool
+    ) -> Iterator[DirectoryOutput | BucketOutput]:
+        """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not."""
+        replaces = _of_same_kind(plan)
+        if self._remote is not None:
+            from ckpttool.execution.output.bucket import bucket_output
+
+            with bucket_output(
+                self._remote, self.out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume
+            ) as uploads:
+                yield uploads
+            return
         names = {file.name.split("/")[0] for file in plan.files}
         mark = json.dumps({"key": key, "files": sorted(names), "over": []})
         with staging.staged(
             self.out,
             overwrite=overwrite,
-            replaces=_of_same_kind(plan),
+            replaces=replaces,
             last=last,
             mark=mark,
             resume=resume,
@@ -309,40 +316,11 @@ class Destination:
                 journal.check([(file.name, file.nbytes) for file in plan.files], default_jobs())
             try:
                 with DirectoryOutput(directory, journal) as output:
-                    overflowed = work(plan, output)
-                check(directory.path)
+                    yield output
             except (LayoutError, ChecksumError):
                 if journal is not None:
                     journal.clear()  # a resumed run must not keep wrong files
                 raise
-            return overflowed
-
-    def _write_remote(
-        self,
-        remote: RemoteStorage,
-        plan: CopyPlan,
-        work: Callable[[CopyPlan, Output], int],
-        last: Sequence[str],
-        check: Callable[[str], None],
-        key: str,
-        *,
-        overwrite: bool | None,
-        resume: bool,
-    ) -> int:
-        from ckpttool.execution.output.bucket import bucket_output
-
-        with bucket_output(
-            remote,
-            self.out,
-            plan,
-            overwrite=overwrite,
-            replaces=_of_same_kind(plan),
-            check=check,
-            last=last,
-            key=key,
-            resume=resume,
-        ) as output:
-            return work(plan, output)
 
     def forecast(self, plan: CopyPlan, options: RunOptions) -> Needs:
         """Return the memory and the disk space that ``write`` needs; nothing is read or written.

@@ -29,6 +29,8 @@ class DirectoryOutput:
 
     def __init__(self, directory: Directory, journal: Journal | None = None) -> None:
         self._directory = directory
+        self.path = directory.path
+        """Path of the directory, for readers before the commit."""
         self._journal = journal
         self._shares = file_system_of(directory.path) in SHARING
         self._begun: list[DirectoryWriter] = []
@@ -37,6 +39,10 @@ class DirectoryOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.complete()
+
+    def complete(self) -> None:
+        """Close all files, after the last write."""
         for writer in self._begun:
             writer.commit()
 
