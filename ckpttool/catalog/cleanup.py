@@ -29,8 +29,8 @@ from ckpttool.commit.marks import (
     unfinished_below,
 )
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats import is_whole, open_whole
 from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
-from ckpttool.formats.whole import is_whole, open_whole
 from ckpttool.messages import printable
 from ckpttool.storage import (
     MARK,

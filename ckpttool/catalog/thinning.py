@@ -32,12 +32,11 @@ from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, St
 from ckpttool.execution.permissions import mode_of
 from ckpttool.execution.read_checks import checks_for
 from ckpttool.execution.run import MEMORY, run
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.locate import Location
 from ckpttool.formats.rank_states import is_rank_state
 from ckpttool.formats.thin import SUFFIX
 from ckpttool.formats.weights import read_safetensors
-from ckpttool.formats.whole import open_whole
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.saving.files import ALREADY
 from ckpttool.saving.two_phase import SPACE_FACTOR

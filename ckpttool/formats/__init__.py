@@ -1,25 +1,31 @@
-"""Readers: a directory -> Checkpoint. One module for each format; ``registry`` lists them."""
+"""Readers: a directory -> Checkpoint, by the first format that recognizes it.
+
+To add a format, write a module with a function of the type of ``Format.read`` and add a line to ``FORMATS``.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
 from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
-from ckpttool.commit import has_manifest
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
+from ckpttool.commit import has_manifest, is_commit
+from ckpttool.commit.checksummed import signed_storage
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
 from ckpttool.formats.rank_states import with_rank_states
-from ckpttool.formats.registry import formats_with_tags
+from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.messages import brief
 from ckpttool.storage import (
     WAIT,
+    is_half_removed,
     is_url,
     local_path,
     open_storage,
@@ -38,7 +44,85 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
-__all__ = ["Source", "open_checkpoint", "source_paths", "source_storage"]
+
+class Format(NamedTuple):
+    """One source format."""
+
+    reader: str
+    """Module and function of the reader, imported when a checkpoint of the format is read."""
+    tagged: bool
+    """Whether a root holds several checkpoints, each in the directory of its tag."""
+    marker: str = ""
+    """A file (or, with a final slash, a directory) that only this format has; "" if file names identify it."""
+    last: tuple[str, ...] = ()
+    """Files to write last, because readers take them as the sign of a complete checkpoint."""
+
+    def matches(self, storage: Storage, directory: str) -> bool:
+        """Return whether the directory has the format's marker."""
+        path = posixpath.join(directory, self.marker.rstrip("/"))
+        return bool(self.marker) and (storage.is_dir(path) if self.marker.endswith("/") else storage.exists(path))
+
+    def read(self, storage: Storage, location: Location, report: Report) -> Checkpoint | None:
+        """Read the layout of a checkpoint; None if the directory has another format.
+
+        Raises:
+            CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
+        """
+        module, _, function = self.reader.partition(":")
+        found: Checkpoint | None = getattr(importlib.import_module(module), function)(storage, location, report)
+        return found
+
+
+FORMATS = (
+    Format("ckpttool.formats.dcp:read_dcp", tagged=False, marker=".metadata", last=(".metadata",)),
+    Format(
+        "ckpttool.formats.weights:read_weights",
+        tagged=False,
+        last=("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    ),
+    Format("ckpttool.formats.universal:read_universal", tagged=True, marker="zero/"),
+    Format("ckpttool.formats.thin:read_thin", tagged=True, marker=RUN_STATE),
+    Format("ckpttool.formats.zero.reader:read_zero", tagged=True),
+)
+"""In the order of the attempts: formats with a marker first."""
+
+
+def formats_with_tags(*, tagged: bool) -> list[Format]:
+    """Return the formats whose checkpoints have a tag, or the formats without tags."""
+    return [f for f in FORMATS if f.tagged == tagged]
+
+
+def is_whole(storage: Storage, path: str) -> bool:
+    """Return whether a checkpoint can be opened, without reading tensor bytes."""
+    try:
+        open_whole(storage, path)
+    except CkptError:
+        return False
+    return True
+
+
+def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False) -> Checkpoint:
+    """Open a complete checkpoint; with a key, all later reads are compared with its signed manifest.
+
+    Args:
+        storage: Its storage.
+        path: The directory of its tag.
+        key: Require a manifest signed with this key.
+        committed: Require a manifest.
+
+    Raises:
+        PlanError: The manifest is missing, or not signed with that key.
+        CkptError: The checkpoint is incomplete or damaged; tensor bytes are not checked.
+    """
+    if is_half_removed(storage, path):
+        raise LayoutError(path, "is being removed", "use another tag")
+    if committed and not is_commit(storage, path):
+        problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
+        raise PlanError(path, problem, "choose another tag, or restore without require_committed")
+    return open_checkpoint(path, storage=storage if key is None else signed_storage(storage, path, key))
+
+
+__all__ = ["FORMATS", "Source", "is_whole", "open_checkpoint", "open_whole", "source_paths", "source_storage"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A checkpoint: one directory (or file of weights), or several directories with the files of some ranks each."""

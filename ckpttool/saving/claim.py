@@ -18,8 +18,8 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.formats import is_whole
 from ckpttool.formats.scan import commits, scan
-from ckpttool.formats.whole import is_whole
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
 

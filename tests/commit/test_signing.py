@@ -17,7 +17,7 @@ from ckpttool.checksums import MIN_CHUNK_BYTES, of_bytes
 from ckpttool.commit.manifest import CHECKSUM, SIGNATURE, Manifest, checksum, read_manifest
 from ckpttool.commit.signing import read_key, signature
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.formats.whole import open_whole
+from ckpttool.formats import open_whole
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.integrations.torch.collectives import open_together
 from ckpttool.saving.coordination import Alone

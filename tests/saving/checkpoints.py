@@ -17,7 +17,7 @@ from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.commit.manifest import CHECKSUM, parse_manifest, read_manifest
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
-from ckpttool.formats.whole import open_whole
+from ckpttool.formats import open_whole
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.files import HostPayload, PlainFile, write_files
 from ckpttool.saving.two_phase import Request, save

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.catalog.cleanup import left_over, maintain
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import is_commit
+from ckpttool.formats import open_whole
 from ckpttool.formats.scan import scan
-from ckpttool.formats.whole import open_whole
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.faults import disks
 from tests.faults.disks import Fault, Machine

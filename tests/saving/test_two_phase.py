@@ -16,8 +16,8 @@ from ckpttool.catalog.retention import Rules
 from ckpttool.checksums import crc32
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.errors import CkptError, ContainerError, StorageError
+from ckpttool.formats import open_whole
 from ckpttool.formats.scan import scan
-from ckpttool.formats.whole import open_whole
 from ckpttool.saving import two_phase
 from ckpttool.saving.coordination import Alone, RankError, Ranks
 from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile, write_files

@@ -22,9 +22,9 @@ from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.runs import trainer_commits
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError
+from ckpttool.formats import open_whole
 from ckpttool.formats.scan import scan, trainer_folders
 from ckpttool.formats.sidecars import PATTERNS
-from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.load import restore_engine
 from ckpttool.integrations.deepspeed.load_plan import load_options
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager

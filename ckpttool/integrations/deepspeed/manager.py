@@ -17,8 +17,8 @@ from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.formats import open_whole
 from ckpttool.formats.rank_states import is_rank_state
-from ckpttool.formats.whole import open_whole
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
 from ckpttool.integrations.deepspeed.save_arguments import (
