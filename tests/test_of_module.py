@@ -22,7 +22,7 @@ def test_packages_of_the_table_exist() -> None:
 
 def test_names_and_imports_are_found() -> None:
     assert "tests/commit/test_manifest.py" in of_module.tests_of("ckpttool/commit/manifest.py")
-    assert "tests/execution/test_local.py" in of_module.tests_of("ckpttool/execution/copy.py")
+    assert "tests/execution/test_copy.py" in of_module.tests_of("ckpttool/execution/copy.py")
     assert "tests/under_ray/test_run_directory.py" in of_module.tests_of("ckpttool/integrations/ray/train_run.py")
 
 
