@@ -70,8 +70,9 @@ def on_ranks(world_size: int) -> Callable[[Callable[P, T]], Callable[P, list[T]]
 
     def decorate(function: Callable[P, T]) -> Callable[P, list[T]]:
         @functools.wraps(function)
-        def run(*arguments: P.args, **_: P.kwargs) -> list[T]:
-            return [pickle.loads(result) for result in call(_results_of, world_size, _name(function), arguments)]
+        def run(*arguments: P.args, **options: P.kwargs) -> list[T]:
+            results = call(_results_of, world_size, _name(function), arguments, options)
+            return [pickle.loads(result) for result in results]
 
         return run
 
@@ -161,7 +162,7 @@ def _results_of_groups(
         return job.get("turn", 0), job["world_size"], job.get("apart", "")
 
     return [
-        _results_of(key[1], _name(_each), (name, list(group), arguments))
+        _results_of(key[1], _name(_each), (name, list(group), arguments), {})
         for key, group in itertools.groupby(sorted(jobs, key=process), process)
     ]
 
@@ -170,15 +171,17 @@ def _each(name: tuple[str, str], jobs: list[dict[str, Any]], arguments: tuple[An
     """Do jobs one after another, as one of the ranks that do."""
     import torch
 
-    found = {}
+    function, found = _find(name), {}
     for job in jobs:
         end_if_stuck()
-        found[job["id"]] = _find(name)(job, *arguments)
+        found[job["id"]] = function(job, *arguments)
         torch.distributed.barrier()
     return found
 
 
-def _results_of(world_size: int, name: tuple[str, str], arguments: tuple[Any, ...]) -> list[bytes]:
+def _results_of(
+    world_size: int, name: tuple[str, str], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> list[bytes]:
     """Call a function on so many ranks; the pickled result of each."""
     function = _find(name)
     with tempfile.TemporaryDirectory() as directory:
@@ -188,7 +191,7 @@ def _results_of(world_size: int, name: tuple[str, str], arguments: tuple[Any, ..
             from recipes import common
 
             common.start()
-            result = pickle.dumps(function(*arguments))
+            result = pickle.dumps(function(*arguments, **options))
             files[int(os.environ["RANK"])].write_bytes(result)
             common.leave()
 
