@@ -1,21 +1,13 @@
-"""Loads checkpoints into real DeepSpeed engines on the CPU, and tells what each then holds.
-
-Many loads share one process group, and all groups one start of DeepSpeed: this module runs itself once, imports
-DeepSpeed there, and forks the ranks of every world size from that process.
-"""
+"""Loads checkpoints into real DeepSpeed engines on the CPU, and tells what each then holds."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import sys
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests import forked
+from tests.forked import each_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -73,49 +65,29 @@ class Loaded:
     """Counters, hyper-parameters and scalars of every group, client state; "step": what the next step raised."""
 
 
-def load_all(loads: Sequence[Load], directory: Path) -> dict[str, Loaded]:
+def load_all(loads: Sequence[Load]) -> dict[str, Loaded]:
     """Run all loads; by id what came of each."""
-    from safetensors import safe_open
-
-    forked.start("tests.deepspeed_engines", [asdict(load) for load in loads], directory)
-    result = {}
-    for load in loads:
-        with safe_open(str(directory / f"{load.id}.safetensors"), "pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            result[load.id] = Loaded(facts.pop("error"), tensors, facts)
-    return result
+    late = ("llama", "mixtral") if any(load.model.startswith("auto") for load in loads) else ()
+    jobs = [{"id": load.id, "world_size": load.world_size, "load": load} for load in loads]
+    imports = [f"transformers.models.{name}.modeling_{name}" for name in late]
+    found = each_on_ranks(_loaded, jobs, imports=imports)
+    return {name: ranks[0] for name, ranks in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------- in the processes
 
 
-def _main(directory: Path) -> None:
-    import deepspeed  # noqa: F401  once, for all that are forked
-
-    loads = [Load(**values) for values in forked.jobs_in(directory)]
-    if any(load.model.startswith("auto") for load in loads):
-        from transformers import LlamaForCausalLM, MixtralForCausalLM  # noqa: F401  the same
-    for world_size, group in itertools.groupby(sorted(loads, key=lambda j: j.world_size), lambda j: j.world_size):
-        forked.run_ranks(world_size, partial(_rank, list(group), directory))
-
-
-def _rank(loads: Sequence[Load], directory: Path) -> None:
+def _loaded(job: dict[str, Any]) -> Loaded | None:
     import torch
-    from recipes import common
-    from safetensors.torch import save_file
 
-    common.start(seed=4321)
+    load: Load = job["load"]
     _compile_nothing()
-    for load in loads:
-        forked.end_if_stuck()
-        torch.manual_seed(4321)  # not the seed that the fixtures started from
-        tensors, facts = _load_parallel(load) if load.model else _load(load)
-        if torch.distributed.get_rank() == 0:
-            held = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-            save_file(held, str(directory / f"{load.id}.safetensors"), metadata={"facts": json.dumps(facts)})
-        torch.distributed.barrier()
-    common.leave()
+    torch.manual_seed(4321)  # not the seed that the fixtures started from
+    tensors, facts = _load_parallel(load) if load.model else _load(load)
+    if torch.distributed.get_rank():
+        return None
+    held = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    return Loaded(facts.pop("error"), held, json.loads(json.dumps(facts)))  # as the facts of fixtures are
 
 
 def _compile_nothing() -> None:
@@ -356,7 +328,3 @@ def _lion() -> Any:
                     state["exp_avg"].lerp_(p.grad, 1 - group["betas"][1])
 
     return Lion
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

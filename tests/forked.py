@@ -5,19 +5,27 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import importlib
+import inspect
+import itertools
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {
@@ -32,34 +40,67 @@ SECONDS = 600
 """How long one thing may take before it counts as stuck, on a machine with much else to do."""
 
 
-def start(module: str, jobs: Sequence[dict[str, Any]], directory: Path) -> str:
-    """Run a module on the jobs, in a process of its own that has imported DeepSpeed; what it printed.
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a process of its own that has imported DeepSpeed; return what it returns.
 
-    The module is given the directory, where it finds the jobs in ``jobs.json``.
+    Arguments and result are pickled. The process has this one's environment, and ends as any script does.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "jobs.json").write_text(json.dumps(list(jobs)))
     path = [str(HERE.parent), str(HERE.parent / "fixtures"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    compiled = directory / "compiled"
-    env = {
-        **os.environ,
-        **ENVIRONMENT,
-        "TORCH_EXTENSIONS_DIR": str(compiled),
-        "PYTHONPATH": os.pathsep.join(path),
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
-    }
-    stdout, stderr = directory / "stdout", directory / "stderr"
-    job = {"module": module, "argument": str(directory), "environment": env}
-    status = _fork_server(env["PYTHONPATH"]).run({**job, "stdout": str(stdout), "stderr": str(stderr)})
-    printed = stdout.read_text(errors="replace") if stdout.exists() else ""
-    assert status == 0, f"status {status}: {printed[-3000:]}\n{stderr.read_text(errors='replace')[-6000:]}"
-    # It takes minutes, and for ever where another process was killed while it compiled the same.
-    assert not compiled.exists(), f"DeepSpeed has compiled {os.listdir(compiled)}"
-    return printed
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        compiled = directory / "compiled"
+        environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "TORCH_EXTENSIONS_DIR": str(compiled),
+            "PYTHONPATH": os.pathsep.join(path),
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+        }
+        (directory / "call").write_bytes(pickle.dumps((_name(function), arguments)))
+        status = _fork_server(environment["PYTHONPATH"]).run(directory, environment)
+        printed, logged = ((directory / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+        assert status == 0, f"status {status}: {printed[-3000:]}\n{logged[-6000:]}"
+        # It takes minutes, and for ever where another process was killed while it compiled the same.
+        assert not compiled.exists(), f"DeepSpeed has compiled {os.listdir(compiled)}"
+        return pickle.loads((directory / "result").read_bytes())
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[P, T]], Callable[P, list[T]]]:
+    """Let a function of a module run on so many forked ranks of a gloo group; a call returns the result of each."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, list[T]]:
+        @functools.wraps(function)
+        def run(*arguments: P.args, **options: P.kwargs) -> list[T]:
+            results = call(_results_of, world_size, _name(function), arguments, options)
+            return [pickle.loads(result) for result in results]
+
+        return run
+
+    return decorate
+
+
+def each_on_ranks(
+    function: Callable[..., Any], jobs: Iterable[dict[str, Any]], *arguments: Any, imports: Sequence[str] = ()
+) -> dict[Any, list[Any]]:
+    """Call a function of a module with each job, on as many ranks as it asks for; return the result of each rank by id.
+
+    Args:
+        function: Takes a job and the further arguments.
+        jobs: Each has an ``id`` and a ``world_size``. Those of one world size share their processes, unless they have
+            another value of ``apart``; those of a later ``turn`` begin after all of the others.
+        arguments: Further arguments of the function.
+        imports: Modules to import once, before ranks are forked.
+    """
+    found: dict[Any, list[Any]] = {}
+    for results in call(_results_of_groups, _name(function), list(jobs), arguments, imports):
+        for result in results:
+            for key, value in pickle.loads(result).items():
+                found.setdefault(key, []).append(value)
+    return found
 
 
 class _ForkServer:
-    """A process that has imported DeepSpeed, and forks one for each job."""
+    """A process that has imported DeepSpeed, and forks one for each call."""
 
     def __init__(self, path: str) -> None:
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
@@ -69,11 +110,11 @@ class _ForkServer:
         )  # fmt: skip
         atexit.register(self._end)
 
-    def run(self, job: dict[str, Any]) -> int:
-        """Run a job to its end; its exit status."""
+    def run(self, directory: Path, environment: dict[str, str]) -> int:
+        """Do the call of a directory to its end; its exit status."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.write(json.dumps([str(directory), environment]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that forks the others has ended"
@@ -89,10 +130,73 @@ def _fork_server(path: str) -> _ForkServer:
     return _ForkServer(path)
 
 
-def jobs_in(directory: Path) -> list[dict[str, Any]]:
-    """What is to be done."""
-    found: list[dict[str, Any]] = json.loads((directory / "jobs.json").read_text())
+# ------------------------------------------------------------------------------------------------- in the processes
+
+
+def answer(directory: Path) -> None:
+    """Do the call of a directory, as the process that was forked for it."""
+    process = os.getpid()
+    name, arguments = pickle.loads((directory / "call").read_bytes())
+    result = _find(name)(*arguments)
+    if os.getpid() == process:  # not one that the function has forked, and that ends as it does
+        (directory / "result").write_bytes(pickle.dumps(result))
+
+
+def _name(function: Callable[..., Any]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
+def _find(name: tuple[str, str]) -> Callable[..., Any]:
+    module, qualified = name
+    found: Callable[..., Any] = inspect.unwrap(getattr(importlib.import_module(module), qualified))
     return found
+
+
+def _results_of_groups(
+    name: tuple[str, str], jobs: list[dict[str, Any]], arguments: tuple[Any, ...], imports: Sequence[str]
+) -> list[list[bytes]]:
+    for module in imports:
+        importlib.import_module(module)
+
+    def process(job: dict[str, Any]) -> tuple[int, int, str]:
+        return job.get("turn", 0), job["world_size"], job.get("apart", "")
+
+    return [
+        _results_of(key[1], _name(_each), (name, list(group), arguments), {})
+        for key, group in itertools.groupby(sorted(jobs, key=process), process)
+    ]
+
+
+def _each(name: tuple[str, str], jobs: list[dict[str, Any]], arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    """Do jobs one after another, as one of the ranks that do."""
+    import torch
+
+    function, found = _find(name), {}
+    for job in jobs:
+        end_if_stuck()
+        found[job["id"]] = function(job, *arguments)
+        torch.distributed.barrier()
+    return found
+
+
+def _results_of(
+    world_size: int, name: tuple[str, str], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> list[bytes]:
+    """Call a function on so many ranks; the pickled result of each."""
+    function = _find(name)
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, str(rank)) for rank in range(world_size)]
+
+        def rank() -> None:
+            from recipes import common
+
+            common.start()
+            result = pickle.dumps(function(*arguments, **options))
+            files[int(os.environ["RANK"])].write_bytes(result)
+            common.leave()
+
+        run_ranks(world_size, rank)
+        return [file.read_bytes() for file in files]
 
 
 def run_ranks(world_size: int, body: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Name the tests of a module: ``python -m tests.of_module ckpttool/plan/split.py ...``; ``make test-of`` runs them.
 
-They are the test file of its name, the test files that import it or a helper that does, and if there is none of
-either, the directory of its package.
+They are the test file of its name in the directory of its package, the test files that import it or a helper that does,
+and if there is none of either, that directory. A function of ``ckpttool.api`` is a command: others have tests of it too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ def tests_of(module: str) -> list[str]:
     """
     name = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     stem = name.rpartition(".")[2].lstrip("_")
-    found = [path for path in _test_files() if path.stem == f"test_{stem}" or name in _imported(path)]
+    own = [ROOT / directory for directory in directories_of(module)]
+
+    def is_of_its_name(path: Path) -> bool:
+        return path.stem == f"test_{stem}" and (path.parent in own or module.startswith("ckpttool/api/"))
+
+    found = [path for path in _test_files() if is_of_its_name(path) or name in _imported(path)]
     return [path.relative_to(ROOT).as_posix() for path in found] or directories_of(module)
 
 

@@ -10,10 +10,12 @@ import os
 import runpy
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tests import forked
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]]) -> list[str]:
@@ -25,27 +27,23 @@ def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]]) -> 
         starts: Number of ranks of each start, and its command line: the path of a script or ``-m`` and a module,
             and arguments.
     """
-    jobs = []
+    forked.call(_run_all, imports, starts, directory)
+    return [(directory / f"log-{number}").read_text() for number in range(len(starts))]
+
+
+def _run_all(imports: list[str], starts: list[tuple[int, list[str]]], directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    for name in imports:
+        importlib.import_module(name)
     for number, (ranks, command) in enumerate(starts):
-        jobs.append({"imports": imports, "ranks": ranks, "command": command, "log": str(directory / f"log-{number}")})
-    forked.start("tests.scripts", jobs, directory)
-    return [Path(str(job["log"])).read_text() for job in jobs]
+        forked.run_ranks(ranks, partial(_run, command, directory / f"log-{number}"))
 
 
-def main(directory: Path) -> None:
-    """Run all jobs of a directory."""
-    for job in forked.jobs_in(directory):
-        for name in job["imports"]:
-            importlib.import_module(name)
-        forked.run_ranks(job["ranks"], partial(_run, job))
-
-
-def _run(job: dict[str, Any]) -> None:
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _run(command: list[str], path: Path) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]  # torch.distributed.run sets it
-    command = job["command"]
     if command[0] == "-m":
         sys.argv[:] = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -53,7 +51,3 @@ def _run(job: dict[str, Any]) -> None:
     sys.argv[:] = command
     sys.path.insert(0, os.path.dirname(command[0]))
     runpy.run_path(command[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from tests import forked
-from tests.deepspeed.data_positions import GLOBAL, SAMPLES
+import ckpttool
+import ckpttool.data
+from tests.deepspeed.engines import logged
+from tests.forked import each_on_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +20,12 @@ if TYPE_CHECKING:
     from _pytest.tmpdir import TempPathFactory
 
 pytestmark = pytest.mark.deepspeed
+
+SAMPLES, WIDTH, GLOBAL = 50, 6, 12
+CONFIG = {
+    "train_batch_size": GLOBAL, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "steps_per_print": 10_000,
+}  # fmt: skip
 
 STOP = 2
 """Steps of the optimizer before the save."""
@@ -59,15 +68,113 @@ def _jobs(directory: Path) -> list[dict[str, Any]]:
     return jobs
 
 
+def _do(job: dict[str, Any]) -> dict[str, Any]:
+    return {"train": _train, "curriculum": _curriculum, "differs": _differs}[job["do"]](job)
+
+
+def _build(config: dict[str, Any]) -> Any:
+    import deepspeed
+
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
+    return deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=0.02), config=config)[0]
+
+
+def _train(job: dict[str, Any]) -> dict[str, Any]:
+    """Train to the end of an epoch, or for some steps of the optimizer; resume if there is a checkpoint."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    config = ckpttool.resume_config(CONFIG, world_size=ranks, src=job["root"] if job["resumes"] else None)
+    engine = _build(config)
+    numbers = torch.Generator().manual_seed(9)
+    data = [(n, torch.randn(WIDTH, generator=numbers)) for n in range(SAMPLES)]
+    sampler = ckpttool.data.ResumableSampler(
+        data, batch_size=config["train_micro_batch_size_per_gpu"], rank=rank, world_size=ranks, seed=4,
+        accumulation=config["gradient_accumulation_steps"],
+    )  # fmt: skip
+    loader = ckpttool.data.ResumableLoader(
+        torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=job["workers"])
+    )
+    manager = ckpttool.CheckpointManager(job["root"])
+    notes: tuple[str, ...] = ()
+    if job["resumes"]:
+        state = manager.restore(engine)
+        assert state is not None
+        assert manager.restored is not None
+        loader.load_state_dict(state["loader"])
+        notes = manager.restored.notes
+    first = engine.global_steps
+    read: list[tuple[int, list[int], list[float]]] = []
+    for numbers_of, x in loader:
+        losses = (engine(x) - x.sum(1, keepdim=True)).square().mean(1)
+        read.append((engine.global_steps, numbers_of.tolist(), losses.tolist()))
+        engine.backward(losses.mean())
+        engine.step()
+        if job["steps"] and engine.global_steps - first == job["steps"]:
+            break
+    if not job["resumes"] and job["steps"]:
+        manager.save(engine, tag="tag", client_state={"loader": loader.state_dict()})
+    engine.destroy()
+    return {"read": read, "config": config, "notes": notes}
+
+
+def _differs(job: dict[str, Any]) -> dict[str, Any]:
+    """What a restore says if the global batch differs."""
+    facts = {}
+    for name, sizes in job["configs"].items():
+        engine = _build({**CONFIG, **sizes})
+        with logged(logging.WARNING) as lines:
+            preview = ckpttool.preview(engine, job["root"])
+            assert not lines
+            report = ckpttool.load(engine, job["root"])
+        facts[name] = {"notes": [*report.notes], "preview": [*preview.notes], "warnings": lines}
+        engine.destroy()
+    return facts
+
+
+def _curriculum(job: dict[str, Any]) -> dict[str, Any]:
+    """Read with DeepSpeed's own sampler, save, and read on; or resume."""
+    from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    metric = {
+        "clustering_type": "single_cluster", "difficulty_type": "value", "min_difficulty": 1, "max_difficulty": 10,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 1},
+    }  # fmt: skip
+    learning = {"enabled": True, "data_cluster_path": job["clusters"], "curriculum_metrics": {"length": metric}}
+    efficiency = {"seed": 5, "data_sampling": {"num_epochs": 2, "num_workers": 0, "curriculum_learning": learning}}
+    micro = GLOBAL // ranks // job["accumulation"]
+    sampler = DeepSpeedDataSampler(
+        efficiency, 200, micro, rank, ranks, torch.distributed.group.WORLD, job["accumulation"], rank
+    )
+    position = ckpttool.data.CurriculumPosition(sampler, workers=job.get("workers", 0))
+    engine = _build({**CONFIG, "train_micro_batch_size_per_gpu": 1, "train_batch_size": ranks})
+    manager = ckpttool.CheckpointManager(job["root"])
+    facts: dict[str, Any] = {"before": [], "after": []}
+    if job["resumes"]:
+        state = manager.restore(engine)
+        assert state is not None
+        try:
+            position.load_state_dict(state["position"])
+        except ckpttool.CkptError as error:
+            return {"error": str(error)}
+        batches = iter(sampler)
+    else:
+        batches = iter(sampler)
+        facts["before"] = [next(batches) for _ in range(3 * job["accumulation"] + job.get("extra", 0))]
+        manager.save(engine, tag="tag", client_state={"position": position.state_dict()})
+    facts["after"] = [next(batches) for _ in range(4 * job["accumulation"])]
+    facts["consumed"] = position.state_dict()["consumed_samples"]
+    engine.destroy()
+    return facts
+
+
+Facts = dict[str, list[dict[str, Any]]]
+"""What each rank found, by job."""
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("positions")
-    forked.start("tests.deepspeed.data_positions", _jobs(directory), directory)
-    return directory
-
-
-def _facts(done: Path, name: str) -> list[dict[str, Any]]:
-    return [torch.load(path, weights_only=False) for path in sorted((done / name).glob("facts-*.pt"))]
+def facts(tmp_path_factory: TempPathFactory) -> Facts:
+    return each_on_ranks(_do, _jobs(tmp_path_factory.mktemp("positions")))
 
 
 def _read(facts: list[dict[str, Any]]) -> tuple[list[int], dict[int, list[float]]]:
@@ -83,11 +190,11 @@ def _read(facts: list[dict[str, Any]]) -> tuple[list[int], dict[int, list[float]
 
 
 @pytest.mark.parametrize(("saved", "ranks"), PAIRS)
-def test_the_rest_of_the_epoch_is_read_once_and_the_steps_are_the_same(saved: int, ranks: int, done: Path) -> None:
-    before, first = _read(_facts(done, f"dp{saved}"))
-    resumed = _facts(done, f"dp{saved}-to-dp{ranks}")
+def test_the_rest_of_the_epoch_is_read_once_and_the_steps_are_the_same(saved: int, ranks: int, facts: Facts) -> None:
+    before, first = _read(facts[f"dp{saved}"])
+    resumed = facts[f"dp{saved}-to-dp{ranks}"]
     after, second = _read(resumed)
-    whole, losses = _read(_facts(done, f"whole-dp{saved}"))
+    whole, losses = _read(facts[f"whole-dp{saved}"])
     assert Counter(before + after) == Counter(whole) == Counter(range(SAMPLES))
     assert len(before) == STOP * GLOBAL
     assert all(one["config"]["train_batch_size"] == GLOBAL for one in resumed)
@@ -100,13 +207,12 @@ def test_the_rest_of_the_epoch_is_read_once_and_the_steps_are_the_same(saved: in
         assert a == pytest.approx(b, rel=1e-3)
 
 
-def test_another_global_batch_is_told(done: Path) -> None:
-    facts = _facts(done, "told")
+def test_another_global_batch_is_told(facts: Facts) -> None:
     text = (
         "the global batch is 18 samples, but was 12 in the saved run; for an equal one set train_batch_size 12, "
         "train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 1 (ckpttool.resume_config does)"
     )
-    for rank, one in enumerate(facts):
+    for rank, one in enumerate(facts["told"]):
         assert not any("global batch" in note for kind in one["equal"].values() for note in kind)
         assert text in one["larger"]["notes"]
         assert text in one["larger"]["preview"]
@@ -115,14 +221,14 @@ def test_another_global_batch_is_told(done: Path) -> None:
 
 
 @pytest.mark.parametrize(("saved", "accumulation", "ranks", "other"), CURRICULA)
-def test_curriculum_learning_goes_on(saved: int, accumulation: int, ranks: int, other: int, done: Path) -> None:
+def test_curriculum_learning_goes_on(saved: int, accumulation: int, ranks: int, other: int, facts: Facts) -> None:
     name = f"curriculum-{saved}-{accumulation}"
-    gone_on, resumed = _facts(done, name), _facts(done, f"{name}-resumed")
+    gone_on, resumed = facts[name], facts[f"{name}-resumed"]
     assert (len(gone_on), len(resumed)) == (saved, ranks)
 
-    def steps(facts: list[dict[str, Any]], count: int) -> list[list[int]]:
+    def steps(ranks: list[dict[str, Any]], count: int) -> list[list[int]]:
         parts = [
-            [index for one in facts for batch in one["after"][n * count : (n + 1) * count] for index in batch]
+            [index for one in ranks for batch in one["after"][n * count : (n + 1) * count] for index in batch]
             for n in range(4)
         ]
         return [sorted(part) for part in parts]
@@ -135,7 +241,7 @@ def test_curriculum_learning_goes_on(saved: int, accumulation: int, ranks: int, 
     ("name", "reason"),
     [("prefetched", "workers of the loader have prefetched samples"), ("between", "micro batches were read since")],
 )
-def test_an_inexact_position_is_refused(name: str, reason: str, done: Path) -> None:
-    (facts,) = _facts(done, f"{name}-resumed")
-    assert "is not exact" in facts["error"]
-    assert reason in facts["error"]
+def test_an_inexact_position_is_refused(name: str, reason: str, facts: Facts) -> None:
+    (one,) = facts[f"{name}-resumed"]
+    assert "is not exact" in one["error"]
+    assert reason in one["error"]

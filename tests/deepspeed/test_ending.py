@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import ckpttool
+from ckpttool.saving import files
+from ckpttool.storage import open_storage
 from tests import forked, sampling
+from tests.deepspeed.engines import build_parallel
 from tests.storage import server
 
 if TYPE_CHECKING:
@@ -20,6 +30,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.deepspeed
 
 ENDS = {"normal": 0, "exit": 0, "exception": 1}
+SECONDS = 1.0
+"""How long a save takes at least: the script has ended long before."""
 FAILED = 120
 """The status of a program that has ended well, and could not write all that was to be written."""
 
@@ -35,6 +47,68 @@ if sampling.thorough():
     JOBS = [*(_job(how, n, "disk") for how in ENDS for n in (1, 2)), *(_job(how, 2, "bucket") for how in ENDS)]
     JOBS.append(_job("normal", 1, "bucket"))
     FAILING.append(_job("exit", 2, "disk", spoil=True))
+
+
+def _run(jobs: list[dict[str, Any]], directory: Path) -> None:
+    """Run scripts one after the other; each of their ranks is an interpreter that really ends.
+
+    It ends as that of any script does: at the end of its main module, by ``sys.exit``, or by an exception.
+    """
+    for job in jobs:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(job["world_size"]):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            child = os.fork()
+            if not child:
+                _script(job, directory / job["id"], rank, port)
+                return  # to the end of the interpreter
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        (directory / job["id"] / "statuses").write_text(" ".join(map(str, statuses)))
+
+
+def _script(job: dict[str, Any], directory: Path, rank: int, port: int) -> None:
+    directory.mkdir(exist_ok=True)
+    errors = os.open(directory / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(errors, 2)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world_size"]),
+        "LOCAL_SIZE": str(job["world_size"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    forked.end_if_stuck(120)
+    signal.alarm(150)
+    from recipes import common
+
+    common.start(seed=4321)
+    parallel = build_parallel({**job, "dtype": "fp32", "model": "plain"})
+    parallel.step()
+    manager: Any = ckpttool.CheckpointManager(
+        job["root"], async_save=True, timeout=30, storage=_slow(job["root"], spoil=job["spoil"])
+    )
+    manager.save(parallel.engine, client_state={"step": 1})
+    torch.distributed.barrier()  # an exception ends the other ranks' collectives, not what they save
+    if job["how"] == "exit":
+        sys.exit(0)
+    if job["how"] == "exception":
+        raise ArithmeticError("the loop failed")
+
+
+def _slow(root: str, *, spoil: bool) -> Any:
+    """Where a manager saves, which takes its time; and loses the directory meanwhile, if it is to fail."""
+    write = files.write_files
+
+    def later(*given: Any) -> Any:
+        time.sleep(SECONDS)
+        if spoil:
+            shutil.rmtree(root, ignore_errors=True)
+        return write(*given)
+
+    files.write_files = later  # type: ignore[assignment]
+    return open_storage(root)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +128,7 @@ def done(tmp_path_factory: TempPathFactory, bucket: server.Bucket) -> Path:
     jobs = [*JOBS, *FAILING]
     for job in jobs:
         job["root"] = bucket.url(job["id"]) if job["place"] == "bucket" else str(directory / job["id"] / "root")
-    forked.start("tests.deepspeed.ending", jobs, directory)
+    forked.call(_run, jobs, directory)
     return directory
 
 

@@ -56,7 +56,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
         options = {"round_robin_gradients": True} if case.round_robin else {}
         root = str(directory / case.id)
         loads.append(Load(case.id, root, case.stage, case.world_size, zero_options=options, **spread))
-    return load_all(loads, directory / "loaded")
+    return load_all(loads)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

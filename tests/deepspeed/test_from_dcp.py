@@ -107,7 +107,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Loaded],
         loads.append(Load(case.id, str(root), case.stage, case.world_size, dtype=case.dtype, model=case.model))
     ckpttool.convert(directory / "torch-dcp", directory / "universal", to="universal", prove=True)
     loads += [Load(f"universal{n}", str(directory / "universal"), n, 2, model="plain", universal=True) for n in (1, 3)]
-    return load_all(loads, directory / "loaded"), trained
+    return load_all(loads), trained
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

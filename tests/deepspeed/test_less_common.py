@@ -82,7 +82,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
                     resume={} if case.how == "load" else None,
                 )
             )  # fmt: skip
-        found |= load_all(loads, directory / model)
+        found |= load_all(loads)
     return found
 
 

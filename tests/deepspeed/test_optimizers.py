@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import forked
+from ckpttool import CheckpointManager, CkptError, verify
+from tests.deepspeed.engines import build, differing, held, step
+from tests.forked import each_on_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from _pytest.tmpdir import TempPathFactory
 
 pytestmark = pytest.mark.deepspeed
+
+
+STEPS = 2
 
 
 def _job(
@@ -22,7 +28,7 @@ def _job(
     words = [*groups, *optimizers, *map(str, stages), dtype, *(["plain"] * plain)]
     return {
         "id": "-".join(words).replace(" ", "_"), "groups": groups, "optimizers": optimizers, "stage": stages[0],
-        "to": stages[1], "dtype": dtype, "plain": plain,
+        "to": stages[1], "world_size": 1, "dtype": dtype, "plain": plain,
     }  # fmt: skip
 
 
@@ -75,12 +81,53 @@ JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *BY_POSITION, *OTHERS, *SAME, *SKIPPED
 JOBS += WITHOUT_FROZEN
 
 
+def _restore(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Save one engine, restore into another; what was said, and what differs."""
+    root = directory / job["id"]
+    first = build(job["stage"], job["dtype"], job["groups"][0], job["optimizers"][0])
+    step(first, STEPS)
+    saved, scale = held(first), getattr(first.optimizer, "loss_scale", None)
+    if job["plain"]:
+        first.save_checkpoint(str(root))
+    else:
+        CheckpointManager(root).save(first)
+    told: dict[str, Any] = {"verify": [f"{f.path}: {f.problem}" for f in verify(root, deep=True).findings]}
+    step(first, STEPS)
+    went_on = held(first)
+    first.destroy()
+    second = build(job["to"], job["dtype"], job["groups"][1], job["optimizers"][1], seed=7)
+    manager = CheckpointManager(root)
+    before = held(second)
+    told |= {
+        "preview": _told(lambda: manager.preview(second)),
+        "restore": _told(lambda: manager.restore(second)),
+    }
+    now = held(second)
+    told["untouched"] = differing(before, now) == [] and second.global_steps == 0
+    told["differing"] = differing(saved, now)
+    told["loss scales"] = [scale, getattr(second.optimizer, "loss_scale", None)]
+    told["notes"] = list(manager.restored.notes) if manager.restored else []
+    told["step"] = _told(lambda: step(second, STEPS))
+    told["differing later"] = differing(went_on, held(second), tolerance=1e-4)
+    second.destroy()
+    return told
+
+
+def _told(function: Any) -> str:
+    try:
+        function()
+    except CkptError as error:
+        return str(error)
+    except Exception as error:
+        return f"raw: {type(error).__name__}: {error}"
+    return ""
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("optimizers")
-    forked.start("tests.deepspeed.optimizers", JOBS, directory)
-    found: dict[str, Any] = json.loads((directory / "told.json").read_text())
-    return found
+    """By job, what its rank tells."""
+    found = each_on_ranks(_restore, JOBS, tmp_path_factory.mktemp("optimizers"))
+    return {name: ranks[0] for name, ranks in found.items()}
 
 
 def _restored(told: dict[str, Any], job: dict[str, Any]) -> set[str]:
@@ -95,10 +142,10 @@ def test_no_save_is_called_damaged(told: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("job", BY_NAME, ids=lambda job: job["id"])
 def test_states_go_to_the_parameters_that_they_are_of(job: dict[str, Any], told: dict[str, Any]) -> None:
-    differing = _restored(told, job)
+    other = _restored(told, job)
     if job["groups"] == ("one", "layers"):
-        differing = {key for key in differing if not key.startswith("lr/")}
-    assert differing == set()
+        other = {key for key in other if not key.startswith("lr/")}
+    assert other == set()
 
 
 @pytest.mark.parametrize("job", CUT, ids=lambda job: job["id"])
@@ -108,9 +155,9 @@ def test_a_group_of_several_keeps_its_own_hyper_parameters(job: dict[str, Any], 
 
 @pytest.mark.parametrize("job", FROZEN, ids=lambda job: job["id"])
 def test_formerly_frozen_parameters_start_without_moments(job: dict[str, Any], told: dict[str, Any]) -> None:
-    differing = _restored(told, job)
-    assert {key.rpartition("/")[2].partition(".")[0] for key in differing} == {"a", "b"}
-    assert not any(key.startswith("module/") for key in differing)
+    other = _restored(told, job)
+    assert {key.rpartition("/")[2].partition(".")[0] for key in other} == {"a", "b"}
+    assert not any(key.startswith("module/") for key in other)
 
 
 @pytest.mark.parametrize("job", [*UNTOLD, *OTHERS], ids=lambda job: job["id"])
@@ -125,19 +172,19 @@ def test_a_misfit_is_refused_before_the_engine_changes(job: dict[str, Any], told
 
 @pytest.mark.parametrize("job", BY_POSITION, ids=lambda job: job["id"])
 def test_states_without_names_go_by_position_as_with_deepspeed(job: dict[str, Any], told: dict[str, Any]) -> None:
-    differing = _restored(told, job)
+    other = _restored(told, job)
     assert any("the files do not record which parameter" in note for note in told[job["id"]]["notes"])
     alike = job["groups"] == ("layers", "layers")
-    assert {key.rpartition("/")[2].partition(".")[0] for key in differing} == (set() if alike else {"a", "b"})
+    assert {key.rpartition("/")[2].partition(".")[0] for key in other} == (set() if alike else {"a", "b"})
 
 
 @pytest.mark.parametrize("job", SAME, ids=lambda job: job["id"])
 def test_every_class_is_restored_into_its_own(job: dict[str, Any], told: dict[str, Any]) -> None:
-    differing = _restored(told, job)
+    other = _restored(told, job)
     if job["stage"] == job["to"]:
-        assert differing == set()
+        assert other == set()
     else:
-        assert not any(key.startswith(("fp32/", "momentum_buffer/", "max_exp_avg_sq/")) for key in differing)
+        assert not any(key.startswith(("fp32/", "momentum_buffer/", "max_exp_avg_sq/")) for key in other)
 
 
 @pytest.mark.parametrize("job", SKIPPED, ids=lambda job: job["id"])
@@ -149,8 +196,8 @@ def test_a_run_whose_steps_were_all_skipped_is_restored(job: dict[str, Any], tol
 
 @pytest.mark.parametrize("job", TWO_GROUPS, ids=lambda job: job["id"])
 def test_several_groups_without_zero_go_on_with_it(job: dict[str, Any], told: dict[str, Any]) -> None:
-    differing = _restored(told, job)
-    assert not any(key.startswith(("fp32/", "exp_avg/", "exp_avg_sq/", "lr/")) for key in differing)
+    other = _restored(told, job)
+    assert not any(key.startswith(("fp32/", "exp_avg/", "exp_avg_sq/", "lr/")) for key in other)
 
 
 @pytest.mark.parametrize("job", WITHOUT, ids=lambda job: job["id"])
@@ -162,6 +209,6 @@ def test_what_zero_saved_goes_on_without_it(job: dict[str, Any], told: dict[str,
 
 @pytest.mark.parametrize("job", WITHOUT_FROZEN, ids=lambda job: job["id"])
 def test_parameters_that_zero_did_not_train_start_without_moments(job: dict[str, Any], told: dict[str, Any]) -> None:
-    differing = {key for key in _restored(told, job) if not key.startswith("step/")}
-    assert {key.rpartition("/")[2].partition(".")[0] for key in differing} == {"a", "b"}
-    assert not any(key.startswith("module/") for key in differing)
+    other = {key for key in _restored(told, job) if not key.startswith("step/")}
+    assert {key.rpartition("/")[2].partition(".")[0] for key in other} == {"a", "b"}
+    assert not any(key.startswith("module/") for key in other)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
+import random
 import re
+import runpy
 import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import ckpttool
-from tests import forked
+from tests.deepspeed.engines import logged, refusal
+from tests.forked import each_on_ranks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from _pytest.tmpdir import TempPathFactory
 
 pytestmark = pytest.mark.deepspeed
+
+WIDTH = 8
+TRAINED = 2
+"""Steps before the save;"""
+FOLLOWING = 3
+"""and behind it, of which each loss of each rank is compared."""
+TRACKED = "model-parallel-rng"
 
 SAVES: list[dict[str, Any]] = [
     {"id": "zero1-dp1", "stage": 1, "world_size": 1, "background": False},
@@ -62,17 +75,180 @@ def _jobs(directory: Path) -> list[dict[str, Any]]:
     return jobs
 
 
+def _do(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    do = {"save": _save, "resume": _resume, "convert": _convert, "refuse": _refuse, "script": _script}[job["do"]]
+    return do(job, directory)
+
+
+def _script(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Run the script that DeepSpeed leaves beside a checkpoint."""
+    root = job["root"]
+    with mock.patch.object(sys, "argv", ["zero_to_fp32.py", root, str(directory / job["id"] / "out"), "-t", "tag"]):
+        runpy.run_path(f"{root}/zero_to_fp32.py", run_name="__main__")
+    return {}
+
+
+def build(job: dict[str, Any], seed: int) -> Any:
+    """A small net with dropout under DeepSpeed; with ``checkpointing``, its middle runs twice, partly tracked."""
+    import deepspeed
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    tracker = checkpointing.get_cuda_rng_tracker()
+    tracker.reset()
+    again = job.get("checkpointing", False)
+
+    class Net(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle, self.last = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.drop = torch.nn.Dropout(0.5)
+
+        def block(self, x: Any) -> Any:
+            x = self.drop(torch.tanh(self.middle(x)))
+            if not again:
+                return x
+            with tracker.fork(TRACKED):
+                return self.drop(x)
+
+        def forward(self, x: Any) -> Any:
+            x = self.drop(self.first(x))
+            x = checkpointing.checkpoint(self.block, x) if again else self.block(x)
+            return self.last(x)
+
+    if again:
+        checkpointing.configure(None)
+        tracker.add(TRACKED, 1000 + seed + torch.distributed.get_rank())
+    torch.manual_seed(seed)
+    net = Net()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": job["stage"]}, "steps_per_print": 10_000,
+        "zero_allow_untested_optimizer": True, **job.get("config", {}),
+    }  # fmt: skip
+    return deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01), config=config)[0]
+
+
+def seed_all(seed: int) -> None:
+    """Seed this rank's generators; each rank's differ."""
+    own = 100 * seed + torch.distributed.get_rank()
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+    random.gauss(0, 1)  # leaves the second number of the pair
+
+
+def step(engine: Any) -> float:
+    """Train on data from all generators; return the loss of this rank."""
+    x = torch.rand(2, WIDTH) * random.gauss(1, 0.1) + torch.from_numpy(np.random.rand(2, WIDTH)).float()
+    loss = (engine(x) - x.roll(1, 1)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _save(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    facts: dict[str, Any] = {}
+    for saves in (False, True):
+        engine = build(job, seed=5)
+        seed_all(5)
+        for _ in range(TRAINED):
+            step(engine)
+        if saves:
+            manager = ckpttool.CheckpointManager(job["root"], async_save=job["background"])
+            mine = {"rng": ckpttool.rng_state(), "rank": rank, "position": torch.arange(4) + rank, "seen": [rank]}
+            manager.save(engine, tag="tag", client_state={"step": TRAINED}, rank_state=mine)
+            mine["position"] += 1000  # after the call: not part of the save
+            mine["seen"].append("later")
+            mine["rng"]["torch"].zero_()
+        facts["losses" if saves else "losses without a save"] = [step(engine) for _ in range(FOLLOWING)]
+        if saves:
+            manager.wait()
+        engine.destroy()
+    return facts
+
+
+def _resume(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    engine = build(job, seed=77)
+    seed_all(77)
+    before, clipping = ckpttool.rng_state(), getattr(engine.optimizer, "clip_grad", None)
+    manager = ckpttool.CheckpointManager(job["root"])
+    try:
+        state = manager.restore(engine, tag="tag")
+    except ckpttool.CkptError as error:
+        weights = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+        return {"error": str(error), "steps": engine.global_steps, "weights": weights}
+    restored = manager.restored
+    assert restored is not None
+    preview = manager.preview(engine)
+    assert preview is not None
+    facts: dict[str, Any] = {
+        "client_state": state, "rank_state": restored.rank_state, "rank_states": list(restored.rank_states),
+        "report": str(restored), "preview": (preview.rank_state, len(preview.rank_states)), "before": before,
+        "clipping": (clipping, getattr(engine.optimizer, "clip_grad", None)),
+    }  # fmt: skip
+    if restored.rank_states:
+        facts["rng"] = restored.rng_state()
+        facts["again"] = restored.rng_state()
+        facts["shared"] = restored.rng_state(shared=["python"])
+        ckpttool.set_rng_state(facts["rng"])
+        facts["set"] = ckpttool.rng_state()
+    else:
+        facts["rng"] = restored.rng_state()
+    facts["losses"] = [step(engine) for _ in range(FOLLOWING)]
+    if "onward" in job:  # a save of the resumed run, for the next resume
+        ckpttool.CheckpointManager(job["onward"]).save(engine, tag="tag", rank_state={"rng": ckpttool.rng_state()})
+    manager.restore(engine, tag="tag", weights_only=True)
+    restored = manager.restored
+    facts["weights only"] = restored is not None and (restored.rank_state, len(restored.rank_states))
+    if job.get("native"):  # DeepSpeed itself loads what is there
+        facts["native"] = engine.load_checkpoint(job["root"], tag="tag")[1]["step"]
+    engine.destroy()
+    return facts
+
+
+def _convert(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    return {"notes": ckpttool.convert(job["source"], job["root"], **job["options"]).notes}
+
+
+def _refuse(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What saves of rank states that do not fit say on each rank."""
+    rank = torch.distributed.get_rank()
+    engine = build(job, seed=5)
+    manager = ckpttool.CheckpointManager(job["root"], timeout=60)
+
+    def told(**arguments: Any) -> str:
+        return refusal(lambda: manager.save(engine, tag="tag", overwrite=True, **arguments))
+
+    facts: dict[str, Any] = {
+        "one without": told(rank_state={"a": 1} if rank == 0 else None),
+        "unpicklable": told(rank_state={"a": (lambda: 0) if rank == 1 else 0}),
+        "left": sorted(p.name for p in Path(job["root"]).glob("*")),
+    }
+    own = collections.UserDict(a=1) if rank == 1 else {"a": 1}
+    with logged() as lines:
+        facts["of an unknown class"] = told(rank_state=own)
+    facts["warnings"] = [line for line in lines if "restore needs" in line]
+    facts["restored"] = refusal(lambda: manager.restore(engine, tag="tag"))
+    trusting = ckpttool.CheckpointManager(job["root"], allow=["collections.UserDict"])
+    trusting.restore(engine, tag="tag")
+    assert trusting.restored is not None
+    facts["trusted"] = dict(trusting.restored.rank_state)
+    engine.destroy()
+    return facts
+
+
+Facts = dict[str, list[dict[str, Any]]]
+"""What each rank found, by job."""
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("rank-states")
-    forked.start("tests.deepspeed.rank_states", _jobs(directory), directory)
-    return directory
+    return tmp_path_factory.mktemp("rank-states")
 
 
-def _facts(done: Path, name: str) -> list[dict[str, Any]]:
-    """What each rank tells."""
-    paths = sorted((done / name).glob("facts-*.pt"))
-    return [torch.load(path, weights_only=False) for path in paths]
+@pytest.fixture(scope="module")
+def found(done: Path) -> Facts:
+    return each_on_ranks(_do, _jobs(done), done)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -86,8 +262,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("save", SAVES, ids=lambda save: save["id"])
-def test_losses_on_the_same_ranks_are_equal_bit_for_bit(save: dict[str, Any], done: Path) -> None:
-    gone_on, resumed = _facts(done, save["id"]), _facts(done, f"{save['id']}-again")
+def test_losses_on_the_same_ranks_are_equal_bit_for_bit(save: dict[str, Any], found: Facts) -> None:
+    gone_on, resumed = found[save["id"]], found[f"{save['id']}-again"]
     assert len(gone_on) == len(resumed) == save["world_size"]
     for rank, (a, b) in enumerate(zip(gone_on, resumed, strict=True)):
         assert a["losses without a save"] == a["losses"]  # a save draws no number
@@ -106,9 +282,9 @@ def test_losses_on_the_same_ranks_are_equal_bit_for_bit(save: dict[str, Any], do
 
 
 @pytest.mark.parametrize(("source", "stage", "ranks"), OTHERS)
-def test_other_ranks_get_all_states_and_streams_of_their_own(source: str, stage: int, ranks: int, done: Path) -> None:
-    saved = [facts["rank_state"] for facts in _facts(done, f"{source}-again")]
-    facts = _facts(done, f"{source}-to-zero{stage}-dp{ranks}")
+def test_other_ranks_get_all_states_and_streams_of_their_own(source: str, stage: int, ranks: int, found: Facts) -> None:
+    saved = [one["rank_state"] for one in found[f"{source}-again"]]
+    facts = found[f"{source}-to-zero{stage}-dp{ranks}"]
     assert len(facts) == ranks
     for one in facts:
         assert one["rank_state"] is None
@@ -130,38 +306,39 @@ def _check_apart(states: list[dict[str, Any]]) -> None:
         assert not a.keys() & b.keys() & {"deepspeed"} or not _same(a["deepspeed"], b["deepspeed"])
 
 
-def test_streams_stay_apart_over_several_resumes(done: Path) -> None:
-    first = [facts["rng"] for facts in _facts(done, "zero2-dp2-again")]
-    second = [facts["rng"] for facts in _facts(done, "zero2-dp2-to-zero2-dp3")]
-    third = [facts["rng"] for facts in _facts(done, "back")]
+def test_streams_stay_apart_over_several_resumes(found: Facts) -> None:
+    first = [one["rng"] for one in found["zero2-dp2-again"]]
+    second = [one["rng"] for one in found["zero2-dp2-to-zero2-dp3"]]
+    third = [one["rng"] for one in found["back"]]
     assert [len(states) for states in (first, second, third)] == [2, 3, 2]
     _check_apart([*first, *second, *third])
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
-def test_a_conversion_keeps_the_states_of_all_ranks(kind: str, done: Path) -> None:
-    gone_on, resumed = _facts(done, "zero2-dp2"), _facts(done, f"from-{kind}")
+def test_a_conversion_keeps_the_states_of_all_ranks(kind: str, done: Path, found: Facts) -> None:
+    gone_on, resumed = found["zero2-dp2"], found[f"from-{kind}"]
     assert [one["losses"] for one in resumed] == [one["losses"] for one in gone_on]
     assert [one["rank_state"]["rank"] for one in resumed] == [0, 1]
     report = ckpttool.verify(done / f"converted-{kind}", deep=True)
     assert not report.findings
-    (facts,) = _facts(done, f"convert-{kind}")
+    (facts,) = found[f"convert-{kind}"]
     assert not any("rank state" in note for note in facts["notes"])
 
 
 @pytest.mark.parametrize("name", ["zero2-dp2-to-zero2-dp3", "from-zero", "from-universal"])
-def test_clipping_stays_on_where_the_configuration_does_not_name_it(name: str, done: Path) -> None:
-    for one in _facts(done, name):
+def test_clipping_stays_on_where_the_configuration_does_not_name_it(name: str, found: Facts) -> None:
+    for one in found[name]:
         before, after = one["clipping"]
         assert before == after == 1.0  # DeepSpeed's default
 
 
 @pytest.mark.parametrize("save", [save for save in SAVES if save["stage"]], ids=lambda save: save["id"])
-def test_deepspeed_loads_it(save: dict[str, Any], done: Path) -> None:
-    assert [facts["native"] for facts in _facts(done, f"{save['id']}-again")] == [2] * save["world_size"]
+def test_deepspeed_loads_it(save: dict[str, Any], done: Path, found: Facts) -> None:
+    assert [one["native"] for one in found[f"{save['id']}-again"]] == [2] * save["world_size"]
     assert list((done / f"script-{save['id']}" / "out").iterdir())
 
 
+@pytest.mark.usefixtures("found")
 def test_commands_know_the_files(done: Path, tmp_path: Path) -> None:
     root = done / "zero2-dp2" / "root"
     names = [f"ckpttool_rank_state_{rank:05d}.pt" for rank in range(2)]
@@ -187,6 +364,7 @@ def test_commands_know_the_files(done: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in copy.iterdir() if p.is_dir()) == ["tag"]
 
 
+@pytest.mark.usefixtures("found")
 def test_damage_is_found(done: Path, tmp_path: Path) -> None:
     source = done / "zero2-dp2" / "root"
     first, second = (f"ckpttool_rank_state_{rank:05d}.pt" for rank in range(2))
@@ -219,8 +397,8 @@ def test_damage_is_found(done: Path, tmp_path: Path) -> None:
         assert any(first in line and "is missing" in line for line in found)
 
 
-def test_refusals_are_one_error_on_every_rank(done: Path) -> None:
-    facts = _facts(done, "refuse")
+def test_refusals_are_one_error_on_every_rank(found: Facts) -> None:
+    facts = found["refuse"]
     assert len(facts) == 2
     for one in facts:
         assert re.search(r"rank 0 has rank_state 'given', rank 1 has 'missing'", one["one without"])

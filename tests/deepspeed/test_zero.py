@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import ckpttool
 from tests import sampling
-from tests.deepspeed.worker import answers_of
-from tests.truth import source, truth
+from tests.forked import each_on_ranks
+from tests.truth import HERE, source, truth
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +27,7 @@ SOURCES = [
     "zero3-dp2-fp32", "zero3-dp3-bf16", "zero2-dp2-bf16-aligned", "zero1-dp4-bf16", "zero2-dp1-bf16",
 ]  # fmt: skip
 RANKS = (1, 2, 3, 4)
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,66 @@ def _conversions(ranks: int) -> list[Conversion]:
     return result
 
 
+def _answers(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the first rank answers to each job."""
+    found = each_on_ranks(_answer, [{**job, "id": number} for number, job in enumerate(jobs)])
+    return [found[number][0] for number in range(len(jobs))]
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint into a live engine, list the differences between its states and the truth, and train on.
+
+    A job: {"id", "root", "truth", "world_size", "stage", "dtype", "zero", "load", "kinds"}: the checkpoint, the fixture
+    whose truth it must hold, the engine that loads it, the arguments of the load, and the states to compare.
+    """
+    import deepspeed
+    from recipes.common import Case, ds_config, hyper_parameters, live_groups, live_scalars, live_tensors, no_training
+    from recipes.plain import build_model, param_groups
+
+    torch.manual_seed(777)  # other weights than those of the checkpoint
+    case = Case("", job["stage"], torch.distributed.get_world_size(), no_training, job["dtype"], job.get("zero", {}))
+    model = build_model()
+    if job.get("without_scalar"):
+        model.scale = torch.nn.Parameter(torch.tensor([1.25]))  # stage 3 cannot gather a 0-dim parameter
+    groups = param_groups(model)
+    for group in groups:
+        group["lr"], group["weight_decay"] = 0.5, 0.5  # and other hyper-parameters
+    optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.5), eps=0.5)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(case))
+    path, client_state = engine.load_checkpoint(job["root"], **job.get("load", {}))
+    assert path is not None
+    held = live_tensors(engine)
+    expected = load_file(HERE / "truth" / f"{job['truth']}.safetensors")
+    kinds = set(job.get("kinds", [])) or {key.partition("/")[0] for key in expected}
+    problems = [f"missing {key}" for key in expected if key not in held and key.partition("/")[0] in kinds]
+    for key, tensor in held.items():
+        if key.partition("/")[0] in kinds and not torch.equal(tensor.cpu(), expected[key].view(tensor.shape)):
+            problems.append(f"{key} differs")
+    answer = {
+        "problems": problems,
+        "groups": [
+            {"params": names, **hyper_parameters(group)}
+            for names, group in zip(live_groups(engine), engine.optimizer.param_groups, strict=True)
+        ],
+        "scalars": live_scalars(engine),
+        "client_state": {k: client_state.get(k) for k in ("epoch", "note", "losses", "nested")},
+        "global_steps": engine.global_steps,
+        "scale": getattr(engine.optimizer, "cur_scale", None),
+        "scheduler": engine.lr_scheduler.state_dict(),
+        "losses": [],
+    }
+    # The same tokens on every rank: their mean gradient does not depend on how many there are.
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        tokens = torch.randint(0, 61, (2, 6), generator=generator)
+        logits = engine(tokens)
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        answer["losses"].append(loss.item())
+    return answer
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Conversion, dict[str, Any]]:
     """What live engines held after loading each conversion."""
@@ -76,14 +138,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Conversion, dict[s
                 source(c.name), out, to="zero", world_size=ranks, stage=c.stage, round_robin=c.round_robin,
                 sub_group_size=c.sub_group_size, prove=True,
             )  # fmt: skip
-            jobs.append({"root": str(out), "ranks": ranks, **c.job})
+            jobs.append({"root": str(out), "world_size": ranks, **c.job})
         # The source itself, where it was saved by as many ranks: the run that was not interrupted.
         own = [n for n in SOURCES if truth(n).facts["world_size"] == ranks]
         sizes = {"zero3-dp2-bf16-sub-groups": 500}
         originals = [Conversion(n, 0, truth(n).facts["stage"], "round-robin" in n, sizes.get(n)) for n in own]
-        jobs += [{"root": source(c.name), "ranks": ranks, **c.job} for c in originals]
+        jobs += [{"root": source(c.name), "world_size": ranks, **c.job} for c in originals]
         done += [*conversions, *originals]
-    return dict(zip(done, answers_of(jobs, root), strict=True))
+    return dict(zip(done, _answers(jobs), strict=True))
 
 
 def _all() -> list[Conversion]:
@@ -98,7 +160,7 @@ def test_a_live_engine_holds_what_the_source_engine_held(
     assert answer["problems"] == []
     assert answer["global_steps"] == facts["global_steps"]
     assert answer["client_state"] == {
-        "epoch": 2, "note": "odd shapes", "losses": [1.5, 1.25], "nested": {"tokens": 36, "seen": [1, 2]},
+        "epoch": 2, "note": "odd shapes", "losses": [1.5, 1.25], "nested": {"tokens": 36, "seen": (1, 2)},
     }  # fmt: skip
     assert answer["scheduler"] == {"last_batch_iteration": 2}
     for group, scalars, expected in zip(answer["groups"], answer["scalars"], facts["groups"], strict=True):
@@ -117,7 +179,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(
     uninterrupted = next(a for c, a in answers.items() if c.name == conversion.name and c.ranks == 0)
     # In 16 bit, other stages add up in another order; fp32 tells that nothing else differs.
     tolerance = 2e-5 if truth(conversion.name).facts["dtype"] == "fp32" else 5e-2
-    assert len(answers[conversion]["losses"]) == 3
+    assert len(answers[conversion]["losses"]) == STEPS
     for ours, theirs in zip(answers[conversion]["losses"], uninterrupted["losses"], strict=True):
         assert math.isclose(ours, theirs, rel_tol=tolerance)
 
@@ -140,8 +202,8 @@ def test_weights_alone_start_a_run(ranks: int, tmp_path: Path) -> None:
         load = at_stage_3 if stage == 3 else {"load_module_only": True}
         kinds = ["module", "buffer"]  # of which DeepSpeed makes the masters
         jobs.append({"root": str(out), "truth": name, "stage": stage, "dtype": "bf16", "load": load, "kinds": kinds})
-        jobs[-1] |= {"without_scalar": stage == 3, "ranks": ranks}
-    for answer in answers_of(jobs, tmp_path):
+        jobs[-1] |= {"without_scalar": stage == 3, "world_size": ranks}
+    for answer in _answers(jobs):
         assert answer["problems"] == []
 
 

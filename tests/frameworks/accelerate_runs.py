@@ -5,8 +5,6 @@ Losses, learning rates, random numbers and warnings of each run are in ``facts.j
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from tests.frameworks.killing import kill_at
@@ -17,15 +15,14 @@ STEPS, SAVED = 6, 3
 """An epoch has four steps; the save is within it."""
 
 
-def main(directory: Path) -> None:
+def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
     import accelerate  # noqa: F401  once, for all that are forked
-    import deepspeed  # noqa: F401  the same
     import transformers  # noqa: F401  Accelerate imports it when it prepares a model
 
     import ckpttool.integrations.accelerate  # noqa: F401  the same
 
-    run_jobs(directory, _train)
+    run_jobs(jobs, _train)
 
 
 class Progress:
@@ -113,7 +110,3 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     if saves is not None:
         saves.wait()
     facts |= {"losses": losses, "rates": rates}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

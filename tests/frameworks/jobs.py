@@ -16,17 +16,16 @@ class Jobs:
     """The jobs of a test module.
 
     Args:
-        module: Name of the module that runs them.
+        run: Function of a module that runs them.
         directory: Directory of all jobs.
         paths: Returns values of a job for its own directory.
     """
 
-    def __init__(self, module: str, directory: Path, paths: Callable[[Path], dict[str, Any]]) -> None:
+    def __init__(self, run: Callable[..., None], directory: Path, paths: Callable[[Path], dict[str, Any]]) -> None:
         self.directory = directory
-        self._module = module
+        self._run = run
         self._paths = paths
         self._jobs: list[dict[str, Any]] = []
-        self._turn = 0
 
     def add(self, name: str, stage: int, world_size: int, **values: Any) -> None:
         """Add a job for the next turn; ``fails`` in its values allows it to fail."""
@@ -38,8 +37,7 @@ class Jobs:
     def run(self) -> dict[str, Any]:
         """Run the jobs that were added since the last turn; return the facts of each by name."""
         jobs, self._jobs = self._jobs, []
-        self._turn += 1
-        forked.start(self._module, jobs, self.directory / f"turn-{self._turn}")
+        forked.call(self._run, jobs)
         found = {}
         for job in jobs:
             facts = json.loads((Path(job["out"]) / "facts.json").read_text())

@@ -6,8 +6,6 @@ Losses and warnings of each run are in ``facts.json`` of its directory.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 from tests.frameworks.runs import note_loss, run_jobs
@@ -17,15 +15,14 @@ STEPS, SAVED = 8, 4
 """An epoch has four steps, and ends with a save."""
 
 
-def main(directory: Path) -> None:
+def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
-    import deepspeed  # noqa: F401  once, for all that are forked
     from recipes import lightning
 
-    import ckpttool.integrations.lightning  # noqa: F401  the same
+    import ckpttool.integrations.lightning  # noqa: F401  once, for all that are forked
 
     lightning.run_on_cpu()
-    run_jobs(directory, _train)
+    run_jobs(jobs, _train)
 
 
 def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -96,7 +93,3 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     trainer.fit(module, rows, ckpt_path=given)
     facts["losses"] = losses
     facts["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -23,14 +23,14 @@ SECONDS = 240
 """How long a rank may run before it counts as stuck."""
 
 
-def run_jobs(directory: Path, train: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-    """Run all jobs of a directory.
+def run_jobs(jobs: list[dict[str, Any]], train: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Run jobs.
 
     Args:
-        directory: Directory with ``jobs.json``.
+        jobs: The jobs; each has a directory ``out``.
         train: Trains on one rank; adds what it finds to the facts.
     """
-    for job in forked.jobs_in(directory):
+    for job in jobs:
         Path(job["out"]).mkdir(parents=True, exist_ok=True)
         killed = _kill_runs(job, train) if "kills" in job else []
         statuses = forked.statuses_of(job["world_size"], partial(_rank, job, train))

@@ -10,6 +10,7 @@ import pytest
 import ckpttool
 from ckpttool.storage import MANIFEST
 from tests import sampling
+from tests.frameworks import accelerate_runs
 from tests.frameworks.accelerate_runs import SAVED, STEPS
 from tests.frameworks.jobs import Jobs
 from tests.frameworks.torn import tear
@@ -29,7 +30,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     """The facts of all runs, by name."""
     directory = tmp_path_factory.mktemp("accelerate")
     jobs = Jobs(
-        "tests.frameworks.accelerate_runs", directory,
+        accelerate_runs.run, directory,
         lambda out: {"project": str(out), "folder": str(out / "step_{}"), "prepare": {}},
     )  # fmt: skip
     add = jobs.add

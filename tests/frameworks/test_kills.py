@@ -11,6 +11,7 @@ import pytest
 
 import ckpttool
 from tests import forked, sampling
+from tests.frameworks import accelerate_runs, lightning_runs, trainer_runs
 from tests.frameworks.runs import noted_losses
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lightning": {"load": "newest", "keep": 3, "saves": {"async_save": True}},
 }  # fmt: skip
 """By framework: how its jobs save and resume."""
+RUN = {"trainer": trainer_runs.run, "accelerate": accelerate_runs.run, "lightning": lightning_runs.run}
 
 
 @pytest.fixture(
@@ -59,7 +61,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: TempPathFactory) -> d
         paths = {"out": str(out), "output_dir": str(out / "run"), "run": str(out / "run"), "project": str(out)}
         common = {"id": name, "world_size": 2, "steps": STEPS[framework], "notes": True, **paths}
         jobs.append({**common, **OPTIONS[framework], **values})
-    forked.start(f"tests.frameworks.{framework}_runs", jobs, directory)
+    forked.call(RUN[framework], jobs)
     return {
         job["id"]: {
             **json.loads((Path(job["out"]) / "facts.json").read_text()), "noted": noted_losses(job), "out": job["out"],

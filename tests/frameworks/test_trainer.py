@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.storage import MANIFEST
 from tests import sampling
+from tests.frameworks import trainer_runs
 from tests.frameworks.jobs import Jobs
 from tests.frameworks.torn import flip, tear
 from tests.frameworks.trainer_runs import SAVED, STEPS
@@ -174,9 +175,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("trainer")
     with server.running() as endpoint:
         server.client(endpoint).create_bucket(Bucket="runs")
-        jobs = Jobs(
-            "tests.frameworks.trainer_runs", directory, lambda out: {"output_dir": str(out / "run"), "callback": {}}
-        )
+        jobs = Jobs(trainer_runs.run, directory, lambda out: {"output_dir": str(out / "run"), "callback": {}})
         _first_jobs(jobs, endpoint)
         found = jobs.run()
         _resumes(jobs, endpoint)

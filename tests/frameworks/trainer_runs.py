@@ -6,8 +6,6 @@ Losses, warnings and folders of each run are in ``facts.json`` of its directory.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 from tests.frameworks.killing import kill_at
@@ -19,14 +17,13 @@ STEPS, SAVED = 6, 3
 """An epoch has four steps; the save is within it."""
 
 
-def main(directory: Path) -> None:
+def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
-    import deepspeed  # noqa: F401  once, for all that are forked
-    from transformers import LlamaForCausalLM, Trainer  # noqa: F401  the same
+    from transformers import LlamaForCausalLM, Trainer  # noqa: F401  once, for all that are forked
 
     import ckpttool.integrations.huggingface  # noqa: F401  the same
 
-    run_jobs(directory, _train)
+    run_jobs(jobs, _train)
 
 
 class _Hub:
@@ -168,7 +165,3 @@ def build(job: dict[str, Any]) -> Any:
     if job.get("callback") is not None:
         trainer.add_callback(CkptCallback(**job["callback"]))
     return trainer
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

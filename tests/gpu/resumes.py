@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from tests import forked
 
 
-def main(directory: Path) -> None:
-    """Do all jobs; each rank of each is forked."""
-    import deepspeed  # noqa: F401  once, for all that are forked
+def run(jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Do all jobs; return the checksum of the batches of each fixture."""
     from recipes.gpu_ranks import batches_checksum
 
     batches = {}
-    for job in forked.jobs_in(directory):
+    for job in jobs:
         Path(job["directory"]).mkdir()
         forked.run_ranks(job["world_size"], lambda job=job: _rank(job))  # type: ignore[misc]
         if "fixture" in job:
             batches[job["fixture"]] = batches_checksum(job["recipe"]["steps"])
-    (directory / "batches.json").write_text(json.dumps(batches))
+    return batches
 
 
 def _rank(job: dict[str, object]) -> None:
@@ -29,7 +27,3 @@ def _rank(job: dict[str, object]) -> None:
     if job.get("through_host"):
         through_host.install(lambda tensor: True, lambda: None)
     gpu_ranks.run(job)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

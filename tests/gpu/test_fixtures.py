@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import forked, sampling
-from tests.gpu import checks
+from tests.gpu import checks, resumes
 from tests.truth import HERE
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ def answers(made: Made, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
             ckpttool.consolidate(root, weights[dtype], to="safetensors", dtype=dtype)
         plain = {"do": "plain", "world_size": 1, "weights": weights}
         jobs.append({**common, **plain, "directory": str(directory / f"{device}-{name}-plain")})
-    forked.start("tests.gpu.resumes", jobs, directory)
+    batches = forked.call(resumes.run, jobs)
     found = {p.parent.name: json.loads(p.read_text()) for p in directory.glob("*/answer.json")}
     assert len(found) == len(jobs)
-    return {**found, "batches": json.loads((directory / "batches.json").read_text())}
+    return {**found, "batches": batches}
 
 
 # ------------------------------------------------------------------------------------------------- every fixture

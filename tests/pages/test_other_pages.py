@@ -17,7 +17,7 @@ from ckpttool.analysis.diff import Difference, DiffReport
 from ckpttool.analysis.stats import linear_histogram
 from ckpttool.pages.diff import diff_page
 from tests.cli.command import ckpttool, remains
-from tests.pages.test_checkpoint_page import HOSTILE
+from tests.pages.test_checkpoint import HOSTILE
 from tests.truth import source, truth
 
 if TYPE_CHECKING:

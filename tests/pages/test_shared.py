@@ -12,7 +12,7 @@ from ckpttool.pages.checkpoint import checkpoint_page
 from ckpttool.pages.stats import stats_page
 from tests.cli.command import ckpttool
 from tests.pages import synthetic
-from tests.pages.test_catalog_page import _entry, _page
+from tests.pages.test_catalog import _entry, _page
 from tests.truth import source
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def test_an_engine_resumes_from_a_bucket(url: str, proxy: Proxy, tmp_path: Path)
         Load("other-ranks", url, 1, 3, resume={}),
         Load("weights", url, 2, 1, resume={"weights_only": True}),
     ]
-    loaded = load_all(loads, tmp_path)
+    loaded = load_all(loads)
     for load in loads:
         engine, expected = loaded[load.id], truth(SOURCE).tensors
         assert engine.error == ""

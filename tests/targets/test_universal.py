@@ -173,7 +173,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
         cut: dict[str, Any] = {"model": sliced.model, "tensor": sliced.tensor, "stages": sliced.stages}
         ranks = sliced.tensor * sliced.stages * sliced.data
         loads.append(Load(sliced.id, str(roots[sliced.source]), sliced.stage, ranks, universal=True, **cut))
-    return load_all(loads, directory / "loaded")
+    return load_all(loads)
 
 
 @pytest.mark.deepspeed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import forked
+from tests.under_ray import driver
 from tests.under_ray.driver import END
 
 if TYPE_CHECKING:
@@ -43,5 +44,5 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         for module in modules
         for name, (run, *arguments) in getattr(module, "RAY_RUNS", {}).items()
     ]
-    forked.start("tests.under_ray.driver", jobs, directory)
+    forked.call(driver.run, jobs, directory)
     return Trained(directory)

@@ -1,7 +1,5 @@
 """Runs of Ray Train on a small cluster of this host, one after the other; what came of them is written down.
 
-python -m tests.under_ray.driver DIRECTORY     # which holds jobs.json: the runs
-
 A job: {"name", "run", "arguments"}.
 """
 
@@ -54,7 +52,7 @@ IMPORTED = (
 """What Ray and the train functions import, beside DeepSpeed: before their workers are forked."""
 
 
-def main(directory: Path) -> None:
+def run(jobs: list[dict[str, Any]], directory: Path) -> None:
     """Do the runs that were asked for, each in a process of its own; of one that fails, its name and the error stay."""
     os.environ |= ENVIRONMENT
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start for each group of workers
@@ -64,7 +62,7 @@ def main(directory: Path) -> None:
         importlib.import_module(name)
     with worker_forks.of_this_process(), _cluster(directory) as address:
         os.environ["RAY_ADDRESS"] = address
-        for job in forked.jobs_in(directory):
+        for job in jobs:
             forked.statuses_of(1, partial(_do, job, directory))
 
 
@@ -256,7 +254,3 @@ def _read(url: str, proxy: Proxy, directory: Path) -> dict[str, Any]:
         "step": ckpttool.inspect(url, storage_options=there).step,
         "findings": [str(f) for f in ckpttool.verify(url, deep=True, storage_options=there).findings],
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

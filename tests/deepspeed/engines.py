@@ -1,82 +1,45 @@
-"""Engines whose optimizers differ from the saved ones: other groups, order, frozen parameters, class."""
+"""Engines of the ranks that the tests fork, and what these tell of them."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
-from pathlib import Path
-from typing import Any
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
 
-from tests import forked
-
-STEPS = 2
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
-def main(directory: Path) -> None:
-    """Do all jobs in one process; its only rank."""
-    import deepspeed  # noqa: F401  once, for all that are forked
-
-    jobs = forked.jobs_in(directory)
-    forked.run_ranks(1, lambda: _rank(jobs, directory))
-
-
-def _rank(jobs: list[dict[str, Any]], directory: Path) -> None:
-    from recipes import common
-
-    common.start(seed=1)
-    told = {}
-    for job in jobs:
-        forked.end_if_stuck()
-        told[job["id"]] = _do(job, directory / "root")
-        shutil.rmtree(directory / "root")
-    (directory / "told.json").write_text(json.dumps(told))
-    common.leave()
+def told(function: Callable[[], object]) -> str:
+    """What a call raises: "Class: what it says"; "" if nothing."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def _do(job: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Save one engine, restore into another; what was said, and what differs."""
-    from ckpttool import CheckpointManager, verify
-
-    first = build(job["stage"], job["dtype"], job["groups"][0], job["optimizers"][0])
-    step(first, STEPS)
-    saved, scale = held(first), getattr(first.optimizer, "loss_scale", None)
-    if job["plain"]:
-        first.save_checkpoint(str(root))
-    else:
-        CheckpointManager(root).save(first)
-    told: dict[str, Any] = {"verify": [f"{f.path}: {f.problem}" for f in verify(root, deep=True).findings]}
-    step(first, STEPS)
-    went_on = held(first)
-    first.destroy()
-    second = build(job["to"], job["dtype"], job["groups"][1], job["optimizers"][1], seed=7)
-    manager = CheckpointManager(root)
-    before = held(second)
-    told |= {
-        "preview": _told(lambda: manager.preview(second)),
-        "restore": _told(lambda: manager.restore(second)),
-    }
-    now = held(second)
-    told["untouched"] = differing(before, now) == [] and second.global_steps == 0
-    told["differing"] = differing(saved, now)
-    told["loss scales"] = [scale, getattr(second.optimizer, "loss_scale", None)]
-    told["notes"] = list(manager.restored.notes) if manager.restored else []
-    told["step"] = _told(lambda: step(second, STEPS))
-    told["differing later"] = differing(went_on, held(second), tolerance=1e-4)
-    second.destroy()
-    return told
-
-
-def _told(function: Any) -> str:
+def refusal(function: Callable[[], object]) -> str:
+    """What ckpttool refuses a call with; "" if it does not."""
     from ckpttool import CkptError
 
     try:
         function()
     except CkptError as error:
         return str(error)
-    except Exception as error:
-        return f"raw: {type(error).__name__}: {error}"
     return ""
+
+
+@contextlib.contextmanager
+def logged(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """Collect what ckpttool logs."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckpttool")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 def build(stage: int, dtype: str, groups: str, optimizer: str, seed: int = 0, accumulation: int = 1) -> Any:
@@ -208,5 +171,40 @@ def differing(a: dict[str, Any], b: dict[str, Any], tolerance: float = 0.0) -> l
     return sorted(key for key in a.keys() | b.keys() if key not in a or key not in b or not same(a[key], b[key]))
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def build_parallel(job: dict[str, Any]) -> Any:
+    """The engine of a job: its model, stage, number of ranks, and type."""
+    from recipes import common
+
+    from tests import parallel_engines
+
+    config = {"scheduler": None, "gradient_clipping": None, **job.get("config", {})}
+    case = common.Case(
+        job["id"], job["stage"], job["world_size"], common.no_training, job.get("dtype", "bf16"), {}, config
+    )
+    if job["model"] == "plain":
+        return _plain(common.ds_config(case))
+    return parallel_engines.build(
+        job["model"], common.ds_config(case), tensor=1, stages=job.get("stages", 1), experts=job["experts"]
+    )
+
+
+def _plain(config: dict[str, Any]) -> Any:
+    """The odd model, which learns slowly enough for losses to be compared."""
+    import deepspeed
+    import torch
+    from recipes import common, plain
+
+    from tests.parallel_engines import Parallel
+
+    model = plain.build_model()
+    optimizer = torch.optim.AdamW(plain.param_groups(model))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def step() -> Any:
+        tokens = torch.arange(12).reshape(2, 6)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return Parallel(engine, lambda: common.live_tensors(engine), step)

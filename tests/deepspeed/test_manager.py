@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,10 @@ import pytest
 import torch
 
 import ckpttool
-from tests import forked, sampling
+from ckpttool import CheckpointManager
+from tests import sampling
+from tests.deepspeed.engines import build_parallel, logged, refusal
+from tests.forked import each_on_ranks
 from tests.storage import server
 
 if TYPE_CHECKING:
@@ -22,6 +27,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.deepspeed
 
 CLIENT_STATE = {"epoch": 2, "nested": {"seen": [1, 2.5, None]}, "bytes": b"\x00\xff"}
+TRAINED = 2
+"""Steps before the save;"""
+FOLLOWING = 3
+"""and behind it, of which the losses are compared."""
+Facts = dict[str, Any]
 
 
 def _job(stage: int, world_size: int, model: str = "plain", /, **options: Any) -> dict[str, Any]:
@@ -66,6 +76,148 @@ def _resume(source: str, stage: int, world_size: int) -> dict[str, Any]:
     return {**job, "id": f"{source}-to-zero{stage}-dp{world_size}", "do": "resume", "turn": 1, "source": source}
 
 
+def _do(job: dict[str, Any], directory: Path) -> Facts:
+    torch.manual_seed(4321)
+    do = {"save": _save, "resume": _go_on, "life": _life, "persistent": _persistent}[job["do"]]
+    return do(job, directory / job["id"])
+
+
+def _save(job: dict[str, Any], directory: Path) -> Facts:
+    """Train, save by both, train on, and go back."""
+    parallel = build_parallel(job)
+    engine = parallel.engine
+    for _ in range(TRAINED):
+        parallel.step()
+    engine.save_checkpoint(str(directory / "native"), tag="tag", client_state=CLIENT_STATE)
+    held = parallel.whole()
+    manager = CheckpointManager(job["root"], async_save=job["background"], keep_last=3)
+    manager.save(engine, tag="tag", client_state=CLIENT_STATE, metrics={"loss": 0.5})
+    losses = [float(parallel.step()) for _ in range(FOLLOWING)]  # while it is being saved, where that is asynchronous
+    manager.wait()
+    after = None
+    if job["goes_back"]:
+        assert manager.restore(engine) == CLIENT_STATE
+        after = _kept(parallel.whole())
+    engine.destroy()
+    return {"losses": losses, "held": _kept(held), "after": after}
+
+
+def _go_on(job: dict[str, Any], directory: Path) -> Facts:
+    """Build another engine, on other ranks or of another stage, and go on from what was saved."""
+    parallel = build_parallel(job)
+    manager = CheckpointManager(job["root"])
+    before = _kept(parallel.whole())
+    preview = manager.preview(parallel.engine)
+    unchanged = _same(before, _kept(parallel.whole()))
+    client_state = manager.restore(parallel.engine)
+    held, steps = _kept(parallel.whole()), parallel.engine.global_steps
+    losses = [float(parallel.step()) for _ in range(FOLLOWING)]
+    parallel.engine.destroy()
+    return {
+        "losses": losses, "held": held, "client_state": client_state, "preview": str(preview), "unchanged": unchanged,
+        "steps": steps,
+    }  # fmt: skip
+
+
+def _life(job: dict[str, Any], directory: Path) -> Facts:
+    """What a manager does when things go wrong, and at the end of a run."""
+    rank = torch.distributed.get_rank()
+    parallel = build_parallel(job)
+    engine, root = parallel.engine, directory / "root"
+    facts: dict[str, Any] = {}
+    reports: list[Any] = []
+    manager: Any = CheckpointManager(
+        root, async_save=True, keep_last=2, keep_best=("loss", "min", 1), on_save=reports.append,
+        signals=[signal.SIGUSR1], timeout=30,
+    )  # fmt: skip
+    facts["nothing there"] = (manager.preview(engine), manager.restore(engine), manager.preempted())
+    for loss in (3.0, 1.0, 2.0, 2.5, 2.2):
+        parallel.step()
+        manager.save(engine, metrics={"loss": loss})
+    manager.wait()
+    torch.distributed.barrier()
+    facts["kept"] = sorted(p.name for p in root.iterdir() if p.is_dir())
+    facts["reports"] = [(r.tag, r.step, r.nbytes > 0, r.seconds >= r.stall_seconds > 0, r.error) for r in reports]
+
+    manager.save(engine)  # is there already: heard of at the next call
+    facts["again"] = refusal(lambda: manager.save(engine, tag="other"))
+    facts["after an error"] = refusal(manager.wait)
+    manager.save(engine, tag="pickled", client_state={"f": (lambda: 0) if rank == 0 else 0})
+    facts["unpicklable"] = refusal(manager.wait)
+    inner = engine.optimizer.optimizer
+    inner.param_groups[0]["f"] = lambda: 0
+    manager.save(engine, tag="unpicklable group")
+    facts["unpicklable group"] = refusal(manager.wait)
+    del inner.param_groups[0]["f"]
+    facts["tags"] = refusal(lambda: manager.save(engine, tag=f"of rank {rank}"))
+    facts["no tag"] = refusal(lambda: manager.restore(engine, tag="nowhere"))
+    facts["left"] = sorted(p.name for p in root.iterdir() if p.is_dir())
+    blocking: Any = CheckpointManager(directory / "second")
+    inner.base = torch.optim.SGD(inner.param_groups[0]["params"], lr=0.1, momentum=0.9)  # as SAM drives another
+    inner.base.state[inner.base.param_groups[0]["params"][0]]["momentum_buffer"] = torch.ones(3)
+    with logged() as facts["unsaved"]:
+        facts["blocking"] = blocking.save(engine, tag="a/b").tag
+    del inner.base
+    wave = torch.complex(torch.arange(3.0), torch.ones(3))
+    views = {"conjugate": wave.conj(), "negated": wave.conj().imag}
+    blocking.save(engine, tag="views", client_state=views)
+    facts["views"] = _same(views, blocking.restore(engine))
+    facts["there"] = refusal(lambda: blocking.save(engine, tag="a/b"))
+    facts["overwritten"] = blocking.save(engine, tag="a/b", client_state={"n": 2}, overwrite=True).error
+    facts["read back"] = blocking.restore(engine)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    torch.distributed.barrier()
+    facts["preempted"] = manager.preempted()
+    manager.save(engine, tag="last", overwrite=True)  # and nobody waits for it
+    parallel.engine.destroy()
+    manager.wait()  # which the interpreter does at its end; these ranks have none
+    return facts
+
+
+def _persistent(job: dict[str, Any], directory: Path) -> Facts:
+    """What ZeRO-3 keeps gathered between steps, before and after saves."""
+    parallel = build_parallel(job)
+    engine = parallel.engine
+    parallel.step()
+    persistent = engine.optimizer.persistent_parameters
+    gathered: list[int] = []
+    gather = persistent[0].all_gather
+
+    def counted(parameters: Any, **options: Any) -> Any:
+        gathered.append(len(parameters))
+        return gather(parameters, **options)
+
+    persistent[0].all_gather = counted
+
+    def state() -> tuple[list[str], list[Any]]:
+        return [p.ds_status.name for p in persistent], [p.data.clone() for p in persistent]
+
+    manager = CheckpointManager(directory / "root")
+    facts: dict[str, Any] = {"before": state()}
+    manager.save(engine, tag="a")
+    facts["after"], facts["gathered"] = state(), list(gathered)
+    engine.save_checkpoint(str(directory / "native"), tag="a")
+    facts["after DeepSpeed's"] = state()
+    for parameter in persistent:
+        parameter.partition()
+    gathered.clear()
+    manager.save(engine, tag="b")
+    facts["after all were freed"], facts["gathered then"] = state(), list(gathered)
+    facts["list"] = engine.optimizer.persistent_parameters is persistent
+    facts["loss"] = float(parallel.step())
+    engine.destroy()
+    return facts
+
+
+def _kept(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 @pytest.fixture(scope="module")
 def bucket(s3_server: tuple[str, Any]) -> Iterator[server.Bucket]:
     with pytest.MonkeyPatch.context() as patch:
@@ -79,22 +231,26 @@ def bucket(s3_server: tuple[str, Any]) -> Iterator[server.Bucket]:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: TempPathFactory, bucket: server.Bucket) -> Path:
-    """A directory with what each job has left in a directory of its name."""
-    directory = tmp_path_factory.mktemp("saving")
+def directory(tmp_path_factory: TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saving")
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path, bucket: server.Bucket) -> dict[str, list[Facts]]:
+    """By job, what each rank found."""
     jobs = [*SAVES, *S3, *(_resume(*one) for one in RESUMES), {**_job(2, 2), "id": "life", "do": "life"}]
     jobs.append({**_job(3, 2), "id": "persistent", "do": "persistent"})
     for job in jobs:
         name = job.get("source", job["id"])
         job["root"] = bucket.url(name) if "s3" in name else str(directory / name / "ours")
-    jobs.sort(key=lambda job: (job["turn"], job["world_size"]))
-    forked.start("tests.deepspeed.saving", jobs, directory)
+    return each_on_ranks(_do, jobs, directory, imports=["transformers.models.mixtral.modeling_mixtral"])
+
+
+@pytest.fixture(scope="module")
+def done(found: dict[str, list[Facts]], directory: Path) -> Path:
+    """A directory with what each job has left in a directory of its name."""
+    assert found
     return directory
-
-
-def _facts(done: Path, name: str) -> dict[str, Any]:
-    facts: dict[str, Any] = torch.load(done / name / "facts.pt", weights_only=False)
-    return facts
 
 
 def _root(done: Path, bucket: server.Bucket, name: str, tmp_path: Path) -> Path:
@@ -156,14 +312,14 @@ def test_it_is_sound(name: str, done: Path, bucket: server.Bucket, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [job["id"] for job in SAVES if job["goes_back"]])
-def test_the_same_engine_goes_back(name: str, done: Path) -> None:
-    facts = _facts(done, name)
+def test_the_same_engine_goes_back(name: str, found: dict[str, list[Facts]]) -> None:
+    facts = found[name][0]
     assert_same(facts["after"], facts["held"], name)
 
 
 @pytest.mark.parametrize(("source", "stage", "world_size"), RESUMES)
-def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, done: Path) -> None:
-    before, after = _facts(done, source), _facts(done, _resume(source, stage, world_size)["id"])
+def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, found: dict[str, list[Facts]]) -> None:
+    before, after = found[source][0], found[_resume(source, stage, world_size)["id"]][0]
     assert after["client_state"] == CLIENT_STATE
     assert after["steps"] == 2
     assert after["unchanged"]
@@ -178,8 +334,8 @@ def test_any_number_of_ranks_goes_on(source: str, stage: int, world_size: int, d
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_persistent_parameters_are_not_gathered_again(rank: int, done: Path) -> None:
-    facts = torch.load(done / "persistent" / f"facts-{rank}.pt", weights_only=False)
+def test_persistent_parameters_are_not_gathered_again(rank: int, found: dict[str, list[Facts]]) -> None:
+    facts = found["persistent"][rank]
     names, values = facts["before"]
     assert set(names) == {"AVAILABLE"}
     assert sum(v.numel() for v in values) > 100
@@ -191,10 +347,9 @@ def test_persistent_parameters_are_not_gathered_again(rank: int, done: Path) -> 
         assert_same(facts[when][1], values, when)
 
 
-def test_the_life_of_a_manager(done: Path) -> None:
-    root = done / "life" / "root"
-    for rank in (0, 1):
-        facts = torch.load(done / "life" / f"facts-{rank}.pt", weights_only=False)
+def test_the_life_of_a_manager(found: dict[str, list[Facts]], directory: Path) -> None:
+    root = directory / "life" / "root"
+    for rank, facts in enumerate(found["life"]):
         assert facts["nothing there"] == (None, None, False)
         assert facts["kept"] == ["global_step2", "global_step4", "global_step5"]
         assert facts["reports"] == [(f"global_step{n}", n, True, True, None) for n in range(1, 6)]

@@ -263,7 +263,7 @@ def test_files_are_deleted_by_a_library_that_only_removes_lists(monkeypatch: pyt
 
 def test_logs_of_libraries_do_not_hide_the_error() -> None:
     script = (
-        "import sys; from tests.storage.test_failures import _Picky; import fsspec; from ckpttool.cli import main;"
+        "import sys; from tests.storage.test_retry import _Picky; import fsspec; from ckpttool.cli import main;"
         "fsspec.register_implementation('picky', _Picky);"
         "sys.argv = ['ckpttool', 'inspect', 'picky://b/run', '--storage-option', 'key=1']; main()"
     )

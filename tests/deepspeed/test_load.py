@@ -152,7 +152,7 @@ def _flipped(root: Path, *, manifest: bool = False) -> str:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     """What live engines held after each load."""
     directory = tmp_path_factory.mktemp("resume")
-    return load_all(_loads(directory), directory / "loaded")
+    return load_all(_loads(directory))
 
 
 def _plain(loaded: dict[str, Loaded], kind: str) -> Loaded:
@@ -440,7 +440,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
             for n, s in enumerate(SPREAD)
             if kind in s.options
         ]
-        found |= load_all(loads, tmp_path_factory.mktemp(kind))
+        found |= load_all(loads)
     return found
 
 
@@ -472,7 +472,7 @@ def test_another_number_of_experts_is_named(name: str, tmp_path: Path) -> None:
     model, stage, ranks, parallel, layer = MORE_EXPERTS[name]
     load = Load("more", source(name), stage, ranks, dtype="bf16", model=model, experts=parallel, change="more experts",
                 resume={"weights_only": True})  # fmt: skip
-    error = load_all([load], tmp_path)["more"].error
+    error = load_all([load])["more"].error
     hint = "build the model with the shapes of the checkpoint"
     assert error.endswith(f"has 4 experts in {layer}, but the model has 8; {hint}")
 
