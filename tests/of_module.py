@@ -1,7 +1,7 @@
 """Name the tests of a module: ``python -m tests.of_module ckpttool/plan/split.py ...``; ``make test-of`` runs them.
 
 They are the test file of its name in the directory of its package, the test files that import it or a helper that does,
-and if there is none of either, that directory. A function of ``ckpttool.api`` is a command, with tests in others too.
+and if there is none of either, that directory. Tests of functions of ``ckpttool.api``, the commands, are in others too.
 """
 
 from __future__ import annotations

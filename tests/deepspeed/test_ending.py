@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,13 +18,13 @@ from ckpttool.saving import files
 from ckpttool.storage import open_storage
 from tests import forked, sampling
 from tests.deepspeed.engines import build_parallel
-from tests.storage import server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from _pytest.tmpdir import TempPathFactory
+
+    from tests.storage import server
 
 pytestmark = pytest.mark.deepspeed
 
@@ -109,17 +108,6 @@ def _slow(root: str, *, spoil: bool) -> Any:
 
     files.write_files = later  # type: ignore[assignment]
     return open_storage(root)
-
-
-@pytest.fixture(scope="module")
-def bucket(s3_server: tuple[str, Any]) -> Iterator[server.Bucket]:
-    with pytest.MonkeyPatch.context() as patch:
-        endpoint, client = s3_server
-        for name, value in (server.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
-            patch.setenv(name, value)
-        own = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
-        client.create_bucket(Bucket=own.name)
-        yield own
 
 
 @pytest.fixture(scope="module")

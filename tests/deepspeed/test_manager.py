@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,13 +15,13 @@ from ckpttool import CheckpointManager
 from tests import sampling
 from tests.deepspeed.engines import build_parallel, logged, refusal
 from tests.forked import each_on_ranks
-from tests.storage import server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from _pytest.tmpdir import TempPathFactory
+
+    from tests.storage import server
 
 pytestmark = pytest.mark.deepspeed
 
@@ -216,18 +215,6 @@ def _kept(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture(scope="module")
-def bucket(s3_server: tuple[str, Any]) -> Iterator[server.Bucket]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        endpoint, client = s3_server
-        patch.setenv("AWS_ENDPOINT_URL", endpoint)
-        own = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
-        client.create_bucket(Bucket=own.name)
-        yield own
 
 
 @pytest.fixture(scope="module")
