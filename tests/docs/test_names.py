@@ -11,12 +11,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "ckpttool"
 TOP = {path.stem for path in PACKAGE.iterdir()}
-PAGES = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if path.name != "CHANGELOG.md"]
-PAGES += [ROOT / "tests" / "README.md", ROOT / "fixtures" / "README.md"]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "fixtures/README.md")
+]
+PAGES += [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.relative_to(ROOT / "docs").parts[0][0] != "_"]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NAME = re.compile(r"`(?:ckpttool\.)?([a-z_]+(?:\.[A-Za-z_0-9]+)+)`")
 FILE = re.compile(r"\b(?:ckpttool|tests|fixtures|docs|examples|benchmarks)/[A-Za-z_0-9/]+\.(?:py|md|js)\b")
-IN_PACKAGE = re.compile(rf"`((?:{'|'.join(sorted(p.name for p in PACKAGE.iterdir() if p.is_dir()))})/[\w/]+\.py)`")
+QUOTED_FILE = re.compile(r"`([A-Za-z_0-9./]+\.(?:py|toml|md))`")
+PLACEHOLDER = re.compile(r"NAME|/a/")
+NAME_OF_FILE = re.compile(r"`(\w+)` (?:of|in) `(ckpttool/[\w/]+\.py)`")
 NO_MODULE = re.compile(r"\.(?:pkl|safetensors|json|NAME)$|^(?:model|data)\.(?:safetensors|NAME)\b")
 """Files and keys of checkpoints that begin like a module."""
 
@@ -74,8 +78,22 @@ def test_a_name_that_does_not_exist_is_found(name: str) -> None:
 
 
 def test_files_exist() -> None:
-    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    named = {(page, ROOT / name) for page, text in texts.items() for name in FILE.findall(text)}
-    named |= {(page, PACKAGE / name) for page, text in texts.items() for name in IN_PACKAGE.findall(text)}
-    assert [one for one in sorted(named) if "NAME" not in one[1].name and not one[1].exists()] == []
-    assert len(named) > 30
+    named = {(page.name, name) for page in PAGES for name in FILE.findall(page.read_text(encoding="utf-8"))}
+    named = {(page, name) for page, name in named if not PLACEHOLDER.search(name)}
+    assert [one for one in sorted(named) if not (ROOT / one[1]).exists()] == []
+    assert len(named) > 20
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "tests/README.md"])
+def test_files_that_a_page_for_developers_names_from_where_it_is_exist(page: str) -> None:
+    named = {n for n in QUOTED_FILE.findall((ROOT / page).read_text(encoding="utf-8")) if not PLACEHOLDER.search(n)}
+    above = [(ROOT / page).parent, ROOT, PACKAGE, *(ROOT / "tests").iterdir()]
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in above)] == []
+    assert named
+
+
+def test_contributing_names_what_is_in_its_files() -> None:
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    pairs = NAME_OF_FILE.findall(text)
+    assert [p for p in pairs if not re.search(rf"\b{p[0]}\b", (ROOT / p[1]).read_text(encoding="utf-8"))] == []
+    assert len(pairs) > 5
