@@ -1,4 +1,4 @@
-"""Resume within a data set, on any number of ranks."""
+"""Public names of what resumes within a data set, on any number of ranks; ``integrations.torch`` has the code."""
 
 from __future__ import annotations
 

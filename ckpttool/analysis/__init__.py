@@ -1,1 +1,1 @@
-"""Commands that read checkpoints: verify, diff, digest, extract, stats."""
+"""What commands that read checkpoints compute: findings, differences, digests, statistics, layouts as data."""

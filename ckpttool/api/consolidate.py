@@ -1,4 +1,8 @@
-"""``consolidate``: whole weights in one file or a few, for any loader, also with LoRA adapters merged into them."""
+"""``consolidate``: whole weights in one file or a few, for any loader, also with LoRA adapters merged into them.
+
+A merge also needs the configuration of the model: it says whether the output projection is tied to the input embedding.
+If the merge makes the two differ, ``config.json`` of the output says that they are not tied.
+"""
 
 from __future__ import annotations
 

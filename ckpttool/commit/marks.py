@@ -1,6 +1,7 @@
 """Read and write marks beside a checkpoint's files: the in-progress marker of a save, and pins.
 
-The marker also tells whether its save still runs.
+The marker also tells whether its save still runs. ``state_of`` tells whether any file of a directory, marks included,
+has changed since a decision to remove or thin it.
 
 Source: Linux, proc(5): ``boot_id``, ``/proc/PID/stat`` and ``/proc/PID/ns``.
 """

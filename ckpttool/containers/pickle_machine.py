@@ -1,4 +1,7 @@
-"""State of the pickle machine: stack, memo, operands, and the memory that a pickle may still take."""
+"""State of the pickle machine: stack, memo, operands, and the memory that a pickle may still take.
+
+``unpickler`` has the opcodes that change it.
+"""
 
 from __future__ import annotations
 

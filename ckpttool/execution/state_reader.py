@@ -1,4 +1,4 @@
-"""Read the elements of a state in tensor order, from the extents of its source files."""
+"""Read the values of a state in tensor order: from the extents of its source files, or computed by its formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states in safetensors files beside weights -> Checkpoint; ``targets.optimizer_states`` writes them.
+"""Optimizer states in safetensors files beside weights -> Checkpoint; ``targets.weight_files`` plans them.
 
 ``optimizer.safetensors`` holds the tensors ``STATE.PARAMETER``; the metadata of its header holds the rest as JSON under
 the key ``ckpttool.optimizer``. A large one is split into parts with an index, and the first part has the metadata. The

@@ -1,7 +1,7 @@
 """List the directories of a root that may be checkpoints.
 
 All that opens, lists, restores, rotates or removes checkpoints filters and sorts these records. The module lies in
-``formats`` because ``formats.locate`` and ``saving`` need it, and import nothing above.
+``formats`` because ``formats.locate`` and ``saving`` need it, which may not import ``catalog``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Adapters to DeepSpeed, torch and Ray. No other package imports a framework, and these load only on use."""
+"""Adapters to DeepSpeed, torch, Ray, Hugging Face and Lightning: the only modules that import a framework.
+
+``import ckpttool`` imports none of them; a function of the public interface imports its own when it is used.
+"""

@@ -1,6 +1,6 @@
 """Formulas of computed states: what is computed from which other states, as data.
 
-``execution.evaluation`` computes the values, chunk by chunk.
+``execution.state_reader`` computes the values, chunk by chunk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may write the directory of a checkpoint: one attempt of a save, told by its in-progress marker.
+"""Claim the directory of a checkpoint for one attempt of a save, by means of the in-progress marker in it.
 
 The directory may be free; or hold the files of a save that died, which are removed; or hold a checkpoint to replace,
 which is renamed until the new one is committed.

@@ -1,4 +1,4 @@
-"""Define the protocols of storages, readers and writers, and the texts of errors of the operating system.
+"""Define the protocols of storages, readers and writers, the names of ckpttool's files, and texts of system errors.
 
 Paths are ``str``: ``pathlib.Path`` would turn ``s3://`` into ``s3:/``.
 """

@@ -1,4 +1,7 @@
-"""Write a plan to OUT, a local directory or a bucket prefix: check it, tell what it needs, run the plan, commit."""
+"""Write a plan to OUT, a local directory or a bucket prefix: check OUT, tell what the run needs, run the plan, commit.
+
+Also compares an existing OUT with a plan, for runs that resume, and writes single files, such as pages and tensors.
+"""
 
 from __future__ import annotations
 

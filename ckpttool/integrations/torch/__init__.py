@@ -1,1 +1,1 @@
-"""Bridges to torch: process groups, pickles and tensors."""
+"""Bridges to torch: process groups, pickles, tensors, random number generators and samplers."""
