@@ -16,7 +16,6 @@ from ckpttool.arguments import checked_path
 from ckpttool.budget import OPTION, opening
 from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit
-from ckpttool.commit.checksummed import signed_storage
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
@@ -119,7 +118,11 @@ def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committ
     if committed and not is_commit(storage, path):
         problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
         raise PlanError(path, problem, "choose another tag, or restore without require_committed")
-    return open_checkpoint(path, storage=storage if key is None else signed_storage(storage, path, key))
+    if key is not None:
+        from ckpttool.commit.checksummed import signed_storage  # few checkpoints are signed
+
+        storage = signed_storage(storage, path, key)
+    return open_checkpoint(path, storage=storage)
 
 
 __all__ = ["FORMATS", "Source", "is_whole", "open_checkpoint", "open_whole", "source_paths", "source_storage"]
