@@ -82,7 +82,9 @@ def entry_of(info: Mapping[str, Any]) -> Entry:
     """Convert fsspec's info of a file or directory to an entry."""
     is_dir = info["type"] == "directory"
     keys = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "mtime", "modified", "created")
-    version = next((str(info[k]) for k in keys if info.get(k)), "")
+    known = next((info[k] for k in keys if info.get(k)), "")
+    # Some file systems give a time as a datetime for a file, and as a number in a listing.
+    version = str(known.timestamp() if isinstance(known, datetime) else known)
     times = (info.get(k) for k in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"))
     modified = next((_seconds(t) for t in times if t), None)
     return Entry(

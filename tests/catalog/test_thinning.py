@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import stat
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING
+from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING, open_storage
 from ckpttool.storage.local_writer import LocalWriter
 from tests import sampling
 from tests.faults.disks import CHANGES, READS, Fault, Machine, install
@@ -430,3 +431,16 @@ def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
     (directory / THINNING).write_text("{")
     with pytest.raises(CkptError, match="is not a marker of ckpttool; remove it if no prune runs"):
         recover(LOCAL, str(directory), grace=0)
+
+
+def test_files_stay_in_a_storage_that_writes_them_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a storage deletes a file that is discarded, also after its commit."""
+    url = f"memory://thin-{uuid.uuid4().hex}"
+    storage = open_storage(url)
+    save_version(storage, url, Alone(), "step1", 0)
+    monkeypatch.setattr("ckpttool.storage.fsspec.PART_BYTES", 1024)
+    found = plan_thinning(storage, f"{url}/step1", ThinOptions(dtype="fp32", grace=0.0, jobs=1))
+    assert max(file.nbytes for file in found.plan.files) > 1024
+    thin(storage, found, ThinOptions(dtype="fp32", grace=0.0, jobs=1))
+    assert ckpttool.inspect(f"{url}/step1").thin
+    assert ckpttool.verify(f"{url}/step1", deep=True).findings == ()

@@ -10,6 +10,7 @@ from ckpttool.execution.run import run
 from ckpttool.storage.safe_files import Directory
 
 if TYPE_CHECKING:
+    from ckpttool.execution.read_checks import ReadChecks
     from ckpttool.plan import CopyPlan
     from ckpttool.storage.journal import Journal
     from ckpttool.units import Advance
@@ -22,8 +23,9 @@ def run_into(
     jobs: int | None = 1,
     advance: Advance = lambda _: None,
     journal: Journal | None = None,
+    checks: ReadChecks | None = None,
 ) -> int:
     """Write the files of a plan into an existing directory; return the number of elements cast to infinity."""
     opened = Directory.open(directory) if isinstance(directory, str) else contextlib.nullcontext(directory)
     with opened as into, DirectoryOutput(into, journal) as output:
-        return run(plan, output, jobs=jobs, advance=advance)
+        return run(plan, output, jobs=jobs, advance=advance, checks=checks)

@@ -8,6 +8,8 @@ import os
 import threading
 import time
 import uuid
+import zlib
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.checksums import Record
 from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize, numpy_dtype
-from ckpttool.errors import StorageError
+from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.execution import copy
 from ckpttool.execution.check_copies import failed_checks
 from ckpttool.execution.copy import PartAssembler
 from ckpttool.execution.output import local as output_module
+from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.run import nbytes_read
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
+from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL, open_storage
 from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.local_writer import BUFFER_BYTES
@@ -287,6 +292,21 @@ def test_file_systems_that_share_blocks_give_the_same_bytes(
     assert _run(_plan(source, shift), tmp_path) == b"x" * shift + source.read_bytes()[10:]
 
 
+@pytest.mark.parametrize("file_system", ["ext4", "xfs"])
+@pytest.mark.parametrize("shift", [10, 11])
+def test_bytes_that_the_kernel_could_copy_are_compared_with_their_checksums(
+    source: Path, tmp_path: Path, shift: int, file_system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "file_system_of", lambda _: file_system)
+    plan, where = _plan(source, shift), ByteRange(10, SIZE)
+    for number, crc in enumerate((zlib.crc32(source.read_bytes()[10:]), 1)):
+        (tmp_path / str(number)).mkdir()
+        checks = ReadChecks([replace(plan.sources[0], records=(Record("record", where, crc),))])
+        expected = pytest.raises(ChecksumError) if number else contextlib.nullcontext()
+        with expected:
+            run_into(plan, str(tmp_path / str(number)), checks=checks)
+
+
 def test_two_casts_of_one_read_are_both_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ends in the order in which they begin."""
     monkeypatch.setattr(copy, "READ_BYTES", PAGE)
@@ -411,6 +431,19 @@ def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, m
             run_into(plan, directory, jobs=1, journal=Journal(directory))
         assert [f.name for f in plan.files if Journal(directory).has(f.name, f.nbytes)] == ["masters/1"]
     assert not {f for f in _open_files() if f.startswith(str(out))}
+
+
+def test_files_with_padding_or_copied_by_the_kernel_are_complete(source: Path, tmp_path: Path) -> None:
+    plan = _plan(source, 10)
+    (copied,) = plan.files
+    padded = replace(copied, name="padded", nbytes=copied.nbytes + 7, zeros=((copied.nbytes, 7),))
+    files = (copied, padded, TargetFile("padding", 5, (), np.zeros(0, COPY), zeros=((0, 5),)))
+    with Directory.open(str(tmp_path)) as directory:
+        run_into(replace(plan, files=files), directory, journal=Journal(directory))
+        journal = Journal(directory)
+        assert [file.name for file in files if not journal.has(file.name, file.nbytes)] == []
+    assert (tmp_path / "padded").read_bytes() == (tmp_path / "out").read_bytes() + bytes(7)
+    assert (tmp_path / "padding").read_bytes() == bytes(5)
 
 
 CASTS = (("F32", "F32"), ("F32", "BF16"), ("F32", "F16"), ("F64", "F32"), ("U8", "U8"))
