@@ -284,6 +284,16 @@ def debug_option(function: F) -> F:
     return click.option("--debug", is_flag=True, expose_value=False, help=help_text)(function)
 
 
+def common_options(function: F) -> F:
+    """Add the options of all commands: of storages, and ``--debug``."""
+    return storage_option(debug_option(function))
+
+
+def run_options(function: F) -> F:
+    """Add the options of commands that run a plan: ``--jobs``, ``--memory`` and ``--ray``."""
+    return jobs_option(memory_option(ray_option(function)))
+
+
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
     """Return the given options; the library has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

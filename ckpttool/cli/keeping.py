@@ -14,8 +14,7 @@ from ckpttool.cli import _options as options
 @options.html_options
 @options.retention_options
 @options.json_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def ls(root: str, as_json: bool, **given: Any) -> None:
     """List the checkpoints in the directory ROOT, sorted by step: ranks, size, age, complete or torn.
 
@@ -57,8 +56,7 @@ def ls(root: str, as_json: bool, **given: Any) -> None:
 @options.jobs_option
 @options.memory_option
 @options.json_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def prune(root: str, as_json: bool, **given: Any) -> None:
     """Remove checkpoints from the directory ROOT, or thin them, and print the reason for each.
 
@@ -99,8 +97,7 @@ def prune(root: str, as_json: bool, **given: Any) -> None:
 @click.option("--why", required=True, metavar="TEXT", help="The reason, for people.")
 @options.tag_option
 @options.json_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def pin(src: str, as_json: bool, **given: Any) -> None:
     """Pin the checkpoint SRC: prune, CheckpointManager and a trainer's rotation neither remove nor thin it.
 
@@ -121,8 +118,7 @@ def pin(src: str, as_json: bool, **given: Any) -> None:
 @click.argument("src", type=click.Path())
 @options.tag_option
 @options.json_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def unpin(src: str, as_json: bool, **given: Any) -> None:
     """Remove the pin of the checkpoint SRC: retention rules count it again."""
     import ckpttool

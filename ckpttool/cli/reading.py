@@ -23,8 +23,7 @@ from ckpttool.cli import _options as options
 @click.option("--digest", is_flag=True, help="Digests of all values, the same however they are sharded (reads them).")
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def inspect(
     src: tuple[str, ...], view: str | None, name: str | None, digest: bool, as_json: bool, **given: Any
 ) -> None:
@@ -112,8 +111,7 @@ def _print_digest(src: tuple[str, ...], as_json: bool, given: dict[str, Any]) ->
 @options.jobs_option
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def verify(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Check that a checkpoint is complete and sound: every rank's file exists, is intact and agrees with the others.
 
@@ -154,8 +152,7 @@ def verify(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
 @options.jobs_option
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
     """Compare the weights and optimizer states of A and B by name, for any formats and topologies.
 
@@ -194,8 +191,7 @@ def diff(a: str, b: str, as_json: bool, **given: Any) -> None:
 @options.jobs_option
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def stats(src: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of SRC.
 
@@ -246,8 +242,7 @@ def _write_statistics_page(src: tuple[str, ...], page: dict[str, Any], given: di
 @options.check_options
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def extract(src: tuple[str, ...], name: str, out: str, part: str | None, **given: Any) -> None:
     """Write the tensor NAME of SRC to a file; reads only its bytes."""
     import ckpttool

@@ -46,13 +46,10 @@ from ckpttool.cli import _options as options
 @options.dry_run_option
 @options.resume_option
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
-@options.jobs_option
-@options.memory_option
-@options.ray_option
+@options.run_options
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def consolidate(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 
@@ -113,13 +110,10 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 @options.check_options
 @options.dry_run_option
 @options.resume_option
-@options.jobs_option
-@options.memory_option
-@options.ray_option
+@options.run_options
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
     """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
@@ -211,13 +205,10 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
 @options.check_options
 @options.dry_run_option
 @click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
-@options.jobs_option
-@options.memory_option
-@options.ray_option
+@options.run_options
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def average(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
     """Average the checkpoints SRC, each of the same model, into OUT.
 
@@ -270,8 +261,7 @@ def _check_average(src: tuple[str, ...], given: dict[str, Any]) -> None:
 @options.memory_option
 @options.json_option
 @options.trust_option
-@options.storage_option
-@options.debug_option
+@options.common_options
 def cp(src: tuple[str, ...], dst: str, as_json: bool, **given: Any) -> None:
     """Copy the checkpoint SRC into the root DST: the directory of its tag, and its sidecar files.
 
