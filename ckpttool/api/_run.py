@@ -144,11 +144,6 @@ class Run:
         work = options.run_options(checks, self._workers)
         there, overflowed, needs = False, 0, None
         digest: str | None = None
-
-        def check(directory: str) -> None:
-            nonlocal digest
-            digest = None if verify is None else verify(directory)
-
         if options.resume if may_be_there is None else may_be_there:
             there = not options.dry_run and destination.holds_output(plan, work)
             if not there:
@@ -157,10 +152,10 @@ class Run:
         if options.dry_run:
             needs = destination.forecast(plan, work)
         elif there:
-            check(destination.out)
+            digest = None if verify is None else verify(destination.out)
         else:
-            overflowed = destination.write(
-                plan, work, last=last, check=check, overwrite=options.overwrite, resume=options.resume
+            overflowed, digest = destination.write(
+                plan, work, last=last, verify=verify, overwrite=options.overwrite, resume=options.resume
             )
         kept = {n for n in destination.names() - before if KEPT in n} if options.overwrite else ()
         return Written(

@@ -64,7 +64,7 @@ def export(
     chosen = WeightChoice("safetensors", dtype, adapter_only=adapter_only)
     made = plan_weight_files(checkpoint, chosen, destination.out)
     options = RunOptions(1, memory_bytes(None), None, checks_for(made.plan.sources, checkpoint, "read"), None)
-    destination.write(made.plan, options, last=(made.index,), check=lambda directory: None, overwrite=True, resume=None)
+    destination.write(made.plan, options, last=(made.index,), overwrite=True, resume=None)
     LOG.info("exported %s to %s in %.1f s", folder, out or folder, time.perf_counter() - began)
     if out is not None:
         return out

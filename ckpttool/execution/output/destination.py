@@ -250,22 +250,23 @@ class Destination:
         options: RunOptions,
         *,
         last: Sequence[str],
-        check: Callable[[str], None],
+        verify: Callable[[str], str | None] | None = None,
         overwrite: bool | None,
         resume: bool | None,
-    ) -> int:
+    ) -> tuple[int, str | None]:
         """Run a plan and commit its files.
 
         Args:
             plan: The plan.
             options: Threads, memory, progress, checks and workers of the run.
             last: Names of the files to commit last (``latest``, an index), in this order.
-            check: Called with the written directory before the commit; raises if the output is wrong.
+            verify: Called with the written directory before the commit; returns a digest, and raises if the output is
+                wrong. None for no such comparison.
             overwrite: As for ``check_target``: another run may have written OUT meanwhile.
             resume: Whether to resume from the files of an interrupted run; None if the command cannot resume.
 
         Returns:
-            Number of finite elements cast to infinity.
+            Number of finite elements cast to infinity, and what ``verify`` returned.
         """
         mode = 0o777
         if self._remote is None:
@@ -285,8 +286,7 @@ class Destination:
 
                 overflowed = distributed.run(plan, output, workers=workers, **how)
             output.complete()
-            check(output.path)
-        return overflowed
+            return overflowed, None if verify is None else verify(output.path)
 
     @contextmanager
     def _output(
