@@ -1,1 +1,1 @@
-"""What commands that read checkpoints compute: findings, differences, digests, statistics, layouts as data."""
+"""Computations on checkpoints that write none: findings, differences, digests, statistics, layouts."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TENSOR, _STATE, _FILE, _COUNT, _FILE_STEP, _OFFSET, _OFFSET_STEP = range(7)
 _START, _START_STEP, _NUMEL, _PADDING, _RUNS, _PITCH, _WIDTH, _REPLICA, _EXTENTS, _DTYPE = range(7, 17)
 _GAP = 64
-"""Bytes between two extents that still lie one behind the other: torch aligns tensors in a file."""
+"""Most bytes between two extents that count as contiguous: torch aligns tensors in a file."""
 
 
 class Folding(Enum):
@@ -87,7 +87,7 @@ def fold(tensors: dict[str, list[Any]], folding: Folding) -> tuple[dict[str, lis
 def join_files(
     table: NDArray[np.int64], files: list[dict[str, Any]], lanes: list[dict[str, Any]], usage: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], list[dict[str, Any]], list[dict[str, Any]], NDArray[np.int64]]:
-    """Join the files of one kind and lane to one, with their tensors one behind the other.
+    """Merge the files of one kind and lane; place their tensors contiguously.
 
     Args:
         table: Rows of the layout.
@@ -131,7 +131,7 @@ def join_files(
 
 
 def merge_adjacent(table: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge rows of one tensor that lie one behind the other in the same files, then rows that repeat over files.
+    """Merge contiguous rows of one tensor in the same files, then rows that repeat over files.
 
     The place of their elements in the tensor is lost.
     """
@@ -197,7 +197,7 @@ COLUMNS = (
 ``offset + i * offset_step``, with elements from ``start + i * start_step`` on. ``tensor``, ``state`` and ``dtype`` are
 indices, ``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` and ``pitch`` are those of ``EXTENT``,
 and ``replica`` is 1 for a copy of values that are read elsewhere. In a layout that was folded, each of them stands for
-``extents`` extents that lie one behind the other in the file."""
+``extents`` contiguous extents of the file."""
 CATEGORIES = ("masters", "moments", "copies", "buffers", "replicas", "padding", "overhead")
 """Uses of the bytes of a file. Overhead: pickles, zip records, and tensors that belong to no parameter or buffer."""
 MAX_TENSORS = 6_000

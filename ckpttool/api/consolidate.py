@@ -118,7 +118,7 @@ HEADLESS = (
     "ForAudioClassification",
     "Model",
 )
-"""Ends of the class names of models without an output projection over the vocabulary; LMHeadModel is none of them."""
+"""Ends of the class names of models without an output projection over the vocabulary. LMHeadModel has one."""
 
 
 def config_of(files: Mapping[str, SidecarFile]) -> dict[str, Any]:

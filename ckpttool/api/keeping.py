@@ -145,8 +145,8 @@ def prune(  # noqa: PLR0913  public API
 
     Only whole native ZeRO checkpoints are removed or thinned. The newest of them stays, and so do the one that
     ``latest`` names, those in the snapshot of a Ray Train run, and pinned ones. A thin checkpoint replaces a whole one
-    when its weights have been read back and have the digest of the source. What a killed ``prune`` has left, the next
-    one clears away.
+    when its weights have been read back and have the digest of the source. The next
+    ``prune`` deletes the leftovers of a killed one.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.

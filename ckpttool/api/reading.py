@@ -266,7 +266,7 @@ class ExtractReport:
     name: str
     """The tensor."""
     state: str
-    """Which of its states."""
+    """Name of its state, such as ``fp32`` or ``exp_avg``."""
     dtype: str
     """Its type, as safetensors spells it."""
     shape: tuple[int, ...]

@@ -111,7 +111,7 @@ def _thin(storage: WritableStorage, root: str, decision: Decision, options: Thin
 def finish_killed(
     storage: WritableStorage, checkpoints: Iterable[str], *, grace: float
 ) -> tuple[bool, dict[str, StorageError]]:
-    """Clear away what killed replacements have left; those that still run go on.
+    """Delete the leftovers of interrupted replacements; replacements that still run are not touched.
 
     Args:
         storage: Storage of the checkpoints.
@@ -119,7 +119,7 @@ def finish_killed(
         grace: As for ``thinning.recover``.
 
     Returns:
-        Whether a killed replacement was cleared away, and the failures by checkpoint; they are logged, and the next
+        Whether leftovers were deleted, and the failures by checkpoint; they are logged, and the next
         call tries again.
     """
     found, failed = False, {}
@@ -129,7 +129,7 @@ def finish_killed(
         except StorageError as error:
             if not is_gone(storage, error):  # else another process has removed it
                 failed[path] = error
-                LOG.warning("what a killed run has left of a thin checkpoint was not removed: %s", error)
+                LOG.warning("could not delete leftovers of an interrupted thinning: %s", error)
     return found, failed
 
 
@@ -224,7 +224,7 @@ def left_over(found: Iterable[Found], *, grace: float) -> dict[str, str]:
 
 
 def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Iterable[str]) -> bool:
-    """Remove the small files in a root and its checkpoints that a killed process has left; log a failure.
+    """Remove small temporary files of killed processes from a root and its checkpoints; log a failure.
 
     Args:
         storage: Storage of the root.
@@ -275,7 +275,7 @@ def _is_left_over(storage: Storage, directory: str) -> bool:
 
 
 def rotate(storage: WritableStorage, root: str, limit: int | None, *, keep: Collection[str], grace: float) -> list[str]:
-    """Remove the oldest checkpoints of a run, and what killed saves have left; return what was removed.
+    """Remove the oldest checkpoints of a run and leftovers of interrupted saves; return their directories.
 
     Unlike the Trainer's own rotation it counts whole checkpoints only, so that an incomplete one never takes the place
     of a checkpoint that a run can resume from. Pinned and thin checkpoints stay, and are not counted.
@@ -284,7 +284,7 @@ def rotate(storage: WritableStorage, root: str, limit: int | None, *, keep: Coll
         storage: Storage of the run.
         root: The output directory.
         limit: Number of checkpoints to keep, pinned ones not counted; None or 0 for all.
-        keep: Names of folders that stay.
+        keep: Names of folders to keep.
         grace: Seconds after which the folder of a killed save is removed.
 
     Raises:

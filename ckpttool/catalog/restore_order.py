@@ -23,7 +23,7 @@ ATTEMPTS = 10
 
 
 class Saved(NamedTuple):
-    """What orders one checkpoint of a run among the others."""
+    """The facts about one checkpoint of a run that decide its place in the order."""
 
     name: str
     """Any name that no other has."""

@@ -67,7 +67,7 @@ class Rules:
     thin_every: int | None = None
     """Thin only those whose step is a multiple of this, and remove the others."""
     torn: bool = False
-    """Remove what killed saves have left."""
+    """Remove leftovers of killed saves."""
     grace: float | str = GRACE
     """Age of the newest file of such a leftover: seconds, or a text like "1h"."""
     seconds: float | None = field(init=False)

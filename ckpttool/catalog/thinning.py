@@ -359,7 +359,7 @@ class _HashedFile(Writer):
 
 
 def recover(storage: WritableStorage, directory: str, *, grace: float) -> bool:
-    """Remove what a killed replacement has left: its new files, or after its commit the old ones.
+    """Delete the leftovers of an interrupted replacement: its new files, or after its commit the old ones.
 
     Args:
         storage: Storage of the checkpoint.

@@ -125,7 +125,7 @@ class Renumbered(Place):
 
 
 class Contiguous(Place):
-    """All elements in order, one behind the other in one file.
+    """All elements in order, contiguous in one file.
 
     Args:
         numel: Elements.
