@@ -92,7 +92,7 @@ class Run:
         self._workers = _workers_for(options.ray, destination)
 
     def open(self, sources: Sequence[Source]) -> list[Checkpoint]:
-        """Open the sources, and check that the destination can be written and is none of them.
+        """Open the sources, and check that the destination can be written and is not one of them.
 
         Args:
             sources: Each as for ``open_checkpoint``.

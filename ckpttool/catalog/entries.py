@@ -142,7 +142,7 @@ class _Listed(NamedTuple):
 
     entry: CatalogEntry
     saved: Saved
-    """What orders it among the others."""
+    """The facts that decide its place in the order."""
     best: tuple[str, ...] = ()
     """Paths that its trainer's state names as the best checkpoint."""
     problem: str = ""

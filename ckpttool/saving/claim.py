@@ -260,4 +260,4 @@ def _try_each(steps: Sequence[Callable[[], None]]) -> None:
         try:
             step()
         except CkptError as error:
-            LOG.warning("could not clear away after a save: %s", error)
+            LOG.warning("could not clean up after a save: %s", error)
