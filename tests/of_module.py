@@ -16,9 +16,8 @@ DIRECTORIES = {
     "ckpttool/pages": ["tests/pages"],
     "ckpttool/api": ["tests/cli", "tests/targets"],
     "ckpttool/formats/zero": ["tests/formats"],
-    "ckpttool/integrations": ["tests/integrations", "tests/frameworks"],
+    "ckpttool/integrations": ["tests/integrations", "tests/frameworks", "tests/under_ray"],
     "ckpttool/integrations/deepspeed": ["tests/deepspeed"],
-    "ckpttool/integrations/ray": ["tests/under_ray"],
     "ckpttool/integrations/torch": ["tests/integrations", "tests/deepspeed"],
     "ckpttool/model": ["tests/formats", "tests/plan", "tests/property"],
 }

@@ -23,9 +23,9 @@ def test_packages_of_the_table_exist() -> None:
 def test_names_and_imports_are_found() -> None:
     assert "tests/commit/test_manifest.py" in of_module.tests_of("ckpttool/commit/manifest.py")
     assert "tests/execution/test_copy.py" in of_module.tests_of("ckpttool/execution/copy.py")
-    assert of_module.tests_of("ckpttool/integrations/deepspeed/signals.py") == ["tests/deepspeed"]
+    assert of_module.tests_of("ckpttool/integrations/deepspeed/load_native.py") == ["tests/deepspeed"]
     assert "tests/faults/test_convert.py" in of_module.tests_of("ckpttool/api/convert.py")
-    assert "tests/under_ray/test_train_run.py" in of_module.tests_of("ckpttool/integrations/ray/train_run.py")
+    assert "tests/under_ray/test_ray_train.py" in of_module.tests_of("ckpttool/integrations/ray_train.py")
 
 
 def test_a_path_that_is_no_module_is_refused() -> None:

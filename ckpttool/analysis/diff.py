@@ -15,7 +15,7 @@ import numpy as np
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.errors import LayoutError
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader, chunk_elements
 from ckpttool.model import TensorFloat, TensorInteger

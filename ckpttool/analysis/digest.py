@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import LayoutError
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model.selection import WEIGHTS, Content, contents

@@ -23,7 +23,7 @@ from ckpttool.plan.builder import source_files
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.checks import ReadChecks
     from ckpttool.model import Checkpoint, State
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.plan.builder import source_files

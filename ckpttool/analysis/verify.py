@@ -17,7 +17,7 @@ from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.checks import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.model.extents import stored_blocks

@@ -35,7 +35,7 @@ def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] 
         ArgumentError: The path is empty.
         StorageError: The path is a directory, or the file exists, and ``overwrite`` is False or it is no page.
     """
-    from ckpttool.execution.output.destination import check_file
+    from ckpttool.execution.destination import check_file
 
     if out == STDOUT:
         return
@@ -63,7 +63,7 @@ def write_page(out: str, data: bytes, *, overwrite: bool, storage_options: Mappi
     Raises:
         StorageError: The file exists and ``overwrite`` is False, or it cannot be written.
     """
-    from ckpttool.execution.output.destination import write_file
+    from ckpttool.execution.destination import write_file
 
     return write_file(out, [data], overwrite=overwrite, options=storage_options)
 
@@ -155,7 +155,7 @@ def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
         ArgumentError: A rule is malformed.
         PlanError: No checkpoint has the number of ``keep_best``.
     """
-    from ckpttool.analysis.description import as_plain
+    from ckpttool.analysis.json_report import as_plain
     from ckpttool.catalog.retention import RULES, Rules, decide
     from ckpttool.pages import page
     from ckpttool.units import format_duration

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import ArgumentError, StorageError
-from ckpttool.execution.output.destination import Destination
+from ckpttool.execution.destination import Destination
 from ckpttool.formats import Source, source_paths
 from ckpttool.formats.locate import holds_checkpoint
 from ckpttool.storage import is_url
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ckpttool.api.options import Options
+    from ckpttool.execution.checks import ReadReport
+    from ckpttool.execution.destination import Needs
     from ckpttool.execution.distributed import Workers
-    from ckpttool.execution.output.destination import Needs
-    from ckpttool.execution.read_checks import ReadReport
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
 
@@ -201,7 +201,7 @@ def _workers_for(ray: bool | str | None, destination: Destination) -> AbstractCo
     """
     if ray is None or ray is False:
         return None
-    from ckpttool.integrations.ray.cluster import RayCluster
+    from ckpttool.integrations.ray_cluster import RayCluster
 
     destination.check_shareable()
     return RayCluster("" if ray is True else ray)

@@ -25,7 +25,7 @@ from ckpttool.targets.weights import select_weights
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.execution.read_checks import Check
+    from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.model.averaging import Average
     from ckpttool.plan import CopyPlan
@@ -315,7 +315,7 @@ def _check_different(sources: Sequence[Checkpoint]) -> None:
 
 
 def _plan_weights(mean: Average, newest: Checkpoint, request: _Request) -> _Planned:
-    from ckpttool.targets.safetensors import INDEX, plan_safetensors
+    from ckpttool.targets.weight_files import INDEX, plan_safetensors
 
     dtype = TRAINING_DTYPES[request.dtype or "fp32"]
     selection = select_weights(

@@ -27,7 +27,7 @@ from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.execution.read_checks import Check
+    from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
 

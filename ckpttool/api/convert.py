@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from ckpttool.execution.read_checks import Check
+    from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
     from ckpttool.units import Progress

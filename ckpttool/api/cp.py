@@ -11,8 +11,8 @@ from ckpttool.api._run import Run, Written, WrittenFile
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.execution.output.destination import Destination
-from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
+from ckpttool.execution.destination import Destination
+from ckpttool.execution.output import mode_of, mode_of_directory, mode_of_file
 from ckpttool.formats import Source, open_checkpoint
 from ckpttool.storage import connect
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from ckpttool.execution.read_checks import Check
+    from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
 
@@ -95,32 +95,32 @@ def cp(  # noqa: PLR0913  public API
 
 
 def _cp(src: Source, dst: str, options: Options) -> CpReport:
-    from ckpttool.catalog import copies
+    from ckpttool.catalog import copy_plan
     from ckpttool.catalog.cleanup import remove_left_over_files
 
     checked_path("dst", dst)
     checkpoint = options.open(src)
     root = Destination(dst, options.storage_options)
-    tagged = copies.is_tagged(checkpoint)
+    tagged = copy_plan.is_tagged(checkpoint)
     mode = mode_of_directory(connect(checkpoint.storage), checkpoint.root) if tagged else 0
     run = Run(root.within(checkpoint.tag, mode) if tagged else root, options)
     run.destination.check_apart(checkpoint)
-    copies.check_outside(checkpoint, root.storage, root.out)
-    plan = copies.plan_copy(checkpoint)
-    sidecars = copies.root_sidecars(checkpoint, root.storage, root.out)
+    copy_plan.check_outside(checkpoint, root.storage, root.out)
+    plan = copy_plan.plan_copy(checkpoint)
+    sidecars = copy_plan.root_sidecars(checkpoint, root.storage, root.out)
     # A run that was killed after its commit has only ``latest`` left to write.
     verify = partial(_check_copy, checkpoint, options=options)
-    written = run.write(plan, checkpoint, last=copies.INDICES, verify=verify, may_be_there=True)
+    written = run.write(plan, checkpoint, last=copy_plan.INDICES, verify=verify, may_be_there=True)
     remove_left_over_files(root.storage, root.out, ())
     for name, data in sidecars.sidecars.items():
         root.put(name, data, sidecars.modes.get(name, 0o666))
     notes = [*map(str, checkpoint.notes), *sidecars.notes]
     newest = tagged and _put_latest(checkpoint, root, options)
     if tagged and not newest:
-        notes.append(f"{copies.latest_name(checkpoint)} names a newer one there: left as it is")
+        notes.append(f"{copy_plan.latest_name(checkpoint)} names a newer one there: left as it is")
     beside = {name: len(data) for name, data in sidecars.sidecars.items()}
     if newest:
-        beside[copies.latest_name(checkpoint)] = len(checkpoint.tag.encode())
+        beside[copy_plan.latest_name(checkpoint)] = len(checkpoint.tag.encode())
     files = (*written.files, *(WrittenFile(name, nbytes) for name, nbytes in beside.items()))
     return CpReport(
         written=replace(written, files=files, nbytes_written=written.nbytes_written + sum(beside.values())),
@@ -153,9 +153,9 @@ def _put_latest(checkpoint: Checkpoint, root: Destination, options: Options) -> 
     Raises:
         StorageError: The file cannot be written, or other processes keep writing it.
     """
-    from ckpttool.catalog import copies
+    from ckpttool.catalog import copy_plan
 
-    name = copies.latest_name(checkpoint)
+    name = copy_plan.latest_name(checkpoint)
     path = posixpath.join(root.out, name)
     latest = posixpath.join(checkpoint.root, name)
     source = connect(checkpoint.storage)
@@ -163,7 +163,7 @@ def _put_latest(checkpoint: Checkpoint, root: Destination, options: Options) -> 
     for _ in range(ATTEMPTS):
         root.storage.refresh([])
         held = next((e for e in root.storage.listing(root.out) if e.name == name and not e.is_dir), None)
-        if held is not None and not copies.is_newest(checkpoint, root.storage, root.out, options.storage_options):
+        if held is not None and not copy_plan.is_newest(checkpoint, root.storage, root.out, options.storage_options):
             return False
         over = None if held is None else held.version
         if root.storage.put_new(path, checkpoint.tag.encode(), over=over, mode=mode):

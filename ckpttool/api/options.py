@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
+    from ckpttool.execution.checks import Check, ReadChecks
+    from ckpttool.execution.destination import RunOptions
     from ckpttool.execution.distributed import Workers
-    from ckpttool.execution.output.destination import RunOptions
-    from ckpttool.execution.read_checks import Check, ReadChecks
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
@@ -87,7 +87,7 @@ class Options:
 
     def read_checks(self, sources: tuple[SourceFile, ...], checkpoint: Checkpoint) -> ReadChecks | None:
         """The CRC-32 comparisons of one command; None for ``check="off"``."""
-        from ckpttool.execution.read_checks import checks_for
+        from ckpttool.execution.checks import checks_for
 
         return checks_for(sources, checkpoint, self.check)
 
@@ -95,6 +95,6 @@ class Options:
         self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
     ) -> RunOptions:
         """How to run the plan of a command."""
-        from ckpttool.execution.output.destination import RunOptions
+        from ckpttool.execution.destination import RunOptions
 
         return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

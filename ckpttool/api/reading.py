@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.commit.signing import Key
-    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.execution.checks import Check, ReadReport
     from ckpttool.units import Progress
 
 
@@ -363,8 +363,8 @@ def extract_to_file(  # noqa: PLR0913  public API
         CkptError: The checkpoint is not sound, holds no such tensor, or the file cannot be written.
     """
     from ckpttool.analysis.extract import encode, read_part
-    from ckpttool.execution.output.destination import write_file
-    from ckpttool.execution.permissions import mode_of
+    from ckpttool.execution.destination import write_file
+    from ckpttool.execution.output import mode_of
     from ckpttool.model.selection import find
 
     options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)

@@ -29,12 +29,12 @@ from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive, is_old
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
-from ckpttool.execution.permissions import mode_of
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.output import mode_of
 from ckpttool.execution.run import MEMORY, run
 from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.locate import Location
-from ckpttool.formats.rank_states import is_rank_state
+from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.thin import SUFFIX
 from ckpttool.formats.weights import read_safetensors
 from ckpttool.formats.zero.files import parse_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.description import title
+from ckpttool.analysis.json_report import title
 from ckpttool.analysis.layout import layout
 from ckpttool.cli._output import is_colored, print_line, terminal_width
 from ckpttool.dtypes import SHORT_NAMES

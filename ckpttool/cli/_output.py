@@ -74,7 +74,7 @@ def print_json(data: Any) -> None:
     """Print plain values or dataclasses of them as JSON; the keys of a dataclass are its field names."""
     import json  # tables need none
 
-    from ckpttool.analysis.description import as_plain
+    from ckpttool.analysis.json_report import as_plain
 
     _write(json.dumps(as_plain(data), indent=2, allow_nan=False) + "\n")
 

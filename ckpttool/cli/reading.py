@@ -58,7 +58,7 @@ def _check_usage(view: str | None, name: str | None, digest: bool, page: dict[st
 
 def _print(src: tuple[str, ...], view: str | None, name: str | None, as_json: bool, given: dict[str, Any]) -> None:
     import ckpttool
-    from ckpttool.cli._checkpoint import print_checkpoint, print_checkpoint_json
+    from ckpttool.cli._reports import print_checkpoint, print_checkpoint_json
 
     checkpoint = ckpttool.inspect(src, **options.chosen(given))
     if as_json:

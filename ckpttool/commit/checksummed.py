@@ -1,7 +1,7 @@
 """Check bytes against the checksums of a manifest when they are read.
 
 Readers of a layout use it, and restores of a signed save, because SHA-256 of pieces cannot be combined. The tensors of
-all other checkpoints are compared by ``execution.read_checks``.
+all other checkpoints are compared by ``execution.checks``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.errors import ChecksumError, ContainerError, PlanError
 from ckpttool.ranges import ByteRange
-from ckpttool.storage.base import WrappedReader
-from ckpttool.storage.specs import Described, connect
+from ckpttool.storage.base import Described, WrappedReader, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.errors import StorageError
+from ckpttool.execution.checks import ReadChecks
 from ckpttool.execution.copy import Copier, PartAssembler
-from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.run import check_copies, skipped
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CopyPlan, ranges_read

@@ -17,7 +17,7 @@ import numpy as np
 from ckpttool.arguments import checked_size
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.dtypes import itemsize
-from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution.checks import failed_checks
 from ckpttool.execution.copy import Copier, PartAssembler
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.checks import ReadChecks
     from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
     from ckpttool.storage import Writer
     from ckpttool.units import Advance

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.checks import ReadChecks
     from ckpttool.plan import SourceFile
     from ckpttool.storage import Reader, Storage
 

@@ -19,7 +19,7 @@ from ckpttool.commit import has_manifest, is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
-from ckpttool.formats.rank_states import with_rank_states
+from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.messages import brief
 from ckpttool.storage import (

@@ -1,18 +1,27 @@
-"""Sidecar files: small files in the root of a checkpoint, such as configuration, tokenizer, generation settings."""
+"""Files beside the tensors of a checkpoint: sidecar files of its root (configuration, tokenizer), and rank states.
+
+A rank state is an object of each rank, saved with ``rank_state=`` in a file of its own.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import posixpath
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckpttool.errors import LayoutError
+from ckpttool.formats.fields import RESTORE
+from ckpttool.model import Checkpoint, CheckpointFile
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckpttool.formats.locate import Location
     from ckpttool.storage import Storage, StorageSpec
+
 
 # Source: transformers 5, ``save_pretrained`` of models, tokenizers and processors.
 PATTERNS = (
@@ -101,3 +110,54 @@ def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERN
         text = storage.read_text(path) if entry.name == "config.json" else None
         found.append(SidecarFile(entry.name, path, nbytes, version, storage.spec, text))
     return tuple(found)
+
+
+KIND = "rank state"
+"""``CheckpointFile.kind`` of these files."""
+MAX_NAMED = 20
+"""Maximum number of missing files named one by one."""
+_NAME = re.compile(r"ckpttool_rank_state_(\d{5,7})\.pt")
+
+
+def rank_state_name(rank: int) -> str:
+    """Return the file name of a rank's state. No pattern of DeepSpeed's loaders and scripts matches it."""
+    return f"ckpttool_rank_state_{rank:05d}.pt"
+
+
+def is_rank_state(name: str) -> bool:
+    """Return whether a file name is that of a rank state."""
+    return _NAME.fullmatch(name) is not None
+
+
+def with_rank_states(checkpoint: Checkpoint, storage: Storage, location: Location) -> Checkpoint:
+    """Add the rank states in a checkpoint's directories to its files; none is opened.
+
+    Args:
+        checkpoint: The checkpoint as DeepSpeed's files describe it.
+        storage: Its storage.
+        location: Its directories.
+    """
+    found: dict[int, CheckpointFile] = {}
+    for directory in (location.directory, *location.others):
+        elsewhere = None if directory == location.directory else directory
+        for entry in storage.listing(directory):
+            match = _NAME.fullmatch(entry.name)
+            if match is None or entry.is_dir or entry.name != rank_state_name(int(match[1])):
+                continue
+            rank = int(match[1])
+            file = CheckpointFile(entry.name, entry.nbytes, KIND, rank, entry.version, directory=elsewhere)
+            found.setdefault(rank, file)
+    if not found:
+        return checkpoint
+    files = [found[rank] for rank in sorted(found)]
+    missing = [rank for rank in range(min(max(found), len(found) + MAX_NAMED)) if rank not in found]
+    notes = tuple(
+        LayoutError(f"{location.directory}/{rank_state_name(rank)}", "is missing, others have theirs", RESTORE)
+        for rank in missing[:MAX_NAMED]
+    )
+    return replace(checkpoint, files=(*checkpoint.files, *files), notes=(*checkpoint.notes, *notes))
+
+
+def rank_state_indexes(checkpoint: Checkpoint) -> list[int]:
+    """Return the indexes of the rank states in ``Checkpoint.files``, in the order of the ranks."""
+    return [index for index, file in enumerate(checkpoint.files) if file.kind == KIND]

@@ -16,16 +16,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, Fields
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.file_set import Opener
 from ckpttool.formats.zero.files import MAX_RANKS, RankFile, ZeroFiles
-from ckpttool.formats.zero.identity import (
-    agreed_facts,
-    check_listed,
-    check_model_ranks,
-    copied_states,
-    model_names,
-    trusted_names,
-)
 from ckpttool.formats.zero.module import (
     TensorNames,
     common_facts,
@@ -34,6 +25,15 @@ from ckpttool.formats.zero.module import (
     read_module,
     read_param_shapes,
     zenflow,
+)
+from ckpttool.formats.zero.open_files import (
+    Opener,
+    agreed_facts,
+    check_listed,
+    check_model_ranks,
+    copied_states,
+    model_names,
+    trusted_names,
 )
 from ckpttool.formats.zero.partitions import check_agreement, read_group
 from ckpttool.formats.zero.stage3 import read_frozen

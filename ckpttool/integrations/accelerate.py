@@ -40,8 +40,8 @@ from ckpttool.integrations.deepspeed.folders import (
     was_within_epoch,
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
-from ckpttool.integrations.frameworks import check_signatures, replaced, scratch_directory, write_file
-from ckpttool.integrations.ray.train_run import current_run
+from ckpttool.integrations.patches import check_signatures, replaced, scratch_directory, write_file
+from ckpttool.integrations.ray_train import current_run
 from ckpttool.saving.coordination import RankError
 from ckpttool.storage import absolute_path
 

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.execution.output.destination import Destination, RunOptions
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.destination import Destination, RunOptions
 from ckpttool.execution.run import memory_bytes
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL

@@ -48,8 +48,8 @@ from ckpttool.integrations.deepspeed.folders import (
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
-from ckpttool.integrations.frameworks import check_signatures, make_folder, remove_files, replaced, scratch_directory
-from ckpttool.integrations.ray.train_run import current_run
+from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
+from ckpttool.integrations.ray_train import current_run
 from ckpttool.saving.coordination import RankError
 from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
 

@@ -6,7 +6,7 @@ import html
 import json
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.description import as_plain, describe, title
+from ckpttool.analysis.json_report import as_plain, describe, title
 from ckpttool.analysis.layout import layout
 from ckpttool.messages import printable
 from ckpttool.pages import page

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.description import as_plain
+from ckpttool.analysis.json_report import as_plain
 from ckpttool.analysis.layout import layer_of
 from ckpttool.pages import page
 

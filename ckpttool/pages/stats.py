@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.description import as_plain, title
+from ckpttool.analysis.json_report import as_plain, title
 from ckpttool.analysis.layout import Folding, folded_name, layer_of
 from ckpttool.pages import page
 

@@ -21,6 +21,7 @@ from ckpttool.storage.base import (
     StorageSpec,
     WritableStorage,
     Writer,
+    connect,
     find_text,
     storage_error,
     translate_os_errors,
@@ -51,7 +52,6 @@ from ckpttool.storage.opening import (
     scheme_of,
     without_credentials,
 )
-from ckpttool.storage.specs import connect
 
 __all__ = [
     "BESIDE",

@@ -19,11 +19,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.ranges import coalesced
-from ckpttool.storage.base import MISSING, NO_NAMES, WAIT, Entry, ExistsError, Writer, check_text, decode_text
+from ckpttool.storage.base import (
+    MISSING,
+    NO_NAMES,
+    WAIT,
+    Described,
+    Entry,
+    ExistsError,
+    Writer,
+    check_text,
+    decode_text,
+)
 from ckpttool.storage.local import remove_remote
 from ckpttool.storage.opening import scheme_of
 from ckpttool.storage.retry import ShortReadError, T, Tally, call, explain
-from ckpttool.storage.specs import Described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -19,6 +19,7 @@ from ckpttool.storage.base import (
     MARK,
     MISSING,
     WAIT,
+    Described,
     Entry,
     ExistsError,
     check_text,
@@ -29,7 +30,6 @@ from ckpttool.storage.base import (
     walk,
 )
 from ckpttool.storage.retry import Tally
-from ckpttool.storage.specs import Described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

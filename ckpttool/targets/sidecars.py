@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckpttool.dtypes import DTYPES
-from ckpttool.execution.read_checks import archive_records
-from ckpttool.formats.rank_states import rank_state_indexes
-from ckpttool.formats.sidecars import OWN, POSITION, RANDOM, RESUME_FILES, STEPS_OF_RANKS, SidecarFile, find_sidecars
+from ckpttool.execution.checks import archive_records
+from ckpttool.formats.sidecars import (
+    OWN,
+    POSITION,
+    RANDOM,
+    RESUME_FILES,
+    STEPS_OF_RANKS,
+    SidecarFile,
+    find_sidecars,
+    rank_state_indexes,
+)
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import connect
 

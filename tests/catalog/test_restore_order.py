@@ -11,9 +11,9 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
+from ckpttool.catalog.entries import directory_name, last_commit, run_commits
 from ckpttool.catalog.restore_order import candidates, contradiction
 from ckpttool.catalog.retention import Rules
-from ckpttool.catalog.runs import directory_name, last_commit, run_commits
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
 from ckpttool.saving.coordination import Alone

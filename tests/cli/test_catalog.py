@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.catalog import copies
+from ckpttool.catalog import copy_plan
 from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
@@ -338,15 +338,15 @@ def test_latest_names_the_newest_of_copies_made_at_once(
     """Another cp commits a newer checkpoint, and writes ``latest``, after this one has looked at it."""
     out = str(tmp_path / "copy") if place == "disk" else s3.url("copy")
     assert api.cp(root, out, tag="global_step9").latest
-    looked = copies.is_newest
+    looked = copy_plan.is_newest
 
     def late(*arguments: Any) -> bool:
         found = looked(*arguments)
-        monkeypatch.setattr(copies, "is_newest", looked)
+        monkeypatch.setattr(copy_plan, "is_newest", looked)
         assert api.cp(root, out, tag="global_step20").latest
         return found
 
-    monkeypatch.setattr(copies, "is_newest", late)
+    monkeypatch.setattr(copy_plan, "is_newest", late)
     assert not api.cp(root, out, tag="global_step10").latest
     assert open_storage(out, {}).read_text(f"{out}/latest") == "global_step20"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ckpttool.execution.output.local import DirectoryOutput
+from ckpttool.execution.output import DirectoryOutput
 from ckpttool.execution.run import run
 from ckpttool.storage.safe_files import Directory
 
 if TYPE_CHECKING:
-    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.checks import ReadChecks
     from ckpttool.plan import CopyPlan
-    from ckpttool.storage.journal import Journal
+    from ckpttool.storage.staging import Journal
     from ckpttool.units import Advance
 
 

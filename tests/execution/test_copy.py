@@ -24,19 +24,18 @@ from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, StorageError
 from ckpttool.execution import copy
-from ckpttool.execution.check_copies import failed_checks
+from ckpttool.execution import output as output_module
+from ckpttool.execution.checks import ReadChecks, failed_checks
 from ckpttool.execution.copy import PartAssembler
-from ckpttool.execution.output import local as output_module
-from ckpttool.execution.read_checks import ReadChecks
 from ckpttool.execution.run import nbytes_read
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL, open_storage
-from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.local_writer import BUFFER_BYTES
 from ckpttool.storage.safe_files import Directory
+from ckpttool.storage.staging import JOURNAL, Journal
 from ckpttool.units import Meter
 from tests.execution.outputs import run_into
 

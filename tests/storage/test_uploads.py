@@ -20,7 +20,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.execution.output.bucket import bucket_output
+from ckpttool.execution.output import bucket_output
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote

@@ -11,8 +11,6 @@ from ckpttool.formats.fields import RESTORE, WEIGHTS_ALONE
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.zero import stage3, stage12
 from ckpttool.formats.zero.experts import Experts, with_experts
-from ckpttool.formats.zero.file_set import read_zero_files
-from ckpttool.formats.zero.identity import agreed_facts, mixed_types, trusted_names
 from ckpttool.formats.zero.module import (
     TensorNames,
     common_facts,
@@ -23,6 +21,7 @@ from ckpttool.formats.zero.module import (
     without_groups,
     zenflow,
 )
+from ckpttool.formats.zero.open_files import agreed_facts, mixed_types, read_zero_files, trusted_names
 from ckpttool.formats.zero.partitions import Partitions, check_agreement, check_same_group
 from ckpttool.messages import brief
 from ckpttool.model import (

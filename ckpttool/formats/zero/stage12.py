@@ -14,8 +14,8 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.identity import check_listed, check_recorded_slices, partition_counts
 from ckpttool.formats.zero.module import mapped_sizes, read_param_shapes, without_groups, zenflow
+from ckpttool.formats.zero.open_files import check_listed, check_recorded_slices, partition_counts
 from ckpttool.formats.zero.partitions import (
     BufferSlice,
     Partitions,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import RESTORE, Fields, shape_of
 from ckpttool.formats.zero.experts import Experts
-from ckpttool.formats.zero.file_set import SWAPPED
 from ckpttool.formats.zero.module import read_param_shapes, without_groups
+from ckpttool.formats.zero.open_files import SWAPPED
 from ckpttool.formats.zero.partitions import (
     STEP,
     EqualParts,

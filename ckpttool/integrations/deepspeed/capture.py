@@ -21,7 +21,7 @@ from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
-from ckpttool.formats.rank_states import is_rank_state
+from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.zero.module import ENGINE_KEYS
 from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_parameters
 from ckpttool.integrations.torch.objects import unknown_classes

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates
-from ckpttool.catalog.runs import trainer_commits
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError
 from ckpttool.formats import open_whole
@@ -30,10 +30,9 @@ from ckpttool.integrations.deepspeed.load_plan import load_options
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
-from ckpttool.integrations.frameworks import write_file
-from ckpttool.integrations.ray.train_run import current_run
-from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
-from ckpttool.integrations.torch.process_group import ranks_of_process_group
+from ckpttool.integrations.patches import write_file
+from ckpttool.integrations.ray_train import current_run
+from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
 from ckpttool.storage import connect, local_path, open_storage, scheme_of
 from ckpttool.storage.confined import confined

@@ -40,7 +40,7 @@ from ckpttool.saving.provenance import note_restored
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from ckpttool.execution.read_checks import Check
+    from ckpttool.execution.checks import Check
     from ckpttool.formats import Source
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model import Checkpoint
@@ -106,7 +106,7 @@ def load(  # noqa: PLR0913  public API
         source_storage(paths, storage_options)
         inspect_engine(engine)
 
-    from ckpttool.integrations.torch.process_group import ranks_of_process_group
+    from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
     ranks = ranks_of_process_group("load")
     name = _named(src)

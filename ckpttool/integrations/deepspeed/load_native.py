@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.integrations.deepspeed.prepared import NativeState

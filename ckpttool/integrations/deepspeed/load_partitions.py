@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
-from ckpttool.execution.check_copies import failed_checks
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for, failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version

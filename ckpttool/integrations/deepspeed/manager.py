@@ -5,41 +5,50 @@ from __future__ import annotations
 import contextlib
 import logging
 import posixpath
+import signal
+import threading
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool._version import __version__
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules
+from ckpttool.commit.manifest import REPLACED
+from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats import open_whole
-from ckpttool.formats.rank_states import is_rank_state
+from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
-from ckpttool.integrations.deepspeed.save_arguments import (
-    check_client_state,
-    checked_metrics,
-    checked_tag,
-    tag_validation,
-    versions,
-)
-from ckpttool.integrations.deepspeed.signals import SignalWatch
+from ckpttool.messages import brief
 from ckpttool.saving.background import Background
 from ckpttool.saving.coordination import RankError, agree_to_begin
 from ckpttool.saving.provenance import begin as begin_provenance
 from ckpttool.saving.provenance import current_provenance
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
+from ckpttool.storage import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    LOCAL,
+    MANIFEST,
+    MARK,
+    is_url,
+    local_path,
+    open_storage,
+    without_credentials,
+)
 from ckpttool.storage.confined import confined
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
     Opener = Callable[[Storage, str], Checkpoint]
+
 
 LOG = logging.getLogger(__name__)
 TIMEOUT = 1800.0
@@ -479,7 +489,7 @@ class CheckpointManager:
         Args:
             reset: Forget the signal, to continue training. The same on every rank.
         """
-        from ckpttool.integrations.torch.process_group import any_of, own_group
+        from ckpttool.integrations.torch.collectives import any_of, own_group
 
         if self._group is None:
             self._group = own_group()
@@ -545,7 +555,7 @@ class CheckpointManager:
 
     def _agreeing_ranks(self) -> Ranks:
         if self._ranks is None:
-            from ckpttool.integrations.torch.process_group import ranks_of_process_group
+            from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
             self._ranks = ranks_of_process_group(MEETING)
         return self._ranks
@@ -589,10 +599,141 @@ class CheckpointManager:
 def _skip_meeting() -> None:
     """Count a failed constructor: the managers of other ranks may exist, and will wait for this count."""
     with contextlib.suppress(ImportError):
-        from ckpttool.integrations.torch.process_group import ranks_of_process_group
+        from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
         ranks_of_process_group(MEETING)
 
 
 def _discard(value: object) -> None:
     """Ignore a value: turns an expression into a statement."""
+
+
+MAX_NAME_BYTES = 200
+"""Maximum bytes of a part of a tag: file names have at most 255, and a replacement or removal adds suffixes."""
+NOT_TAGS = frozenset({LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
+"""Names of files in the root: no tag may have them."""
+CHOOSE = "choose another tag"
+
+
+def checked_tag(given: Any) -> str:
+    """Return a tag that can name a directory.
+
+    Raises:
+        ArgumentError: It cannot be one.
+    """
+    tag = str(given)
+    if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
+        problem = f"cannot be {brief(tag)}: a tag is printable, and no part of it begins with a dot"
+        raise ArgumentError("tag", problem, CHOOSE)
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in tag.split("/")):
+        problem = f"cannot be {brief(tag, 40)}: no part of a tag may be longer than {MAX_NAME_BYTES} bytes"
+        raise ArgumentError("tag", problem, CHOOSE)
+    if tag in NOT_TAGS or tag.endswith((REPLACED, PARTIAL, ".removed")):
+        raise ArgumentError("tag", f"cannot be {brief(tag)}: the root has a file of that name", CHOOSE)
+    return tag
+
+
+def tag_validation(engine: Any) -> str:
+    """Return what the configuration says of tags that differ between ranks: "WARN", "IGNORE" or "FAIL"; default: FAIL.
+
+    DeepSpeed's own default warns: its ranks then write one checkpoint into several directories.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_checkpoint_tag_validation``).
+    """
+    config = getattr(getattr(engine, "_config", None), "_param_dict", {}).get("checkpoint")
+    return str((config or {}).get("tag_validation", "FAIL")).upper()
+
+
+def check_client_state(client_state: Any, engine: Any) -> None:
+    """Refuse client state whose names a restore would not return.
+
+    Raises:
+        ArgumentError: It is not a mapping, or has a name that is not text or is reserved by DeepSpeed.
+    """
+    from ckpttool.formats.zero.module import ENGINE_KEYS
+
+    reserved = ENGINE_KEYS | {"folding"}
+    if not engine.has_moe_layers:
+        reserved -= {"universal_checkpoint_info"}  # Megatron-DeepSpeed passes it here, and DeepSpeed reads it here
+
+    if not isinstance(client_state, Mapping):
+        problem = f"is a {type(client_state).__name__}, not a mapping"
+        raise ArgumentError("client_state", problem, 'pass a dict, as client_state={"step": step}')
+    for name in client_state:
+        if not isinstance(name, str):
+            raise ArgumentError("client_state", f"has the name {brief(name)}, which is not text", "use text as names")
+    if taken := sorted(set(client_state) & reserved):
+        problem = f"has names that DeepSpeed uses in the same file: {', '.join(taken)}"
+        raise ArgumentError("client_state", problem, "use other names")
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as floats.
+
+    Raises:
+        ArgumentError: They are not a mapping of names to numbers.
+    """
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
+        problem = f"are not a mapping of names to numbers ({type(error).__name__}: {error})"
+        raise ArgumentError("metrics", problem, "pass floats, and leave out missing values") from error
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the saving packages, for the manifest."""
+    import deepspeed
+    import torch
+
+    return {"ckpttool": __version__, "deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)}
+
+
+class SignalWatch:
+    """Notes signals, and calls the previous handlers; ``restore`` sets those again.
+
+    Args:
+        numbers: The signals.
+
+    Raises:
+        ArgumentError: A number is not a signal or cannot be handled, or this is not the main thread.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.noted = False
+        """Whether a signal has arrived."""
+        self._before: dict[int, Any] = {}
+        try:
+            for number in numbers:
+                self._watch(number)
+        except ArgumentError:
+            self.restore()
+            raise
+
+    def _watch(self, number: int) -> None:
+        try:
+            before = signal.getsignal(number)
+        except (ValueError, TypeError) as error:
+            raise ArgumentError("signals", f"has {number!r}, which is not a signal", "use signal.SIGTERM") from error
+        try:
+            signal.signal(number, self._note)
+        except OSError as error:
+            problem = f"has {signal.Signals(number).name}, which no program can handle"
+            raise ArgumentError("signals", problem, "use signal.SIGTERM") from error
+        except ValueError as error:
+            problem = f"cannot be watched in the thread {threading.current_thread().name}"
+            raise ArgumentError("signals", problem, "make the manager in the main thread") from error
+        self._before[number] = before
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.noted = True
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def restore(self) -> None:
+        """Set the previous handlers again, except over handlers that other code has set since; main thread only."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if before is not None and signal.getsignal(number) == self._note:
+                signal.signal(number, before)

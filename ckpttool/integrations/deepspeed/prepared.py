@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckpttool.execution.read_checks import Check, ReadChecks
+    from ckpttool.execution.checks import Check, ReadChecks
     from ckpttool.integrations.deepspeed.load_partitions import PackedTensor
     from ckpttool.model import Checkpoint
     from ckpttool.targets.zero.match import Fitted

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from ckpttool.errors import LayoutError
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile
-from ckpttool.formats.rank_states import rank_state_indexes, rank_state_name
+from ckpttool.formats.sidecars import rank_state_indexes, rank_state_name
 from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.plan.builder import source_files

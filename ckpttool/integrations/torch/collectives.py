@@ -1,4 +1,4 @@
-"""Collective steps of a load: the first rank opens the checkpoint, and an error on one rank is raised on all."""
+"""Collective steps: agreement of all ranks, opening on the first rank, and errors of one rank raised on all."""
 
 from __future__ import annotations
 
@@ -8,20 +8,62 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from ckpttool.commit.checksummed import ChecksummedStorage
-from ckpttool.errors import CkptError, LayoutError
-from ckpttool.execution.read_checks import FRAGMENT
+from ckpttool.errors import CkptError, LayoutError, PlanError
+from ckpttool.execution.checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.builder import source_files
-from ckpttool.saving.coordination import error_from_data, error_to_data
+from ckpttool.saving.coordination import Alone, Ranks, error_from_data, error_to_data
 from ckpttool.storage import LOCAL_SPEC, connect
 
 if TYPE_CHECKING:
-    from ckpttool.execution.read_checks import ReadChecks
+    from ckpttool.execution.checks import ReadChecks
     from ckpttool.model import Checkpoint
-    from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
+
+
+def ranks_of_process_group(purpose: str) -> Ranks:
+    """Return the ranks of the training's process group, for one purpose common to all ranks.
+
+    They agree through the store of the process group, under separate keys: the training's communicators are not used,
+    so that its collectives cannot be mixed up. The n-th call for a purpose on one rank agrees with the n-th call on the
+    others. The store counts the calls, so that a new process group starts at zero.
+
+    Args:
+        purpose: The same on all ranks.
+
+    Raises:
+        PlanError: A process group of several ranks has no store.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Alone()
+    store = dist.distributed_c10d._get_default_store()
+    if store is None:
+        problem = "has a process group without a store: its ranks cannot agree"
+        raise PlanError("torch.distributed", problem, "start it with the nccl or gloo backend")
+    keys = dist.PrefixStore("ckpttool", store)
+    number = keys.add(f"{purpose}/calls/{dist.get_rank()}", 1)
+    return Ranks(dist.get_rank(), dist.get_world_size(), keys, f"{purpose} {number}")
+
+
+def own_group() -> Any:
+    """Return a gloo process group for small host tensors, for any backend of the training; None for one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo")
+
+
+def any_of(group: Any, value: bool) -> bool:
+    """Return whether a value is true on any rank of a group."""
+    if group is None:
+        return value
+    counted = torch.tensor([int(value)])
+    dist.all_reduce(counted, op=dist.ReduceOp.MAX, group=group)
+    return bool(counted.item())
+
 
 LOG = logging.getLogger(__name__)
 Agree = Callable[[BaseException | None], None]

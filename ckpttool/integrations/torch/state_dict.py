@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.arguments import check_choice
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.execution.read_checks import checks_for
+from ckpttool.execution.checks import checks_for
 from ckpttool.execution.run import MEMORY
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckpttool.execution.read_checks import Check, ReadReport
+    from ckpttool.execution.checks import Check, ReadReport
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
     from ckpttool.targets.weights import Weight

@@ -14,8 +14,8 @@ from ckpttool.checksums import chunk_records, crc32
 from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
-from ckpttool.execution.permissions import mode_of_file
-from ckpttool.execution.read_checks import archive_records
+from ckpttool.execution.checks import archive_records
+from ckpttool.execution.output import mode_of_file
 from ckpttool.formats import FORMATS, open_checkpoint
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES

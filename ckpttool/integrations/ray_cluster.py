@@ -291,7 +291,7 @@ def _task_function() -> Callable[..., Any]:
         node = socket.gethostname()
         try:
             from ckpttool._version import __version__
-            from ckpttool.integrations.ray.cluster import run_in_worker
+            from ckpttool.integrations.ray_cluster import run_in_worker
         except ImportError as error:
             return f"cannot import ckpttool on node {node} ({error})"
         if __version__ != version:

@@ -1,31 +1,164 @@
-"""Output in a bucket, committed as a whole as far as a store without renames allows.
+"""The outputs of runs: a directory on local disk, or one in a bucket, with the permissions that the sources share.
 
-Large files are multipart uploads, invisible until completed. After the last part all uploads are completed, and the
-files that make OUT look complete (``latest``, an index) are written last. Then the output is compared. Until then OUT
-holds an in-progress marker, and readers refuse a directory with a marker: its removal is the commit.
+A bucket has no rename. Large files are multipart uploads, invisible until completed. After the last part all uploads
+are completed, and the files that make OUT look complete (``latest``, an index) are written last. Then the output is
+compared. Until then OUT holds an in-progress marker, and readers refuse a directory with a marker: its removal is the
+commit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
+from ckpttool.plan import ranges_read
 from ckpttool.storage import MARK, Writer
-from ckpttool.storage.base import NO_NAMES
-from ckpttool.storage.staging import MAX_KEPT_BYTES, kept_name, not_empty
+from ckpttool.storage.base import NO_NAMES, translate_os_errors
+from ckpttool.storage.local_writer import SHARING, DirectoryWriter, file_system_of
+from ckpttool.storage.safe_files import permissions
+from ckpttool.storage.staging import MAX_KEPT_BYTES, SHARED, kept_name, not_empty
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, TargetFile
-    from ckpttool.storage import PartWriter
+    from ckpttool.storage import PartWriter, Storage
     from ckpttool.storage.fsspec import RemoteStorage
+    from ckpttool.storage.safe_files import Directory
+    from ckpttool.storage.staging import Journal
+
+
+FILE = 0o666
+"""Permissions of a file without local sources, before the umask."""
+DIRECTORY = 0o777
+"""Permissions of a directory without local sources, before the umask."""
+
+
+def with_permissions(plan: CopyPlan) -> tuple[CopyPlan, int]:
+    """Give each target file the permissions that its sources share.
+
+    A copied file keeps the permissions of its source. A file with bytes of the plan itself (a header, a pickle made of
+    many files) gets the permissions that all sources of the plan share.
+
+    Returns:
+        The plan with permissions, and the permissions of the output directory, before the umask.
+    """
+    modes = {n: permissions(f.path) for n, f in enumerate(plan.sources) if not f.storage.remote and _is_there(f.path)}
+    shared = _intersection(modes.values())
+    files = tuple(replace(file, mode=_mode(plan, file, modes, shared)) for file in plan.files)
+    above = {os.path.dirname(plan.sources[n].path) or "." for n in modes}
+    directory = DIRECTORY
+    for path in above:
+        directory &= permissions(path)
+    return replace(plan, files=files), directory
+
+
+def _mode(plan: CopyPlan, file: TargetFile, modes: Mapping[int, int], shared: int) -> int:
+    numbers = {number for number, _, _ in ranges_read(plan, file)}
+    if not file.literals and len(numbers) == 1:  # a copy keeps the execute permission too
+        return modes.get(min(numbers), FILE)
+    return shared
+
+
+def mode_of(checkpoint: Checkpoint) -> int:
+    """Return the permissions that all files of a checkpoint share."""
+    if checkpoint.storage.remote:
+        return FILE
+    paths = (checkpoint.path(n) for n in range(len(checkpoint.files)))
+    return _intersection(permissions(path) for path in paths if _is_there(path))
+
+
+def mode_of_file(storage: Storage, path: str) -> int:
+    """Return the permissions of one file; FILE where the storage has none."""
+    if storage.remote or not _is_there(path):
+        return FILE
+    return permissions(path)
+
+
+def mode_of_directory(storage: Storage, path: str) -> int:
+    """Return the permissions of one directory; DIRECTORY where the storage has none."""
+    if storage.remote or not _is_there(path):
+        return DIRECTORY
+    return permissions(path)
+
+
+def _intersection(modes: Iterable[int]) -> int:
+    shared = FILE
+    for mode in modes:
+        shared &= mode
+    return shared | 0o600
+
+
+def _is_there(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        permissions(path)
+        return True
+    return False
+
+
+class DirectoryOutput:
+    """A directory on local disk.
+
+    Args:
+        directory: An existing directory, not yet visible to readers.
+        journal: Lists the files that an earlier run completed; completed files are added to it.
+    """
+
+    any_offset = True
+
+    def __init__(self, directory: Directory, journal: Journal | None = None) -> None:
+        self._directory = directory
+        self.path = directory.path
+        """Path of the directory, for readers before the commit."""
+        self._journal = journal
+        self._shares = file_system_of(directory.path) in SHARING
+        self._begun: list[DirectoryWriter] = []
+
+    def __enter__(self) -> DirectoryOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.complete()
+
+    def complete(self) -> None:
+        """Close all files, after the last write."""
+        for writer in self._begun:
+            writer.commit()
+
+    def has(self, file: TargetFile) -> bool:
+        """Whether an earlier run completed the file."""
+        return self._journal is not None and self._journal.has(file.name, file.nbytes)
+
+    def begin(self, file: TargetFile) -> DirectoryWriter:
+        """Begin to write a file.
+
+        Raises:
+            StorageError: The file cannot be created.
+        """
+        completed = None if self._journal is None else partial(self._journal.add, file.name, file.nbytes)
+        writer = DirectoryWriter(self._directory, file.name, file.nbytes, file.mode, completed, shares=self._shares)
+        self._begun.append(writer)
+        return writer
+
+    def shared_file(self) -> str:
+        """Create a file with a random name, and return its path: a worker that sees it sees the same directory.
+
+        Raises:
+            StorageError: The file cannot be created.
+        """
+        name = f"{SHARED}/{secrets.token_hex(8)}"
+        with translate_os_errors(self._directory.path):
+            os.close(self._directory.create(name))
+        return os.path.join(os.path.abspath(self._directory.path), name)
 
 
 def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ckpttool
-from ckpttool.analysis.description import MAX_VALUES, describe
+from ckpttool.analysis.json_report import MAX_VALUES, describe
 from tests import damage
 from tests.truth import source
 

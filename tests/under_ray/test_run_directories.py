@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog.runs import (
+from ckpttool.catalog.entries import (
     SNAPSHOT,
     directory_name,
     is_checkpoint_name,
@@ -179,7 +179,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
     s3fs = pytest.importorskip("s3fs")
     from fsspec.implementations.local import LocalFileSystem
 
-    from ckpttool.integrations.ray.train_run import storage_of, url_of
+    from ckpttool.integrations.ray_train import storage_of, url_of
     from ckpttool.storage import LOCAL
 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -209,7 +209,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
 
 def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
     fs = pytest.importorskip("pyarrow.fs")
-    from ckpttool.integrations.ray.train_run import storage_of
+    from ckpttool.integrations.ray_train import storage_of
 
     with pytest.raises(PlanError, match="SubTreeFileSystem"):
         storage_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpttool.checksums import Record
 from ckpttool.errors import ChecksumError
-from ckpttool.execution.read_checks import ALLOWANCE_BYTES, ReadChecks
+from ckpttool.execution.checks import ALLOWANCE_BYTES, ReadChecks
 from ckpttool.plan import SourceFile
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL

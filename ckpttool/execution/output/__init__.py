@@ -1,1 +1,0 @@
-"""Outputs of a plan: a directory or a bucket prefix, committed as a whole or discarded."""

@@ -1,1 +1,0 @@
-"""Bridges to Ray: a run's storage and a cluster's workers."""
